@@ -1,8 +1,5 @@
-"""Advantages: the reward of each answer relative to others, to the same prompt or in the same batch.
-
-Also the other pure functions between rewards and a step: which groups teach anything, and what an answer
-loses that is too long.
-"""
+"""Pure functions between rewards and a step: advantages, which groups have a signal, and the penalty for
+length."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -11,7 +8,7 @@ import torch
 
 
 class AdvantageEstimator(StrEnum):
-    """The formula for advantages; the functions below have the sources."""
+    """The formula for advantages; the functions below cite the sources."""
 
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
@@ -23,8 +20,8 @@ class AdvantageEstimator(StrEnum):
 def group_normalised(rewards: torch.Tensor, *, epsilon: float = 1e-6) -> torch.Tensor:
     """(r - mean) / (std + epsilon) within the group; float [G] -> float [G].
 
-    GRPO: Shao et al. 2024, "DeepSeekMath", https://arxiv.org/abs/2402.03300, section 4.1. The
-    standard deviation is the unbiased one, as in the authors' code.
+    GRPO: Shao et al. 2024, "DeepSeekMath", https://arxiv.org/abs/2402.03300, section 4.1, with the unbiased
+    deviation of the authors' code.
     """
     return centred(rewards) / (rewards.std() + epsilon)
 
@@ -32,8 +29,8 @@ def group_normalised(rewards: torch.Tensor, *, epsilon: float = 1e-6) -> torch.T
 def centred(rewards: torch.Tensor) -> torch.Tensor:
     """r - mean within the group; float [G] -> float [G].
 
-    Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783:
-    dividing by the standard deviation gives more weight to prompts that are nearly always or never solved.
+    Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783: the
+    standard deviation would give more weight to prompts that are nearly always or never solved.
     """
     return rewards - rewards.mean()
 
@@ -54,18 +51,18 @@ ESTIMATORS: dict[AdvantageEstimator, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# Their advantages depend on the whole batch.
+# These need the whole batch.
 OF_BATCHES = frozenset({AdvantageEstimator.REINFORCE_PP, AdvantageEstimator.REINFORCE_PP_BASELINE})
 
 
 def group_advantages(
     rewards: Sequence[float], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[float]:
-    """Advantages of one group of answers to one prompt; all zero if all rewards are equal.
+    """Advantages of one group of completions to one prompt; all zero if all rewards are equal.
 
     Raises:
-        ValueError: fewer than two rewards (there is nothing to compare with), one that is not finite, or an
-            estimator that needs the whole batch.
+        ValueError: fewer than two rewards, one that is not finite, or an estimator that needs the whole
+            batch.
     """
     if estimator in OF_BATCHES:
         raise ValueError(f"advantages {estimator.value!r} need a batch of groups: call batch_advantages")
@@ -79,14 +76,14 @@ def group_advantages(
 def batch_advantages(
     groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[list[float]]:
-    """Advantages of all groups of a batch, in their order; the rewards of a group are for one prompt.
+    """Advantages of all groups of a batch, in order; a group has the rewards of one prompt.
 
-    REINFORCE++: Hu et al. 2025, https://arxiv.org/abs/2501.03262, normalises over the batch: prompts with few
-    answers have no reliable deviation of their own, and one answer to each prompt is enough. Its variant with
-    a baseline subtracts the mean of the group first, where prompts differ more than the answers to one.
+    REINFORCE++: Hu et al. 2025, https://arxiv.org/abs/2501.03262, normalises over the batch, because small
+    groups have no reliable deviation; one completion per prompt suffices. Its variant with a baseline first
+    subtracts the mean of the group.
 
     Raises:
-        ValueError: as `group_advantages`; REINFORCE++ needs two rewards in the batch, and not in each group.
+        ValueError: as `group_advantages`; REINFORCE++ needs two rewards in the batch.
     """
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
@@ -106,24 +103,24 @@ def batch_advantages(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the answers of a group differ in reward; if not, GRPO and its kin learn nothing from them.
+    """Whether the rewards of a group differ; if not, GRPO and its kin learn nothing from it.
 
-    DAPO's dynamic sampling: Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2: leave such groups
-    out, and sample until the batch is full of others.
+    DAPO's dynamic sampling (Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2) replaces such
+    groups.
 
     Raises:
         ValueError: a reward is not finite.
     """
-    # Equal rewards differ from their mean by rounding errors, which division by a tiny deviation amplifies.
+    # Not by the deviation: equal rewards differ from their mean by rounding errors.
     group = _finite(rewards)
     return len(group) > 0 and not bool((group == group[0]).all())
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """What the reward of an answer of `length` tokens loses for its length, 0.0 down to -1.0.
+    """What the reward of a completion of `length` tokens loses for its length, 0.0 down to -1.0.
 
-    Nothing up to max_tokens - buffer_tokens, then linearly more, and all of it at max_tokens, where an answer
-    is cut off. DAPO: https://arxiv.org/abs/2503.14476, equation 13.
+    Zero up to max_tokens - buffer_tokens, then linear, and -1.0 at max_tokens, where a completion is cut off.
+    DAPO: https://arxiv.org/abs/2503.14476, equation 13.
 
     Raises:
         ValueError: the buffer is not within 1 and max_tokens.

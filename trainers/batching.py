@@ -1,19 +1,17 @@
 """Batching: from trajectories of any length to micro-batches of bounded size.
 
-Answers to one prompt can share it: a row is a prompt and up to G answers side by side, which attend to
-the prompt and to themselves but not to each other, at the positions they would have alone. With eight
-answers of a few tokens to a prompt of a hundred, this is a sixth of the work of eight separate rows,
-with the same result. Prompts are padded on the left and answers on the right.
+A row is a prompt and up to G completions side by side, which attend to the prompt and to themselves but not
+to each other, at the positions they would have alone. The result equals that of separate rows; with eight
+short completions to a prompt of a hundred tokens it costs a sixth. Prompts are padded left, completions
+right.
 
     columns   0 ............ P-1 | P ...... P+T-1 | P+T ... P+2T-1
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
-With G = 1 this is the plain layout, whose mask every attention kernel accepts. On GPUs there is a layout
-without padding, see `trainers.packed_lines`.
-
-The layout is known here alone. Losses and metrics see the M learned tokens of a micro-batch, one after the
-other, without padding; `predictors` says at which position of the layout each of them is predicted.
+With G = 1 the mask is one that every attention kernel accepts. `trainers.packed_lines` has a layout without
+padding for GPUs. Losses and metrics do not see the layout, only the M learned tokens of a micro-batch;
+`predictors` are the positions that predict them.
 """
 
 import math
@@ -35,24 +33,24 @@ UNKNOWN_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """R rows of L positions, and the M tokens of their A answers that are learned.
+    """R rows of L positions, and the M learned tokens of their A completions.
 
-    The tokens of an answer are contiguous and in order. An answer may have none.
+    The tokens of a completion are contiguous and in order. A completion may have none.
     """
 
     input_ids: torch.Tensor  # int64 [R, L]
-    # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended; of a packed line a BlockMask
+    # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended; a BlockMask for a packed line
     attention_mask: "torch.Tensor | BlockMask"
     position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token
-    # int64 [M]: of the R * L positions, the one whose hidden state predicts the token
+    # int64 [M]: which of the R * L positions predicts the token
     predictors: torch.Tensor
     targets: torch.Tensor  # int64 [M]: the tokens
-    answers: torch.Tensor  # int64 [M]: the answer of each token, 0 to A - 1
-    lengths: torch.Tensor  # int64 [A]: learned tokens of each answer
+    completions: torch.Tensor  # int64 [M]: the completion of each token, 0 to A - 1
+    lengths: torch.Tensor  # int64 [A]: learned tokens of each completion
     rollout_logprobs: torch.Tensor  # float32 [M]
     constrained: torch.Tensor  # bool [M]: the rollout's log-probability is not the policy's
     advantages: torch.Tensor  # float32 [M]
-    # int64 [M]: of the weights that sampled the token; UNKNOWN_VERSION where nobody said
+    # int64 [M]: of the weights that sampled the token, or UNKNOWN_VERSION
     versions: torch.Tensor
 
     def learned(
@@ -61,8 +59,7 @@ class TokenBatch:
         """What a loss is given.
 
         Args:
-            logprobs, old, reference: of the three policies, float32 [M]; without old ones the policy has not
-                been updated in this step, so that it is still the old one.
+            logprobs, old, reference: float32 [M]. Without `old` the policy has not been updated in this step.
         """
         old = logprobs.detach() if old is None else old
         return LearnedTokens(
@@ -70,7 +67,7 @@ class TokenBatch:
             old_logprobs=old,
             rollout_logprobs=torch.where(self.constrained, old, self.rollout_logprobs),
             advantages=self.advantages,
-            answers=self.answers,
+            completions=self.completions,
             lengths=self.lengths,
             versions=self.versions,
             reference_logprobs=reference,
@@ -78,7 +75,7 @@ class TokenBatch:
 
 
 def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:
-    """The indices of trajectories that share a prompt; each alone if none is to be shared."""
+    """The indices of trajectories that share a prompt; each alone if prompts are not to be shared."""
     if not share_prompts:
         return [[index] for index in range(len(trajectories))]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -88,7 +85,7 @@ def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> 
 
 
 def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
-    """Group trajectories into rows: those with the same prompt, as many as the budget allows."""
+    """Rows of trajectories with the same prompt, as many as the budget allows."""
     rows: list[Row] = []
     for members in same_prompts(trajectories, share_prompts=share_prompts):
         prompt = trajectories[members[0]].prompt_token_ids
@@ -103,8 +100,8 @@ def plan_micro_batches(
 ) -> list[list[Row]]:
     """Micro-batches: lists of rows that together have at most `token_budget` padded tokens.
 
-    Rows are packed longest first, so rows of similar length share a micro-batch and need little padding.
-    A trajectory longer than the budget gets its own micro-batch.
+    Rows are packed longest first, so that rows of similar length share a micro-batch. A trajectory longer
+    than the budget gets its own.
 
     Raises:
         ValueError: the budget is not positive.
@@ -136,9 +133,8 @@ def plan_micro_batches(
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
     """The micro-batches of one rank, each with a flag: false if it must not contribute to the loss.
 
-    Every rank gets the same number: a sharded model gathers its layers in every forward and backward,
-    so a rank with fewer would leave the others blocked in a collective. A rank that is short of one
-    runs a filler, which contributes nothing.
+    Every rank gets the same number, because a sharded model gathers its layers in every pass and the others
+    would block. A rank that is short of one runs a filler.
 
     Raises:
         ValueError: the plan is empty.
@@ -154,7 +150,7 @@ def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> l
 def collate(
     trajectories: Sequence[Trajectory], rows: Sequence[Row], *, pad_token_id: int, device: torch.device
 ) -> TokenBatch:
-    """Lay out rows of trajectories, see the picture in the module's docstring; answers in the order of rows.
+    """Lay out rows of trajectories as in the module's docstring; completions in the order of rows.
 
     Raises:
         ValueError: there are no rows.
@@ -176,7 +172,7 @@ def collate(
             tokens, column = trajectories[index].token_ids, P + g * T
             _write(input_ids[r], real[r], positions[r], tokens, column=column, position=len(prompt))
             before = r * L + column - 1 + torch.arange(len(tokens))
-            before[0] = r * L + P - 1  # the prompt's last column predicts the first token of every answer
+            before[0] = r * L + P - 1  # the prompt's last column predicts the first token of every completion
             predictors.append(before)
     return lay_out(
         [trajectories[index] for row in rows for index in row],
@@ -189,7 +185,7 @@ def collate(
 
 
 def lay_out(
-    answers: Sequence[Trajectory],
+    completions: Sequence[Trajectory],
     *,
     input_ids: torch.Tensor,
     attention_mask: "torch.Tensor | BlockMask",
@@ -197,13 +193,13 @@ def lay_out(
     predictors: Sequence[torch.Tensor],
     device: torch.device,
 ) -> TokenBatch:
-    """A layout and what is learned of its answers.
+    """A layout and what is learned from its completions.
 
     Args:
-        predictors: of each answer int64 [tokens of the answer], learned or not.
+        predictors: of each completion int64 [its tokens], learned or not.
     """
-    learned = torch.cat([_booleans(answer, answer.loss_mask, True) for answer in answers])
-    lengths = torch.tensor([answer.learned_tokens for answer in answers])
+    learned = torch.cat([_booleans(completion, completion.loss_mask, True) for completion in completions])
+    lengths = torch.tensor([completion.learned_tokens for completion in completions])
 
     def of_learned(values: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(values))[learned].to(device)
@@ -213,30 +209,32 @@ def lay_out(
         attention_mask=attention_mask,
         position_ids=position_ids,
         predictors=of_learned(predictors),
-        targets=of_learned(torch.tensor(answer.token_ids) for answer in answers),
-        answers=torch.arange(len(answers)).repeat_interleave(lengths).to(device),
+        targets=of_learned(torch.tensor(completion.token_ids) for completion in completions),
+        completions=torch.arange(len(completions)).repeat_interleave(lengths).to(device),
         lengths=lengths.to(device),
-        rollout_logprobs=of_learned(torch.tensor(answer.logprobs) for answer in answers),
-        constrained=of_learned(_booleans(answer, answer.constrained, False) for answer in answers),
-        advantages=of_learned(_advantages(answer) for answer in answers),
-        versions=of_learned(_versions(answer) for answer in answers),
+        rollout_logprobs=of_learned(torch.tensor(completion.logprobs) for completion in completions),
+        constrained=of_learned(
+            _booleans(completion, completion.constrained, False) for completion in completions
+        ),
+        advantages=of_learned(_advantages(completion) for completion in completions),
+        versions=of_learned(_versions(completion) for completion in completions),
     )
 
 
-def _booleans(answer: Trajectory, values: Sequence[bool] | None, default: bool) -> torch.Tensor:
-    """bool [tokens of the answer]."""
-    return torch.full((len(answer.token_ids),), default) if values is None else torch.tensor(values)
+def _booleans(completion: Trajectory, values: Sequence[bool] | None, default: bool) -> torch.Tensor:
+    """bool [tokens of the completion]."""
+    return torch.full((len(completion.token_ids),), default) if values is None else torch.tensor(values)
 
 
-def _advantages(answer: Trajectory) -> torch.Tensor:
-    """float32 [tokens of the answer]."""
-    return torch.tensor(answer.advantage, dtype=torch.float32).expand(len(answer.token_ids))
+def _advantages(completion: Trajectory) -> torch.Tensor:
+    """float32 [tokens of the completion]."""
+    return torch.tensor(completion.advantage, dtype=torch.float32).expand(len(completion.token_ids))
 
 
-def _versions(answer: Trajectory) -> torch.Tensor:
-    """int64 [tokens of the answer]."""
-    versions = torch.full((len(answer.token_ids),), UNKNOWN_VERSION, dtype=torch.int64)
-    for span in answer.weight_versions:
+def _versions(completion: Trajectory) -> torch.Tensor:
+    """int64 [tokens of the completion]."""
+    versions = torch.full((len(completion.token_ids),), UNKNOWN_VERSION, dtype=torch.int64)
+    for span in completion.weight_versions:
         versions[span.start : span.end] = span.version
     return versions
 
@@ -257,10 +255,10 @@ def _write(
 
 
 def _side_by_side(real: torch.Tensor, P: int, G: int, T: int) -> torch.Tensor:
-    """The attention mask, bool [R, 1, L, L]: causal, and no answer attends to another answer."""
+    """The attention mask, bool [R, 1, L, L]: causal, and completions do not attend to each other."""
     length = P + G * T
     segment = torch.cat([torch.zeros(P, dtype=torch.int64), 1 + torch.arange(G).repeat_interleave(T)])
     visible = (segment[:, None] == segment[None, :]) | (segment[None, :] == 0)
     allowed = visible & torch.ones(length, length, dtype=torch.bool).tril()
-    # A padded column attends to itself: a softmax over nothing is NaN, and NaN spreads through gradients.
+    # A padded column attends to itself: a softmax over nothing is NaN, which spreads through gradients.
     return (allowed & real[:, None, None, :]) | torch.eye(length, dtype=torch.bool)

@@ -1,16 +1,12 @@
-"""FSDP2: a model's layers sharded over the ranks of a process group, and each rank reads its own shards.
+"""FSDP2: a model's layers sharded over the ranks of a process group; each rank reads its own shards.
 
-Each decoder layer is one unit (`fully_shard`), and so are embeddings and output layer, unless they are tied:
-then they are in the root unit, as all the rest. A forward or backward pass has few gathered units in memory
-at a time. Every rank must run the same sequence of forwards, backwards and parameter reads, because each of
-them gathers. An adapter is small, and whole on every rank: the learner averages its gradients.
+Each decoder layer is a unit (`fully_shard`), and so are untied embeddings and output layer; the rest is the
+root unit. Every rank must run the same sequence of forwards, backwards and parameter reads, because each of
+them gathers. An adapter is whole on every rank, and the learner averages its gradients.
 
-No process ever has the whole model:
-
-    empty_model   its modules, on torch's meta device: no memory
-    shard_model   the same, as DTensors without memory
-    read_shards   of each tensor of the checkpoint the rows that are this rank's, by transformers' own
-                  loader, which fuses experts and renames modules as in an ordinary load
+No process ever has the whole model: `empty_model` makes it on the meta device, `shard_model` shards it there,
+and `read_shards` reads this rank's rows of each tensor by transformers' own loader, which fuses experts and
+renames modules.
 """
 
 from pathlib import Path
@@ -29,10 +25,7 @@ from trainers.layers import decoder_layers
 
 
 def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
-    """The mesh of the default process group.
-
-    Args:
-        device_type: where shards are: "cpu" or "cuda", of which each rank has one.
+    """The mesh of the default process group on "cpu" or "cuda".
 
     Raises:
         ValueError: there is no process group.
@@ -43,11 +36,7 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
 
 
 def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """The model of a checkpoint directory on the meta device.
-
-    Args:
-        options: of transformers' `from_config`, such as `dtype`.
-    """
+    """The model of a checkpoint directory on the meta device; `options` go to transformers' `from_config`."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -57,12 +46,9 @@ def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: 
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None) -> None:
-    """Shard a model on the meta device in place.
+    """Shard a model on the meta device in place, over a one-dimensional mesh.
 
     Gathered parameters have `compute_dtype` (None: their own); gradients are reduced in float32.
-
-    Args:
-        mesh: one-dimensional.
 
     Raises:
         ValueError: the model has no list of layers, or a rank would have no expert of a layer.
@@ -77,14 +63,11 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
-    """Read this rank's shards, and all of what is not sharded (buffers), onto the mesh's device.
+    """Read this rank's shards, and buffers whole, onto the mesh's device; returns the names that are missing.
 
-    These are the steps of `from_pretrained` after it has made a model. It cannot be told how to shard: its
-    own `distributed_config` has no setting for float32 reductions, shards on whatever accelerator torch was
-    built for, and needs a plan that not every family has.
-
-    Returns:
-        the names of parameters that the checkpoint lacks.
+    These are the steps of `from_pretrained` after it made a model. Its own `distributed_config` has no
+    setting for float32 reductions, shards on torch's default accelerator, and needs a plan that not every
+    family has.
 
     Raises:
         OSError: a file cannot be read.
@@ -114,8 +97,9 @@ def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> se
 
 
 def _own_memory(model: PreTrainedModel) -> None:
-    """On a CPU, and where nothing is cast, a shard is a part of the file's memory map, which keeps the file
-    and cannot be copied for a checkpoint."""
+    """On a CPU without a cast a shard is part of the file's memory map, which keeps the file open and cannot
+    be copied for a checkpoint.
+    """
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         shard = parameter._local_tensor
@@ -124,8 +108,8 @@ def _own_memory(model: PreTrainedModel) -> None:
 
 
 def _untied_ends(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Embeddings and output layer: a fifth of an 8B model, which the root unit would hold gathered, with its
-    gradients, through all of a pass."""
+    """Embeddings and output layer: a fifth of an 8B model, which the root unit would keep gathered during a
+    pass."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(end is None for end in ends) or ends[0].weight is ends[1].weight:
         return []

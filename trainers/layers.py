@@ -1,14 +1,11 @@
-"""The decoder layers of a model: which they are, what is compiled, and what is kept for the backward pass.
-
-Activation checkpointing says what of each layer is kept from the forward pass:
+"""The decoder layers of a model: what is compiled, and what is kept for the backward pass.
 
     False          everything that the backward pass reads
     True           the layer's input; the backward pass runs the layer again
-    "selective"    what is dear to compute again; the rest is computed again
+    "selective"    what is expensive to recompute
 
-What is dear is torch's to say: with compiled layers its partitioner chooses within a budget of memory
-(`activation_memory_budget`), and otherwise the results of matrix products and attention are kept
-(`torch.utils.checkpoint.create_selective_checkpoint_contexts`).
+For "selective", the partitioner of compiled layers chooses within a memory budget
+(`activation_memory_budget`); without compilation the results of matrix products and attention are kept.
 """
 
 from functools import partial
@@ -22,10 +19,10 @@ from transformers import PreTrainedModel
 
 from trainers.settings import Checkpointing
 
-MEMORY_BUDGET = 0.5  # 1: all that saves work is kept, 0: a layer's input alone
+MEMORY_BUDGET = 0.5  # 1: keep all that saves work; 0: a layer's input only
 
 _aten = torch.ops.aten
-_DEAR = [
+_EXPENSIVE = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -54,10 +51,10 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: bool) -> bool:
-    """Checkpoint each layer, and torch.compile it; whether it must be in train() to be checkpointed.
+    """Checkpoint each layer, and torch.compile it; returns whether checkpointing needs train().
 
     Raises:
-        ValueError: the model's layers cannot be checkpointed, or not be compiled.
+        ValueError: the model's layers cannot be checkpointed or compiled.
     """
     by_compiler = compiled and kept == "selective"
     if compiled:
@@ -67,14 +64,15 @@ def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: boo
         return False
     arguments: dict[str, Any] = {"use_reentrant": False}
     if kept == "selective":
-        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _DEAR)
+        arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _EXPENSIVE)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     return True
 
 
 def with_input_gradients(model: PreTrainedModel) -> None:
-    """The first layer's input needs a gradient where that of the others does. Else torch would compile the
-    first layer of a model with frozen embeddings by itself."""
+    """Give the first layer's input a gradient as the others' have. Otherwise torch compiles the first layer
+    of a model with frozen embeddings separately.
+    """
 
     def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         if torch.is_grad_enabled():

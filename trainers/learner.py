@@ -27,21 +27,18 @@ class Reference(Protocol):
 
 
 class OutOfMemory(RuntimeError):
-    """A micro-batch did not fit into the device's memory.
-
-    Its text says how large it was, which one did fit, and what became of the step.
-    """
+    """A micro-batch did not fit into device memory. The text has its size, one that fit, and the state of
+    the step."""
 
 
 class Learner:
     """A policy and its optimizer.
 
     Each rank processes its share of the micro-batches. Every rank must call `step` with the same
-    trajectories, because the collectives inside need all ranks.
+    trajectories, because of the collectives inside.
 
     Raises:
-        ValueError: a reference policy without a KL coefficient, or a coefficient without a reference; a loss
-            that cannot be loaded.
+        ValueError: a reference policy without a KL coefficient or the reverse; a loss that cannot be loaded.
     """
 
     def __init__(
@@ -60,8 +57,8 @@ class Learner:
         self._loss = load_loss(config.loss)
         self._published: int | None = None  # the version that the policy was after so many steps
         self._published_step: int | None = None
-        self._tokens_at_once = 0  # of the micro-batch in work
-        self._fitted_tokens = 0  # of the largest micro-batch that has fit
+        self._tokens_at_once = 0  # of the current micro-batch
+        self._fitted_tokens = 0  # of the largest micro-batch that fit
         self.optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -69,12 +66,12 @@ class Learner:
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
 
-        An update whose loss or gradient is not finite is not applied: `skipped` is true in the metrics,
-        and the schedule does not advance.
+        An update whose loss or gradient is not finite is not applied: the metric `skipped` is true, and the
+        schedule does not advance.
 
         Args:
-            published: the newest version that the trainer published; the metrics' staleness is counted from
-                it. None: it published none.
+            published: the newest version that the trainer published, from which staleness is counted; None:
+                none.
 
         Raises:
             ValueError: there are no trajectories, or no token of them is learned from.
@@ -101,11 +98,10 @@ class Learner:
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """Continue from another step: the schedule is set to it.
+        """Continue after `steps_done` optimizer steps of the current weights: sets the schedule.
 
         Args:
-            steps_done: steps that the current weights have had.
-            keep_moments: whether AdamW's moments are kept; else they start at zero.
+            keep_moments: keep AdamW's moments; else they start at zero.
         """
         factor = learning_rate_factor(self.config.optimizer)(steps_done)
         if not keep_moments:
@@ -123,7 +119,7 @@ class Learner:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
         budget = self.config.max_tokens_per_microbatch
         if self.policy.is_packed:
-            from trainers.packed_lines import pack, plan_lines  # a second to import, for GPUs alone
+            from trainers.packed_lines import pack, plan_lines  # takes a second to import, only for GPUs
 
             plan = plan_lines(trajectories, token_budget=budget, share_prompts=self.config.share_prompts)
             lay_out = partial(pack, token_budget=budget)
@@ -149,7 +145,7 @@ class Learner:
         *,
         done: int,
     ) -> Metrics:
-        """An update, or none: the gradients of an update that fails would count in the next one."""
+        """An update, or none: gradients of one that fails must not count in the next."""
         self._tokens_at_once = 0
         try:
             return self._update(micro_batches, old, trajectories)
@@ -157,13 +153,12 @@ class Learner:
             problem = self._out_of_memory(done)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        raise OutOfMemory(problem)  # out of the handler: the cause's frames would keep their tensors
+        raise OutOfMemory(problem)  # outside the handler: the cause's frames would keep their tensors alive
 
     def _out_of_memory(self, done: int) -> str:
-        """The sentence for an update that did not fit, after so many of the step that did."""
         fitted, updates = self._fitted_tokens, self.config.updates_per_step
         budget = self.config.max_tokens_per_microbatch
-        sizes = f"the largest that has fit had {fitted}" if fitted else "none has fit yet"
+        sizes = f"the largest that fit had {fitted}" if fitted else "none has fit yet"
         state = f"{done} of {updates} updates of the step are done" if done else "The weights are as before"
         return (
             f"out of memory in a micro-batch of {self._tokens_at_once} tokens: {sizes}. {state}. Lower "
@@ -192,7 +187,7 @@ class Learner:
             tokens = batch.learned(scores.logprobs, before, reference)
             made = policy_loss(tokens, self.config.loss, self._loss)
             weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
-            loss = (made.values * weights[batch.answers]).sum()
+            loss = (made.values * weights[batch.completions]).sum()
             # FSDP2 averages gradients over ranks, but the loss is normalised over all ranks: scale it back.
             (loss * (self._world_size if counts else 0.0)).backward()
             self._fitted_tokens = max(self._fitted_tokens, self._tokens_at_once)
@@ -212,7 +207,7 @@ class Learner:
         return None if self.reference is None else self.reference.scores(batch).logprobs
 
     def _average_gradients(self) -> None:
-        """FSDP2 averages the gradients of what it shards. An adapter is whole on every rank."""
+        """FSDP2 averages the gradients of what it shards; an adapter is whole on every rank."""
         if self._world_size == 1 or self.policy.adapter is None:
             return
         parameters = self.policy.parameters()

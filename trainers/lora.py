@@ -1,8 +1,8 @@
-"""LoRA with peft: a model of which an adapter alone is trained, and the adapter's files.
+"""LoRA with peft: a model of which only an adapter is trained, and the adapter's files.
 
 Hu et al. 2021, https://arxiv.org/abs/2106.09685. The files are peft's own, which vLLM and transformers read.
-The base's parameters are frozen, in their own dtype. The adapter's are float32 whatever the base has: they
-are small, and updates that bfloat16 would round away are kept.
+The base is frozen in its own dtype. The adapter is float32, which keeps updates that bfloat16 would round
+away.
 """
 
 import json
@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from trainers.settings import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-PREFIX = "base_model.model."  # of every tensor in peft's files
+PREFIX = "base_model.model."  # of tensor names in peft's files
 _NAME = "default"  # peft's name for the only adapter of a model
-_WRAPPED = ".base_layer."  # in peft's names of what an adapted layer had before
+_WRAPPED = ".base_layer."  # in peft's names of the base's tensors
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
 _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
@@ -31,17 +31,17 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 class LoraAdapter:
     """The adapter of a model, and the only part of it that is trained from now on.
 
-    Of a sharded model it must be made before the first forward pass, and is not sharded.
+    Make it before the first forward pass of a sharded model; it is not sharded itself.
 
     Args:
-        seed: of the first values. All ranks must have the same, because each of them holds the whole adapter.
+        seed: of the first values, the same on all ranks.
 
     Raises:
         ValueError: the model has no linear layer of a name in `target_modules`.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-        # Here, because it takes seconds and few trainers need it.
+        # Takes seconds to import, and few trainers need it.
         from peft import LoraConfig as PeftConfig
 
         self._model = model
@@ -78,11 +78,7 @@ class LoraAdapter:
         return list(dict.fromkeys(names))
 
     def base_state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
-        """The model's state without the adapter, under the names that it has without one.
-
-        Args:
-            keep_vars: as in torch's `state_dict`.
-        """
+        """The base's state under its own names; `keep_vars` as in torch's `state_dict`."""
         state = self._model.state_dict(keep_vars=keep_vars)
         return {
             name.replace(_WRAPPED, "."): tensor
@@ -97,7 +93,7 @@ class LoraAdapter:
         return None if layer is None else layer.get_delta_weight(_NAME)
 
     def reset(self) -> None:
-        """Begin anew: the model is its base again. The same values on all ranks."""
+        """Start from zero: the model is its base again. The same values on all ranks."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seed)
             for layer in self._layers.values():
@@ -112,7 +108,7 @@ class LoraAdapter:
         return {f"{module}.weight": self._model.get_submodule(module) for module in self.modules()}
 
     def drop(self, active: bool) -> None:
-        """Whether forward passes apply the adapter's dropout."""
+        """Switch the adapter's dropout on or off."""
         if not self._has_dropout:
             return
         for name, module in self._model.named_modules():
@@ -120,13 +116,14 @@ class LoraAdapter:
                 module.train(active)
 
     def seed_dropout(self, step: int, rank: int) -> None:
-        """Make the dropout of a step depend on its number alone, so that a restart changes nothing."""
+        """Make the dropout depend on the step alone, so that a restart changes nothing."""
         if self._has_dropout:
             torch.manual_seed((self._seed * 1_000_003 + step * 4_099 + rank) % (1 << 63))
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Forward passes inside are the base's. None may wait for its backward pass: peft freezes."""
+        """Forward passes inside are the base's. None may be followed by its backward pass inside: peft
+        freezes."""
         self._model.disable_adapters()
         try:
             yield
@@ -136,13 +133,12 @@ class LoraAdapter:
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The bytes of peft's two files (uint8 [size]), by their names: the same for the same tensors.
-
-        Those of the tensors are on the adapter's device.
+        """The bytes of peft's two files (uint8 [size]) by name: equal for equal tensors. Tensor bytes stay on
+        their device.
 
         Args:
-            dtype: of the tensors in the file; None: float32, as they are.
-            metadata: beside the tensors, in the safetensors file.
+            dtype: of the tensors in the file; None: float32.
+            metadata: of the safetensors file.
         """
         return {
             CONFIG: _as_tensor(json.dumps(self._written(), indent=2, sort_keys=True).encode()),
@@ -152,7 +148,7 @@ class LoraAdapter:
         }
 
     def write(self, directory: Path) -> None:
-        """Write peft's two files, which survive a crash of the host when this returns.
+        """Write peft's two files durably.
 
         Raises:
             OSError: a file cannot be written.
@@ -184,14 +180,14 @@ class LoraAdapter:
         """Copy tensors, by their names in peft's files.
 
         Raises:
-            ValueError: they are not exactly those of this adapter; nothing has been changed then.
+            ValueError: they are not those of this adapter; nothing has changed.
         """
         self.check(values)
         for name, parameter in self.tensors().items():
             parameter.copy_(values[name])
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError if these are not the tensors of this adapter, by name and shape."""
+        """Raises ValueError unless these are the tensors of this adapter, by name and shape."""
         own = self.tensors()
         wrong = sorted(own.keys() ^ values.keys())
         wrong += [name for name in own.keys() & values.keys() if own[name].shape != values[name].shape]
@@ -227,14 +223,12 @@ def safetensors_file(
 ) -> torch.Tensor:
     """The bytes of a safetensors file (uint8 [size]): a length, a header, the tensors in the order of names.
 
-    https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata anew
-    in each call, so two ranks with the same tensors had different files.
-
-    On a GPU the file is made there, and is complete when this returns. (What a copy to the host casts as
-    well is cast on the host, after all bytes of the wider dtype were copied into new memory.)
+    https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata
+    differently in each call, so files of two ranks would differ. On a GPU the file is made there, and
+    complete on return; a copy to the host that also casts would copy all bytes of the wider dtype first.
 
     Args:
-        tensors: of one device, dtype and any shapes.
+        tensors: of one device and dtype.
         dtype: of the tensors in the file: float32, bfloat16 or float16.
     """
     names = sorted(tensors)
@@ -245,7 +239,7 @@ def safetensors_file(
         shape = list(tensors[name].shape)
         header[name] = {"dtype": _WRITTEN[dtype], "shape": shape, "data_offsets": [begin, end]}
     written = json.dumps(header, separators=(",", ":")).encode()
-    written = written.ljust(-(-len(written) // 8) * 8)  # as the format wants it: tensors are aligned
+    written = written.ljust(-(-len(written) // 8) * 8)  # tensors must be aligned
     start = _as_tensor(len(written).to_bytes(8, "little") + written)
     device = tensors[names[0]].device
     file = torch.empty(len(start) + end, dtype=torch.uint8, device=device)
@@ -255,11 +249,11 @@ def safetensors_file(
         size = tensors[name].numel()
         values[at : at + size].copy_(tensors[name].detach().reshape(-1))
         at += size
-    if device.type == "cuda":  # others read it on streams of their own
+    if device.type == "cuda":  # it is read on other streams
         torch.cuda.current_stream(device).synchronize()
     return file
 
 
 def _as_tensor(content: bytes) -> torch.Tensor:
-    """uint8 [size]; torch takes no memory that cannot be written to."""
+    """uint8 [size]; torch needs writable memory."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)

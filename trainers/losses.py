@@ -1,12 +1,11 @@
 """Losses by name, and what they have in common.
 
-A loss is a function of the learned tokens of a micro-batch, flat and without padding, and returns a number
-for each of them. The learner weights and sums these numbers, corrects them for the policy that sampled the
-tokens, and adds the KL penalty.
+A loss returns a number for each learned token of a micro-batch. The learner weights and sums them, corrects
+them for the policy that sampled the tokens, and adds the KL penalty.
 
-Three policies take part. *current* is being optimised, *old* is the trainer's model at the beginning of the
-step, and *rollout* is the one that the inference engine sampled from: older weights, and other kernels even
-with the same weights. A loss bounds current / old; `policy_loss` corrects for old / rollout.
+*current* is the policy being optimised, *old* is it at the beginning of the step, and *rollout* the one that
+the inference engine sampled from: older weights, and other kernels. A loss bounds current / old;
+`policy_loss` corrects for old / rollout.
 """
 
 import importlib
@@ -23,18 +22,18 @@ MAX_LOG_RATIO = 20.0  # far above any clip; a larger one would overflow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedTokens:
-    """The M tokens of a micro-batch that are learned from, of A answers.
+    """The M learned tokens of a micro-batch, of A completions; masked and padded tokens are not among them.
 
-    Masked and padded tokens are not among them. The tokens of an answer are contiguous and in order, and all
-    of them are in the same micro-batch; an answer may have none.
+    The tokens of a completion are contiguous, in order, and all in the same micro-batch; a completion may
+    have none.
     """
 
     logprobs: torch.Tensor  # of the current policy, with gradient, float32 [M]
     old_logprobs: torch.Tensor  # float32 [M]
     rollout_logprobs: torch.Tensor  # float32 [M]; the old policy's where a grammar constrained the choice
     advantages: torch.Tensor  # float32 [M]
-    answers: torch.Tensor  # int64 [M]: the answer of each token, 0 to A - 1
-    lengths: torch.Tensor  # int64 [A]: tokens of each answer
+    completions: torch.Tensor  # int64 [M]: the completion of each token, 0 to A - 1
+    lengths: torch.Tensor  # int64 [A]: tokens of each completion
     versions: torch.Tensor  # int64 [M]: of the weights that sampled the token; -1: unknown
     reference_logprobs: torch.Tensor | None = None  # float32 [M]; None if kl_coefficient is 0
 
@@ -43,13 +42,13 @@ class LearnedTokens:
         """log(current / old) with gradient, float32 [M]."""
         return (self.logprobs - self.old_logprobs).clamp(max=MAX_LOG_RATIO)
 
-    def of_answers(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values`, [M], over each answer, [A]; 0 for one without tokens."""
+    def of_completions(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of `values`, [M], over each completion, [A]; 0 for one without tokens."""
         return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
 
-    def means_of_answers(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token the mean of `values`, [M], over its answer, [M]."""
-        return (self.of_answers(values) / self.lengths.clamp(min=1))[self.answers]
+    def means_of_completions(self, values: torch.Tensor) -> torch.Tensor:
+        """For each token the mean of `values`, [M], over its completion, [M]."""
+        return (self.of_completions(values) / self.lengths.clamp(min=1))[self.completions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +63,12 @@ class Loss(Protocol):
     """A loss, built in or a user's own: a plain function."""
 
     def __call__(self, tokens: LearnedTokens, config: LossConfig, /) -> TokenLosses:
-        """The loss of each token. How tokens are weighted against each other is `config.aggregation`'s."""
+        """The loss of each token; `config.aggregation` weights tokens against each other."""
 
 
 def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenLosses:
-    """The loss of each token, times min(old / rollout, cap), plus the KL penalty.
-
-    The penalty is `kl_coefficient` * KL(current || reference), estimated for each token.
-    """
+    """The loss of each token, times min(old / rollout, cap), plus `kl_coefficient` * KL(current ||
+    reference)."""
     made = loss(tokens, config)
     values = made.values
     if config.importance_cap is not None:
@@ -88,12 +85,12 @@ def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenL
 def token_weights(
     lengths: torch.Tensor, total_tokens: int, sequences: int, config: LossConfig
 ) -> torch.Tensor:
-    """The weight of each token in the loss, one number per answer; float32 [A].
+    """The weight of each token in the loss, one number per completion; float32 [A].
 
     Args:
-        lengths: learned tokens of each answer of this micro-batch, int64 [A].
-        total_tokens: of the batch, over all micro-batches and ranks.
-        sequences: answers of the batch, over all micro-batches and ranks.
+        lengths: learned tokens of each completion of this micro-batch, int64 [A].
+        total_tokens, sequences: learned tokens and completions of the batch, over all micro-batches and
+            ranks.
     """
     match config.aggregation:
         case Aggregation.TOKEN:
@@ -105,15 +102,14 @@ def token_weights(
 
 
 def importance_weights(tokens: LearnedTokens, config: LossConfig) -> torch.Tensor:
-    """old / rollout at the level that is configured, not truncated, without gradient; float [M].
+    """old / rollout at the configured level, not truncated, without gradient; float [M].
 
-    Truncated importance sampling: Espeholt et al. 2018, "IMPALA", https://arxiv.org/abs/1802.01561
-    (the rho of V-trace); for the mismatch between rollout and training engines: Yao et al. 2025, "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training", https://fengyao.notion.site/off-policy-rl.
+    Truncated importance sampling: Espeholt et al. 2018, "IMPALA", https://arxiv.org/abs/1802.01561; for the
+    mismatch of engines: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
     """
     log_weights = (tokens.old_logprobs - tokens.rollout_logprobs).detach().clamp(max=MAX_LOG_RATIO)
     if config.importance_level is ImportanceLevel.ANSWER:
-        log_weights = tokens.means_of_answers(log_weights)
+        log_weights = tokens.means_of_completions(log_weights)
     return log_weights.exp()
 
 
@@ -127,12 +123,9 @@ def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def clipped_surrogate(ratio: torch.Tensor, tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- min(r A, clip(r, 1 - low, 1 + high) A) for each token.
+    """- min(r A, clip(r, 1 - low, 1 + high) A) for each token; r is current / old with gradient, float32 [M].
 
     Schulman et al. 2017, "Proximal Policy Optimization", https://arxiv.org/abs/1707.06347, equation 7.
-
-    Args:
-        ratio: r, current / old with gradient, float32 [M].
     """
     plain = ratio * tokens.advantages
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * tokens.advantages
@@ -142,31 +135,26 @@ def clipped_surrogate(ratio: torch.Tensor, tokens: LearnedTokens, config: LossCo
 def ppo_clip(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
     """The clipped surrogate of each token. The losses that share it differ in `DEFAULTS` and in advantages.
 
-    - GRPO: averaged over the tokens of each answer, then over answers. Shao et al. 2024, "DeepSeekMath",
-      https://arxiv.org/abs/2402.03300, equation 3; `AdvantageEstimator.GRPO`, and `kl_coefficient`.
-    - Dr. GRPO: summed and divided by a constant, so that long answers are not favoured. Liu et al. 2025,
-      "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783; `AdvantageEstimator.DR_GRPO`.
-      Set `max_tokens` to the longest answer that is sampled.
-    - DAPO: a higher upper bound, so that unlikely tokens may grow; averaged over all tokens of the batch. Yu
-      et al. 2025, "DAPO", https://arxiv.org/abs/2503.14476. Dynamic sampling and overlong shaping come before
-      the loss: `has_signal` and `overlong_penalty` in `trainers.advantages`.
-    - REINFORCE++: advantages are normalised over the whole batch. Hu et al. 2025, "REINFORCE++",
-      https://arxiv.org/abs/2501.03262; `AdvantageEstimator.REINFORCE_PP`, or `REINFORCE_PP_BASELINE` with
-      several answers to each prompt.
+    - GRPO: averaged over the tokens of each completion, then over completions. Shao et al. 2024,
+      https://arxiv.org/abs/2402.03300, equation 3.
+    - Dr. GRPO: summed and divided by a constant, so that long completions are not favoured. Liu et al. 2025,
+      https://arxiv.org/abs/2503.20783. Set `max_tokens` to the longest completion.
+    - DAPO: a higher upper bound, so that unlikely tokens may grow; averaged over all tokens. Yu et al. 2025,
+      https://arxiv.org/abs/2503.14476.
+    - REINFORCE++: advantages normalised over the batch. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
     return clipped_surrogate(tokens.log_ratio.exp(), tokens, config)
 
 
 def gspo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """The clipped surrogate of each token, with the ratio of its answer: the geometric mean of its tokens'.
+    """The clipped surrogate of each token with the geometric mean of its completion's ratios.
 
-    Zheng et al. 2025, "Group Sequence Policy Optimization", https://arxiv.org/abs/2507.18071. In the form of
-    its section 4.3, GSPO-token: the same values and gradients where all tokens of an answer have one
-    advantage, and defined where they have not. The bounds are three orders below those of tokens, because the
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.3, GSPO-token: equal to GSPO where all
+    tokens of a completion have one advantage. The bounds are three orders below those of tokens, because the
     ratio is a mean.
     """
-    means = tokens.means_of_answers(tokens.log_ratio.detach())
-    # The value is the answer's ratio, the gradient flows through the token's own log-probability.
+    means = tokens.means_of_completions(tokens.log_ratio.detach())
+    # The value is the completion's ratio, the gradient flows through the token's own log-probability.
     ratio = (means + tokens.logprobs - tokens.logprobs.detach()).exp()
     return clipped_surrogate(ratio, tokens, config)
 
@@ -174,8 +162,7 @@ def gspo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 def cispo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
     """- min(r, 1 + high) A log p for each token; the weight carries no gradient, so no token loses its own.
 
-    MiniMax 2025, "MiniMax-M1", https://arxiv.org/abs/2506.13585, equations 4 and 5. The weight has an upper
-    bound alone, as in their experiments.
+    MiniMax 2025, "MiniMax-M1", https://arxiv.org/abs/2506.13585, equations 4 and 5, with an upper bound only.
     """
     ratio = tokens.log_ratio.detach().exp()
     bound = 1.0 + config.clip_high
@@ -184,22 +171,18 @@ def cispo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 
 
 def rloo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- r A log p for each token, r being the ratio of its answer, without gradient.
+    """- r A log p for each token; r is the ratio of its completion, without gradient and not clipped.
 
-    Ahmadian et al. 2024, "Back to Basics", https://arxiv.org/abs/2402.14740. An answer is one action: its
-    log-probability is the sum over its tokens, and nothing is clipped. Its baseline is the mean reward of the
-    others, `AdvantageEstimator.RLOO`. After the first of several updates on a batch the answer is weighted
-    with current / old.
+    Ahmadian et al. 2024, "Back to Basics", https://arxiv.org/abs/2402.14740: a completion is one action,
+    whose log-probability is the sum over its tokens.
     """
-    ratios = tokens.of_answers(tokens.log_ratio.detach()).clamp(max=MAX_LOG_RATIO).exp()
-    return TokenLosses(values=-ratios[tokens.answers] * tokens.advantages * tokens.logprobs)
+    ratios = tokens.of_completions(tokens.log_ratio.detach()).clamp(max=MAX_LOG_RATIO).exp()
+    return TokenLosses(values=-ratios[tokens.completions] * tokens.advantages * tokens.logprobs)
 
 
 def sft(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- log p for each token, such as a warm start before RL.
-
-    Advantages and rollout log-probabilities are not read: a trajectory may have zeros there.
-    """
+    """- log p for each token, such as a warm start before RL. Advantages and rollout log-probabilities are
+    not read."""
     return TokenLosses(values=-tokens.logprobs)
 
 
@@ -218,7 +201,7 @@ assert LOSSES.keys() == DEFAULTS.keys()
 
 
 def load_loss(config: LossConfig) -> Loss:
-    """The loss of this name. One of a user's own is tried on three tokens, so that no step fails later.
+    """The loss of this name. A user's own is tried on three tokens first.
 
     Raises:
         ValueError: it cannot be imported, or does not do what `Loss` says.
@@ -249,14 +232,14 @@ def _try(loss: Loss, config: LossConfig) -> None:
 
 
 def _example() -> LearnedTokens:
-    """Three tokens of two answers."""
+    """Three tokens of two completions."""
     logprobs = torch.tensor([-1.0, -0.5, -2.0])
     return LearnedTokens(
         logprobs=logprobs.clone().requires_grad_(),
         old_logprobs=logprobs,
         rollout_logprobs=logprobs,
         advantages=torch.tensor([1.0, 1.0, -1.0]),
-        answers=torch.tensor([0, 0, 1]),
+        completions=torch.tensor([0, 0, 1]),
         lengths=torch.tensor([2, 1]),
         versions=torch.tensor([0, 0, 0]),
         reference_logprobs=logprobs,

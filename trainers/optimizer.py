@@ -1,9 +1,9 @@
-"""AdamW and learning-rate schedules on torch's own implementations, or torchao's with moments of 8 bit.
+"""AdamW and its learning-rate schedules, by torch, or by torchao with 8-bit moments.
 
-Dettmers et al. 2021, https://arxiv.org/abs/2110.02861: a moment is kept as codes, a byte each, and a scale
-for each block of 256 of them. torchao has a class of tensors for that, which `torch.distributed.checkpoint`
-cannot copy. In checkpoints codes and scales are tensors of their own, sharded by rows like the parameter. So
-that a scale belongs to one row, only moments whose rows are whole blocks are kept in 8 bit.
+8-bit moments (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861) are codes of a byte each, and a scale
+per block of 256. `torch.distributed.checkpoint` cannot copy torchao's tensor class, so checkpoints have codes
+and scales as tensors of their own, sharded by rows like the parameter. Only moments whose rows are whole
+blocks are kept in 8 bit, so that a scale belongs to one row.
 """
 
 import math
@@ -72,7 +72,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 @torch.no_grad()
 def zero_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the optimizer has of a parameter before its first step, to read a checkpoint into."""
+    """The state of a parameter before its first step, to read a checkpoint into."""
     if isinstance(optimizer, torch.optim.AdamW):
         steps, new = torch.zeros((), device=parameter.device), partial(torch.zeros_like, parameter)
         return {STEPS: steps, "exp_avg": new(), "exp_avg_sq": new()}
@@ -119,11 +119,7 @@ def _zero_moments_8bit(optimizer: Any, parameter: torch.Tensor) -> dict[str, tor
 
 
 def as_plain(kind: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A moment as plain tensors, which share its memory, by name.
-
-    Args:
-        kind: AdamW's name of it.
-    """
+    """A moment as plain tensors, which share its memory, by name; `kind` is AdamW's name of it."""
     local: Any = moment.to_local() if isinstance(moment, DTensor) else moment
     if not hasattr(local, "codes"):
         return {kind: moment}

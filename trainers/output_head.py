@@ -1,17 +1,12 @@
 """Log-probabilities of chosen tokens, whatever a model does before and after its output matrix.
 
-Logits are the largest tensor of a step: in float32, [tokens, vocabulary] is 20 GB for 32k tokens of a
-vocabulary of 150k. Two things keep it small.
-
-*Few positions.* `logits_to_keep` of transformers chooses columns, the same of every row. Here the model's own
-forward runs, and its output layer is given the hidden states of single positions alone.
-
-*Few at once.* Where a model returns what its output layer returns, the layer is run on one part of the
-positions after the other, and its backward pass runs it again: the logits of a part are all there is of them
-at any time. From logits to log-probabilities is one function with a backward pass of its own: in float32
-whatever the logits' dtype, and, compiled, without a float32 copy of them. Some families scale logits
-(Granite, Cohere, Falcon-H1) or cap them (Gemma) after the output layer. They are found by a probe, and their
-logits are made at once.
+Logits are the largest tensor of a step: 20 GB in float32 for 32k tokens of a vocabulary of 150k. Two things
+keep them small. The model's own forward runs, but its output layer gets the hidden states of single positions
+(transformers' `logits_to_keep` chooses the same columns of every row). And where a model returns what its
+output layer returns, the layer runs on one part of the positions at a time, and again in the backward pass.
+From logits to log-probabilities is one autograd function in float32, compiled without a float32 copy of the
+logits. Families that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are found by a probe; theirs
+are made at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +22,7 @@ from transformers import PreTrainedModel
 
 LOGITS_AT_ONCE = 1 << 27  # 512 MiB in float32
 COMPILED_LOGITS_AT_ONCE = 1 << 29  # 1 GiB in bfloat16
-_ENTROPY_TOKENS = 512  # whose entropies are computed at once, unless that is compiled
+_ENTROPY_TOKENS = 512  # at once, unless compiled
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 _Function = Callable[..., torch.Tensor]
@@ -45,8 +40,8 @@ class OutputHead:
     """The output layer of a model.
 
     Args:
-        compiled: torch.compile of what is done with logits.
-        at_once: logits that are in memory at once, unless a single position has more.
+        compiled: torch.compile what is done with logits.
+        at_once: logits in memory at once, unless a single position has more.
     """
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
@@ -91,10 +86,9 @@ class OutputHead:
     def _is_last(self) -> bool:
         """Whether the model returns exactly what its output layer returns.
 
-        Found in the first pass and not before: a forward pass settles which parameters FSDP2 gives gradients,
-        and an adapter may still come and freeze them. Without autocast, which would keep the weights that it
-        casts here, without gradient, for the passes that follow. Random numbers (of an adapter's dropout) are
-        as if it had not been: a resumed run draws the same.
+        Probed in the first pass: a forward pass settles which parameters FSDP2 gives gradients, and an
+        adapter may still freeze them. Without autocast, which would cache the cast weights without gradient.
+        Random numbers (an adapter's dropout) are as without the probe, so that a resumed run draws the same.
         """
         head = self._model.get_output_embeddings()
         if head is None:
@@ -142,7 +136,7 @@ class _Parts:
 
     def _part(self, hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
         logits = self._forward(hidden)
-        if self._with_entropies and number == len(self.entropies):  # not again in the backward pass
+        if self._with_entropies and number == len(self.entropies):  # only in the forward pass
             self.entropies.append(self._math.entropies(logits.detach()))
         return self._math.chosen(logits, targets)
 
@@ -168,15 +162,15 @@ def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) ->
 
         with _replaced(head, choose):
             logits = model(**inputs, use_cache=False).logits
-    # A model without an output layer of its own, or whose forward does not call it, returns all logits.
+    # A model without an output layer, or whose forward does not call it, returns all logits.
     return logits.flatten(0, 1) if chosen else logits.flatten(0, 1)[positions]
 
 
 @contextmanager
 def _replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
-    """Inside, the layer's own forward is another one; its hooks, such as FSDP2's, run as ever."""
+    """Inside, the layer has another forward; its hooks, such as FSDP2's, run as before."""
     attributes = vars(layer)
-    before = attributes.get("forward")  # of a layer that somebody else has wrapped
+    before = attributes.get("forward")  # the layer may be wrapped already
     attributes["forward"] = forward
     try:
         yield
@@ -195,7 +189,7 @@ def _logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def _gradient(
     logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Of the log-probabilities of `targets`: [M, V], in the logits' dtype."""
+    """The gradient of the log-probabilities of `targets`: [M, V], in the logits' dtype."""
     made = (logits.float() - sums[:, None]).exp_().mul_(-gradient[:, None])
     return made.scatter_add_(1, targets[:, None], gradient[:, None]).to(logits.dtype)
 
@@ -203,7 +197,7 @@ def _gradient(
 def _gradient_to_compile(
     logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """The same, of operations that become one kernel: a scatter would need [M, V] in float32."""
+    """The same, of operations that fuse into one kernel: a scatter would need [M, V] in float32."""
     tokens = torch.arange(logits.shape[1], device=logits.device)
     chosen = (tokens[None] == targets[:, None]).float()
     return ((chosen - (logits.float() - sums[:, None]).exp()) * gradient[:, None]).to(logits.dtype)
@@ -254,8 +248,5 @@ _EAGER = _Math(_logsumexp, _gradient, _entropies_of_parts)
 
 @cache
 def _compiled() -> _Math:
-    """Compiled when they are called first; from the second number of positions on for any number.
-
-    Not made with the module: torch loads its compiler for it, which takes more than a second.
-    """
+    """Compiled at the first call, and for any number of positions from the second number on."""
     return _Math(*map(torch.compile, (_logsumexp, _gradient_to_compile, _entropies)))

@@ -1,17 +1,14 @@
-"""Packing: micro-batches without padding, for GPUs.
+"""Micro-batches without padding, for GPUs.
 
-A line holds prompts, each with its answers after it, one after the other:
+A line holds prompts, each followed by its completions:
 
-    line      p0 p1 | r0 r1 r2 | s0 | q0 q1 q2 | t0 t1 | pad
-    prompts    0  0    0  0  0    0    1  1  1    1  1    -1
-    answers   -1 -1    0  0  0    1   -1 -1 -1    2  2    -1
+    line          p0 p1 | r0 r1 r2 | s0 | q0 q1 q2 | t0 t1 | pad
+    prompts        0  0    0  0  0    0    1  1  1    1  1    -1
+    completions   -1 -1    0  0  0    1   -1 -1 -1    2  2    -1
 
-A token attends to the tokens before it of its own answer and of its prompt. FlexAttention computes the
-blocks in which there is such a pair and leaves out all others, so a prompt is read once for all of its
-answers in the line, and answers cost what they would cost alone. Its backward pass exists on GPUs only; on
-CPUs there are rows, see `trainers.batching`.
-
-Lines have few different lengths, because a compiled kernel is made for each of the first ones.
+A token attends to the tokens before it of its own completion and of its prompt. FlexAttention computes only
+the blocks that have such a pair, so a prompt is read once for all of its completions in the line. Its
+backward pass exists on GPUs only. Lines have few different lengths, because a kernel is compiled for each.
 """
 
 import math
@@ -25,47 +22,50 @@ from trainers.batching import Row, TokenBatch, lay_out, same_prompts
 from trainers.trajectory import Trajectory
 
 _BLOCK = 128  # of FlexAttention
-_LENGTHS = 8  # different ones, of lines within the budget
-_QUERIES = 4 * _BLOCK  # whose pairs are counted at a time: for 64k keys that is 32 MB a tensor
+_LENGTHS = 8  # different lengths of lines within the budget
+_QUERIES = 4 * _BLOCK  # counted at a time: with 64k keys 32 MB a tensor
 _NONE = -1
 
 
 @dataclass(slots=True)
 class _Line:
-    room: int  # tokens
+    free: int  # tokens
     rows: list[Row] = field(default_factory=list)
 
-    def take(self, prompt: int, answers: Sequence[tuple[int, int]], *, must: bool) -> list[tuple[int, int]]:
+    def take(
+        self, prompt: int, completions: Sequence[tuple[int, int]], *, must: bool
+    ) -> list[tuple[int, int]]:
         """Take what fits, longest first; returns the rest.
 
-        Part of a prompt's answers is taken only if it is longer than the prompt, which comes twice then.
+        A part of a prompt's completions is taken only if it is longer than the prompt, which is then
+        repeated.
 
         Args:
             prompt: its length.
-            answers: (length, index of the trajectory) of each.
+            completions: (length, index of the trajectory) of each.
             must: take the first one whatever its length.
         """
-        room, taken, rest = self.room - prompt, [], []
-        for position, (length, index) in enumerate(answers):
-            if length <= room or (must and position == 0):
+        free, taken, rest = self.free - prompt, [], []
+        for position, (length, index) in enumerate(completions):
+            if length <= free or (must and position == 0):
                 taken.append(index)
-                room -= length
+                free -= length
             else:
                 rest.append((length, index))
-        if not taken or (rest and not must and self.room - prompt - room < prompt):
-            return list(answers)
+        if not taken or (rest and not must and self.free - prompt - free < prompt):
+            return list(completions)
         self.rows.append(tuple(taken))
-        self.room = room
+        self.free = free
         return rest
 
 
 def plan_lines(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = True
 ) -> list[list[Row]]:
-    """Micro-batches of one line each, of at most `token_budget` tokens: its prompts with their answers.
+    """Micro-batches of one line each, of at most `token_budget` tokens: prompts with their completions.
 
-    A prompt whose answers do not fit in one line comes once in each of theirs. A trajectory longer than
-    the budget gets a line of its own.
+    A prompt whose completions do not fit in one line is repeated. A trajectory longer than the budget gets a
+    line of its own.
 
     Raises:
         ValueError: the budget is not positive.
@@ -74,14 +74,14 @@ def plan_lines(
         raise ValueError(f"token_budget must be positive, got {token_budget}")
     groups = []
     for members in same_prompts(trajectories, share_prompts=share_prompts):
-        answers = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)
-        groups.append((len(trajectories[members[0]].prompt_token_ids), answers))
+        completions = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)
+        groups.append((len(trajectories[members[0]].prompt_token_ids), completions))
     groups.sort(key=lambda group: -group[0] - sum(length for length, _ in group[1]))
     lines: list[_Line] = []
-    for prompt, answers in groups:
-        rest = answers
+    for prompt, completions in groups:
+        rest = completions
         for line in lines:
-            if rest and line.room > prompt:
+            if rest and line.free > prompt:
                 rest = line.take(prompt, rest, must=False)
         while rest:
             lines.append(_Line(token_budget))
@@ -90,7 +90,7 @@ def plan_lines(
 
 
 def line_length(tokens: int, *, token_budget: int) -> int:
-    """The length of a line of so many tokens, padding included: a multiple of an eighth of the budget."""
+    """The padded length of a line: a multiple of an eighth of the budget."""
     step = _BLOCK * math.ceil(token_budget / (_BLOCK * _LENGTHS))
     return step * math.ceil(tokens / step)
 
@@ -103,7 +103,7 @@ def pack(
     pad_token_id: int,
     device: torch.device,
 ) -> TokenBatch:
-    """Lay out the rows of a line, see the picture in the module's docstring; answers in their order.
+    """Lay out the rows of a line as in the module's docstring; completions in order.
 
     Raises:
         ValueError: there are no rows.
@@ -113,25 +113,25 @@ def pack(
     ids: list[int] = []
     positions: list[int] = []
     prompts: list[int] = []
-    answers: list[int] = []
+    completions: list[int] = []
     predictors: list[torch.Tensor] = []
 
-    def write(tokens: Sequence[int], *, position: int, prompt: int, answer: int) -> None:
+    def write(tokens: Sequence[int], *, position: int, prompt: int, completion: int) -> None:
         ids.extend(tokens)
         positions.extend(range(position, position + len(tokens)))
         prompts.extend([prompt] * len(tokens))
-        answers.extend([answer] * len(tokens))
+        completions.extend([completion] * len(tokens))
 
     for number, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
-        write(prompt, position=0, prompt=number, answer=_NONE)
+        write(prompt, position=0, prompt=number, completion=_NONE)
         last_of_prompt = len(ids) - 1
         for index in row:
             tokens = trajectories[index].token_ids
             before = torch.arange(len(ids) - 1, len(ids) - 1 + len(tokens))
-            before[0] = last_of_prompt  # it predicts the first token of every answer
+            before[0] = last_of_prompt  # it predicts the first token of every completion
             predictors.append(before)
-            write(tokens, position=len(prompt), prompt=number, answer=index)
+            write(tokens, position=len(prompt), prompt=number, completion=index)
 
     length = line_length(len(ids), token_budget=token_budget)
 
@@ -141,24 +141,24 @@ def pack(
     return lay_out(
         [trajectories[index] for row in rows for index in row],
         input_ids=line(ids, pad_token_id)[None],
-        attention_mask=block_mask(line(prompts, _NONE), line(answers, _NONE)),
+        attention_mask=block_mask(line(prompts, _NONE), line(completions, _NONE)),
         position_ids=line(positions, 0)[None],
         predictors=predictors,
         device=device,
     )
 
 
-def block_mask(prompts: torch.Tensor, answers: torch.Tensor) -> BlockMask:
+def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
     """FlexAttention's mask of a line: the blocks of 128 queries and 128 keys with a pair that attends.
 
-    As torch's `create_block_mask`, which compares all queries with all keys at once: that takes a tensor
-    [L, L], or a kernel that took most of three minutes to compile for lines of 16k tokens.
+    torch's `create_block_mask` compares all queries with all keys at once: that takes a tensor [L, L], or a
+    kernel that took three minutes to compile for lines of 16k tokens.
 
     Args:
         prompts: int [L], the number of each token's prompt, -1 for padding. L is a multiple of 128.
-        answers: int [L], the number of each token's answer, -1 for none.
+        completions: int [L], the number of each token's completion, -1 for none.
     """
-    attends, length = _mask(prompts, answers), len(prompts)
+    attends, length = _mask(prompts, completions), len(prompts)
     tokens = torch.arange(length, device=prompts.device)
     batch = head = torch.zeros((), dtype=torch.long, device=prompts.device)
     counts = torch.cat(
@@ -186,14 +186,14 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mask(
-    prompts: torch.Tensor, answers: torch.Tensor
+    prompts: torch.Tensor, completions: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """FlexAttention's `mask_mod`. Padding attends to padding: a softmax over nothing is not a number."""
+    """FlexAttention's `mask_mod`. Padding attends to padding: a softmax over nothing is NaN."""
 
     def attends(
         _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
-        own = (answers[key] == _NONE) | (answers[key] == answers[query])
+        own = (completions[key] == _NONE) | (completions[key] == completions[query])
         return (query >= key) & (prompts[key] == prompts[query]) & own
 
     return attends

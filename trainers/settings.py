@@ -1,7 +1,6 @@
-"""The settings of training, free of torch.
+"""The settings of training: pydantic, without torch.
 
-The application's configuration, the trainer deployment and the learner use these classes directly, so
-a setting and its default exist once. Importing this module imports pydantic and nothing heavier.
+The application's configuration, the trainer deployment and the learner use these classes directly.
 """
 
 import re
@@ -27,10 +26,9 @@ from pydantic_core import PydanticCustomError
 class Aggregation(StrEnum):
     """The weight of one token in the loss of a batch.
 
-    TOKEN: all tokens of the batch have the same weight (DAPO: Yu et al. 2025,
-    https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: all answers have the same weight, whatever
-    their length (GRPO: https://arxiv.org/abs/2402.03300). CONSTANT: the sum is divided by the number of
-    answers times `max_tokens`, so length has no effect (Dr. GRPO: https://arxiv.org/abs/2503.20783).
+    TOKEN: all tokens weigh the same (DAPO, https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: all
+    completions weigh the same (GRPO, https://arxiv.org/abs/2402.03300). CONSTANT: the sum is divided by
+    completions times `max_tokens` (Dr. GRPO, https://arxiv.org/abs/2503.20783).
     """
 
     TOKEN = "token"
@@ -39,28 +37,25 @@ class Aggregation(StrEnum):
 
 
 class ImportanceLevel(StrEnum):
-    """What has an importance weight, old / rollout.
-
-    TOKEN: each token its own. ANSWER: all tokens of an answer the geometric mean of theirs, as GSPO's ratio.
-    """
+    """What has an importance weight, old / rollout: each token, or a completion (the geometric mean of its
+    tokens')."""
 
     TOKEN = "token"
     ANSWER = "answer"
 
 
 class KlEstimator(StrEnum):
-    """How the KL penalty is estimated for each token; Schulman's k3, see `trainers.losses`.
+    """How the KL penalty is estimated for each token.
 
-    K3: as GRPO has it; its gradient is that of another divergence, KL(reference || current). K3_UNBIASED:
-    times current / old, so that its gradient is that of KL(current || reference): DeepSeek-AI 2025,
-    "DeepSeek-V3.2", https://arxiv.org/abs/2512.02556.
+    K3: as in GRPO; its gradient is that of KL(reference || current). K3_UNBIASED: times current / old, whose
+    gradient is that of KL(current || reference): "DeepSeek-V3.2", https://arxiv.org/abs/2512.02556.
     """
 
     K3 = "k3"
     K3_UNBIASED = "k3_unbiased"
 
 
-# What each loss of `trainers.losses` has instead of the defaults of `LossConfig`: its paper's.
+# What each loss has instead of the defaults of `LossConfig`, from its paper.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ppo_clip": {},
     "grpo": {"aggregation": Aggregation.SEQUENCE},
@@ -77,7 +72,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "reinforce_pp": {"aggregation": Aggregation.SEQUENCE},
     "sft": {"importance_cap": None},
 }
-# Settings that a loss does not read. To set one is refused, for it would do nothing, or harm.
+# Settings that a loss does not read, and which are therefore refused.
 UNREAD: Mapping[str, frozenset[str]] = {
     "cispo": frozenset({"clip_low"}),
     "rloo": frozenset({"clip_low", "clip_high"}),
@@ -98,29 +93,29 @@ class LossConfig(BaseModel):
     name: str = "ppo_clip"  # one of `DEFAULTS`, or the import path of your own: package.module:function
     clip_low: PositiveFloat = 0.2
     clip_high: PositiveFloat = 0.2
-    # Truncated importance sampling on rollout log-probabilities. None: they are not used.
+    # Truncates importance weights; None: rollout log-probabilities are not used.
     importance_cap: PositiveFloat | None = 2.0
     importance_level: ImportanceLevel = ImportanceLevel.TOKEN
     kl_coefficient: NonNegativeFloat = 0.0  # 0: no reference model is loaded
     kl_estimator: KlEstimator = KlEstimator.K3
     aggregation: Aggregation = Aggregation.TOKEN
-    max_tokens: PositiveInt = 1024  # of one answer; the divisor of Aggregation.CONSTANT
+    max_tokens: PositiveInt = 1024  # of one completion; the divisor of Aggregation.CONSTANT
     options: dict[str, JsonValue] = Field(default_factory=dict)  # for a loss of your own
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether the tokens were sampled from a policy, so that their log-probabilities mean something."""
+        """Whether tokens were sampled from a policy, so that their log-probabilities count."""
         return self.name != "sft"
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults_of_the_loss(cls, data: Any) -> Any:
+    def _with_loss_defaults(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or not isinstance(data.get("name", "ppo_clip"), str):
             return data
         return {**DEFAULTS.get(data.get("name", "ppo_clip"), {}), **data}
 
     @model_validator(mode="after")
-    def _is_a_loss_that_reads_its_settings(self) -> Self:
+    def _check_loss(self) -> Self:
         if self.name not in DEFAULTS and not _IMPORT_PATH.fullmatch(self.name):
             raise ValueError(
                 f"'name': expected one of {', '.join(DEFAULTS)}, or package.module:function, "
@@ -170,14 +165,9 @@ class _Settings(BaseModel):
 
 
 class OptimizerConfig(_Settings):
-    """AdamW and its learning-rate schedule.
+    """AdamW and its learning-rate schedule."""
 
-    Raises:
-        ValidationError: a value out of range, or a decaying schedule that does not end after the warm-up.
-    """
-
-    # Of the two moments: "full" is the weights' dtype; "8bit" a byte each, in blocks of 256 that share a
-    # scale (torchao's AdamW8bit), which needs the extra `moments8bit`.
+    # "full": the weights' dtype; "8bit": torchao's AdamW8bit, which needs the extra `moments8bit`.
     moments: Literal["full", "8bit"] = "full"
 
     learning_rate: PositiveFloat = 1e-6
@@ -204,37 +194,28 @@ class OptimizerConfig(_Settings):
 
 
 class LearnerConfig(_Settings):
-    """One optimisation step.
-
-    Raises:
-        ValidationError: a value out of range.
-    """
+    """One optimisation step."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     max_grad_norm: PositiveFloat = 1.0
-    max_tokens_per_microbatch: PositiveInt = 8192  # padded tokens of one forward: bounds activation memory
+    max_tokens_per_microbatch: PositiveInt = 8192  # padded; bounds activation memory
     updates_per_step: PositiveInt = 1  # optimizer steps on one batch; clipping has no effect on the first
     share_prompts: bool = True  # where the model's attention allows it, see trainers.batching
 
 
 class LoraConfig(_Settings):
-    """An adapter that is trained in place of the model's own weights.
+    """An adapter that is trained in place of the model's own weights."""
 
-    Raises:
-        ValidationError: a value out of range, or no name of a module, or one that comes twice, or a name for
-            what has none.
-    """
-
-    # adapter: it is published alone, and requests name it as their `model`, beside the model itself.
-    # merged: it is added to the model's weights, and their sum is the fleet's next version.
+    # adapter: published alone, and requests name it as their `model`. merged: added to the model's weights,
+    # whose sum is the fleet's next version.
     publish: Literal["adapter", "merged"] = "adapter"
     name: str = ""  # of the adapter in the fleet
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
     # Names of linear layers, such as q_proj. None: all linear layers but the output.
     target_modules: tuple[str, ...] | None = None
-    dropout: float = Field(default=0.0, ge=0, lt=1)  # of what an adapted layer receives, in updates alone
+    dropout: float = Field(default=0.0, ge=0, lt=1)  # on inputs of adapted layers, in updates
 
     @model_validator(mode="after")
     def _name_of_an_adapter(self) -> Self:
@@ -261,31 +242,25 @@ class LoraConfig(_Settings):
 
 
 class TrainerConfig(LearnerConfig):
-    """The trainer: what it learns with, and the processes it runs in.
-
-    Raises:
-        ValidationError: a value out of range, or more than one rank with the strategy of one process.
-    """
+    """The trainer: what it learns with, and the processes it runs in."""
 
     lora: LoraConfig | None = None  # None: all weights are trained
 
     strategy: Strategy = Strategy.SINGLE
     world_size: PositiveInt = 1  # ranks
     dtype: Dtype = "float32"  # of parameters, gradients and moments; with `lora` of the base alone
-    # Of matrix products, in forward and backward passes. None: `dtype`. With parameters in float32, bfloat16
-    # here is mixed precision: small updates are kept, as with float32, at nearly the speed of bfloat16.
+    # Of matrix products; None: `dtype`. bfloat16 over float32 parameters is mixed precision.
     compute_dtype: Literal["bfloat16"] | None = None
-    # true: keep the inputs of decoder layers alone for the backward pass, which runs each layer again;
-    # selective: keep what is dear to compute again.
+    # true: keep only the inputs of decoder layers; selective: keep what is expensive to recompute.
     activation_checkpointing: Checkpointing = False
     compile_layers: bool = False  # torch.compile of each decoder layer, in the first steps
-    # No padding, and of each prompt one copy beside its answers (torch's FlexAttention). Needs device 'cuda'
-    # and a model whose layers all attend to all that came before.
+    # No padding, one copy of each prompt (torch's FlexAttention). Needs device 'cuda' and a model whose
+    # layers all attend to all earlier tokens.
     packed: bool = False
-    # Published and stored weights are cast to it on the device. None: they keep their dtypes.
+    # Published and stored weights are cast to it; None: they keep their dtypes.
     wire_dtype: Dtype | None = None
-    # A checkpoint for a restart is written after every n-th step that is published, beside the next steps;
-    # 0: never. It takes 8 bytes a parameter in float32, and 12 where `wire_dtype` rounds the weights.
+    # A checkpoint for a restart is written after every n-th published step; 0: never. It takes 8 bytes a
+    # parameter in float32, and 12 where `wire_dtype` rounds the weights.
     checkpoint_every: NonNegativeInt = 10
     seed: int = 0
     gpus_per_rank: PositiveFloat = 1.0  # on device 'cuda'
@@ -295,7 +270,7 @@ class TrainerConfig(LearnerConfig):
 
     @property
     def published_adapter(self) -> LoraConfig | None:
-        """The adapter that is published alone; None: what is published is a version of all weights."""
+        """The adapter that is published alone; None: versions of all weights are published."""
         return None if self.lora is None or self.lora.publish == "merged" else self.lora
 
     @model_validator(mode="after")

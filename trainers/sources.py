@@ -1,9 +1,8 @@
-"""A model's parameters under the names and shapes of its checkpoint, which are those that vLLM loads.
+"""A model's parameters under the names and shapes of its checkpoint, which vLLM loads.
 
-transformers 5 holds some weights in another form than checkpoints do (the experts of a layer fused into
-one 3-D tensor, renamed modules). `save_pretrained` converts the whole model at once. Here one layer is
-converted at a time, so at most one layer exists twice; where the result is a view of the model's own
-tensors (`trainers.sources`), nothing is converted.
+transformers 5 holds some weights in another form than checkpoints do (fused experts, renamed modules).
+`save_pretrained` converts the whole model at once; here one layer is converted at a time, and not at all
+where the result is a view of the model's own tensors.
 """
 
 import re
@@ -47,7 +46,7 @@ def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> lis
         state: the layer's tensors by their names in the model's state; only dtypes and shapes are read.
 
     Returns:
-        None if an output is computed, so that at least one tensor is not a view.
+        None if at least one tensor is computed and not a view.
     """
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
@@ -94,8 +93,6 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """Name, dtype and shape of a checkpoint tensor."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -106,25 +103,22 @@ class _Layer:
     """Tensors that are read together."""
 
     state_names: list[str]  # in the model's state
-    parts: list[tuple[ParameterSpec, View | None]]  # what is yielded, and where it is in the state
-    is_converted: bool  # in every pass, because there are no views
+    parts: list[tuple[ParameterSpec, View | None]]  # what is yielded, and its place in the state
+    is_converted: bool  # there are no views
 
 
 class ParameterSource:
     """The parameters of a plain or sharded (FSDP2) model; each iteration reads the current values.
 
-    Sharded tensors are gathered one layer at a time, and a gather is a collective: every rank must
-    iterate to the end. A yielded tensor may be the model's own memory, which the next step changes.
+    Sharded tensors are gathered one layer at a time: every rank must iterate to the end. A yielded tensor may
+    be the model's own memory, which the next step changes.
 
     Args:
-        adapter: of the model. It is added to what is yielded, which has its names and shapes without one.
+        adapter: added to what is yielded, under the base's names.
         dtype: floating-point tensors are cast to it on their device; None: no cast.
-        convert: tensors of the model's state to tensors of its checkpoint, called with one layer at a
-            time; by default transformers' conversion for this model.
-        stored: the names in the checkpoint that the model was read from. An alias of a tied weight that it
-            stores is yielded as well.
-        frozen: what the checkpoint has beside the model's tensors, on the CPU: yielded last, as it is, so
-            that an iteration is a whole checkpoint.
+        convert: tensors of one layer's state to those of its checkpoint; by default transformers' conversion.
+        stored: the names in the model's checkpoint. Aliases of tied weights among them are yielded as well.
+        frozen: what the checkpoint has beside the model's tensors, on the CPU; yielded last, unchanged.
 
     Raises:
         ValueError: an iteration would not yield all of the model's parameters.
@@ -160,7 +154,7 @@ class ParameterSource:
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in plain)
 
     def specs(self) -> list[ParameterSpec]:
-        """What an iteration yields, in its order; gathers nothing."""
+        """What an iteration yields, in order; gathers nothing."""
         own = [spec for layer in self._layers for spec, _ in layer.parts]
         return own + [
             ParameterSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
@@ -200,8 +194,7 @@ class ParameterSource:
     def resident(self) -> list[torch.Tensor] | None:
         """The tensors of an iteration before the cast; None if any is gathered, converted or copied first.
 
-        They are the model's own memory, so their values change with the model. The list is the same
-        object as long as no tensor has moved.
+        They are the model's own memory. The list is the same object as long as no tensor has moved.
         """
         if self._adapter is not None:
             return None  # its sums are new in each iteration
@@ -265,14 +258,14 @@ def check_complete(
     *,
     besides: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Check that what is yielded has every number of every parameter.
+    """Check that every number of every parameter is yielded.
 
     Args:
-        state: where the layers' names are, the parameters themselves.
-        besides: parameters that no name of the checkpoint is for.
+        state: the parameters by the layers' names.
+        besides: parameters that are not in the checkpoint.
 
     Raises:
-        ValueError: it has not; names the first few parameters.
+        ValueError: one would be missing; names the first few.
     """
     yielded = {id(state[name]) for layer in layers for name in layer.state_names}
     yielded |= {id(parameter) for parameter in besides}
@@ -293,16 +286,12 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; a collective if it is sharded (a DTensor)."""
+    """The full tensor; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def names_without_aliases(model: PreTrainedModel, state: Iterable[str] | None = None) -> list[str]:
-    """Names in the model's state that its checkpoint has, under these names or converted.
-
-    Args:
-        state: the names in it; None: the model's.
-    """
+    """Names of the model's state (or of `state`) that its checkpoint has, under these names or converted."""
     left_out = tied_names(model) | frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return [name for name in (model.state_dict() if state is None else state) if name not in left_out]
 
@@ -325,10 +314,10 @@ def load_parameters(
 
     Args:
         values: full tensors, or those of a model that is sharded alike.
-        state: the model's, without its adapter; None: it has none.
+        state: the model's without its adapter; None: it has no adapter.
 
     Raises:
-        ValueError: a tensor is missing or has another shape; nothing has been changed then.
+        ValueError: a tensor is missing or has another shape; nothing has changed.
     """
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}

@@ -1,8 +1,8 @@
-"""The metrics of a step: sums over learned tokens, of all micro-batches and ranks, and what is made of them.
+"""The metrics of a step, from sums over the learned tokens of all micro-batches and ranks.
 
-A token's *staleness* is the newest version that the trainer has published minus the version of the weights
-that sampled it. Tokens whose version nobody said count nowhere in what depends on it. Those that a grammar
-constrained have no log-probability of the policy: they count in no difference between the engines.
+A token's *staleness* is the newest published version minus the version of the weights that sampled it. Tokens
+of unknown version do not count in what depends on it, and tokens constrained by a grammar not in differences
+between the engines.
 """
 
 import torch
@@ -24,12 +24,11 @@ _MAXIMA = ("staleness", "difference")
 
 
 class StepTotals:
-    """Sums and maxima of one update; on the device, so that only reading them waits for it.
+    """Sums and maxima of one update, on the device, so that only reading them waits for it.
 
     Args:
-        published: the newest version that the trainer published; None: it published none.
-        is_published: whether the policy is that version, so that differences from its rollouts are those
-            of the engines alone.
+        published: the newest version that the trainer published; None: none.
+        is_published: the policy is that version, so differences from its rollouts are the engines'.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class StepTotals:
             self._maxima = torch.maximum(self._maxima, largest)
 
     def metrics(self) -> Metrics:
-        """Means over tokens; a collective if there are ranks. What no token has part in is left out."""
+        """Means over tokens; a collective if there are ranks. Metrics without any token are left out."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
             dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)

@@ -1,7 +1,6 @@
-"""The causal language model that is trained: loading, log-probabilities of answers, saving."""
+"""The causal language model that is trained: loading, log-probabilities of completions, saving."""
 
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -15,24 +14,8 @@ from trainers.layers import prepare_layers, with_input_gradients
 from trainers.lora import LoraAdapter
 from trainers.output_head import OutputHead, TokenScores
 from trainers.settings import Checkpointing, Dtype, LoraConfig
-from trainers.sources import load_parameters, names_without_aliases, tied_names
+from trainers.sources import load_parameters, names_without_aliases
 
-# Copied unchanged: loading and saving a tokenizer may change it, and needs its libraries. A list of what is
-# copied, and not of weights to leave out: a checkpoint directory may hold weights in formats unknown here.
-MODEL_FILES: Sequence[str] = (
-    "tokenizer*",
-    "chat_template*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",  # sentencepiece
-    "*.tiktoken",
-    "tekken.json",  # Mistral's own tokenizer
-    "*processor_config.json",  # of images, videos, sounds
-    "generation_config.json",
-    "*.py",  # remote code, also of a tokenizer
-)
 _FLEX = "flex_attention"  # transformers' name
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
 
@@ -41,13 +24,12 @@ class TrainedPolicy:
     """A Hugging Face causal language model and the directory it was loaded from.
 
     Attributes:
-        adapter: what is trained of it; None: all.
-        compute_dtype: of matrix products (torch's autocast); parameters, gradients and what is published
-            keep theirs. None: the parameters' own.
+        adapter: the part that is trained; None: all.
+        compute_dtype: of matrix products (torch's autocast); None: the parameters' own. Parameters, gradients
+            and what is published keep their dtype.
 
-    Log-probabilities are those at temperature 1. vLLM reports the same by default, at any sampling
-    temperature (`logprobs_mode: raw_logprobs`): rollouts must sample at temperature 1, or their
-    log-probabilities are not those of the sampling policy.
+    Log-probabilities are those at temperature 1, as vLLM reports them at any sampling temperature
+    (`logprobs_mode: raw_logprobs`). Rollouts must sample at temperature 1 to match.
     """
 
     def __init__(
@@ -90,18 +72,17 @@ class TrainedPolicy:
             dtype: of the parameters.
             device: ignored if there is a mesh.
             compute_dtype: of matrix products; None: `dtype`.
-            activation_checkpointing: what of each decoder layer is kept for the backward pass, see
-                `trainers.layers`.
-            compile_layers: torch.compile of each decoder layer, and of what is done with logits.
+            activation_checkpointing: what of each layer is kept for the backward pass, see `trainers.layers`.
+            compile_layers: torch.compile each decoder layer, and what is done with logits.
             packed: attention for `trainers.packed_lines`, which needs a GPU to train.
             trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
-            mesh: ranks over which the model is sharded, on its device (`trainers.fsdp2`). Each of them must
-                make this call, and reads its own shards.
+            mesh: ranks that the model is sharded over, on its device (`trainers.fsdp2`). Each must make this
+                call.
 
         Raises:
             ValueError: no such directory, an unknown dtype, a model whose layers cannot be sharded,
-                checkpointed, compiled or packed, or the checkpoint lacks parameters, or stores two different
-                tensors under names that its configuration ties.
+                checkpointed, compiled or packed, or a checkpoint that lacks parameters or has two different
+                tensors for tied names.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -125,8 +106,8 @@ class TrainedPolicy:
             shard_model(model, mesh, compute_dtype=computed)
             _check_complete(read_shards(model, directory, mesh), directory)
         _check_ties(model, directory)
-        # No dropout: log-probabilities of different passes are compared. Checkpointing needs
-        # train(), and dropout is the only thing that train() changes in models of this kind.
+        # No dropout: log-probabilities of different passes are compared. Checkpointing needs train(), which
+        # changes nothing but dropout in these models.
         _disable_dropout(model)
         model.train(checkpointed)
         return cls(
@@ -158,20 +139,15 @@ class TrainedPolicy:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its batches are packed lines, see `trainers.packed_lines`."""
+        """Whether its batches are packed lines."""
         return self._attention == _FLEX
 
     @property
     def _attention(self) -> str:
         return str(self.model.config.get_text_config()._attn_implementation)
 
-    @property
-    def tied_names(self) -> frozenset[str]:
-        """Names that are aliases of another parameter; checkpoints and updates leave them out."""
-        return tied_names(self.model)
-
     def adapt(self, config: LoraConfig, *, seed: int) -> LoraAdapter:
-        """Train an adapter from now on, and nothing else; before the first forward pass.
+        """From now on train an adapter only; call it before the first forward pass.
 
         Raises:
             ValueError: see `LoraAdapter`.
@@ -189,7 +165,7 @@ class TrainedPolicy:
         return {name: state[name] for name in names_without_aliases(self.model)}
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What an optimizer is to change."""
+        """What the optimizer changes."""
         return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
@@ -206,17 +182,12 @@ class TrainedPolicy:
                 position_ids=batch.position_ids,
             )
 
-    def save_pretrained(self, directory: Path) -> None:
-        """An ordinary Hugging Face checkpoint: config, weights as safetensors, `MODEL_FILES`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(directory)
-        copy_model_files(self.directory, directory)
-
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of another checkpoint of this model, in place; an adapter begins anew on them.
+        """Copy the weights of another checkpoint of this model, in place; an adapter starts from zero on
+        them.
 
         Raises:
-            ValueError: the checkpoint is of another model; nothing has been changed then.
+            ValueError: the checkpoint is of another model; nothing has changed.
         """
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:
@@ -250,7 +221,7 @@ class BaseOf:
 
 
 def _attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether each layer attends to all that came before: then it may be told to attend to less."""
+    """Whether each layer attends to all earlier tokens, so that a mask may restrict it."""
     config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
         return all(kind == "full_attention" for kind in kinds)
@@ -264,7 +235,7 @@ def _whole(directory: Path, options: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def _check_complete(missing: Collection[str], directory: Path) -> None:
-    """transformers gives such parameters random numbers, with a warning."""
+    """transformers gives missing parameters random numbers, with a warning."""
     if missing:
         raise ValueError(
             f"{directory} lacks {len(missing)} of the parameters that its config.json asks for, first "
@@ -281,15 +252,6 @@ def _check_ties(model: PreTrainedModel, directory: Path) -> None:
             f"{directory}: config.json says tie_word_embeddings, and the checkpoint stores an output matrix "
             "that differs from the embeddings, and which vLLM ignores: remove it, or untie them"
         )
-
-
-def copy_model_files(source: Path, directory: Path) -> None:
-    """Copy the files of tokenizer, processors, generation settings and remote code (`MODEL_FILES`) from a
-    checkpoint directory into another."""
-    for pattern in MODEL_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, directory / file.name)
 
 
 def _disable_dropout(model: torch.nn.Module) -> None:

@@ -1,17 +1,16 @@
-"""A batch of trajectories as arrays, in the safetensors format: for HTTP, and for Ray's object store.
+"""A batch of trajectories as arrays in the safetensors format, for HTTP and Ray's object store.
 
     prompt_lengths     integers [N]       tokens of each prompt
     prompt_token_ids   integers [P]       all prompts, one after the other
-    lengths            integers [N]       tokens of each answer
-    token_ids          integers [T]       all answers, one after the other
+    lengths            integers [N]       tokens of each completion
+    token_ids          integers [T]       all completions, one after the other
     logprobs           floats [T]
-    advantages         floats [N] or [T]  of each answer, or of each token
+    advantages         floats [N] or [T]  of each completion, or of each token
     loss_mask          booleans or integers [T]; optional
     constrained        booleans or integers [T]; optional
     weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
 
-A token takes 8 bytes, with a mask and its own advantage 13, and in JSON about 25; nothing is parsed number by
-number.
+A token takes 8 bytes (with a mask and its own advantage 13) instead of 25 in JSON.
 """
 
 from collections import defaultdict
@@ -36,12 +35,12 @@ _REQUIRED = {
     "token_ids": "integers",
 }
 _OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
-_MASKS = {"loss_mask": True, "constrained": False}  # and what tokens of a trajectory without one have
+_MASKS = {"loss_mask": True, "constrained": False}  # with their defaults
 _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": "integers"}
 
 
 def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
-    """The arrays of a batch; numbers that are not integers are rounded to float32."""
+    """The arrays of a batch; fractions are rounded to float32."""
     lengths = [len(each.token_ids) for each in trajectories]
     arrays: dict[str, Array] = {
         "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
@@ -77,13 +76,13 @@ def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
-    """The trajectories of a batch; what is wrong with single ones is not looked for.
+    """The trajectories of a batch; `parse_trajectories` checks each of them.
 
     Args:
-        sampled: false for answers that are imitated: `logprobs` and `advantages` may be missing.
+        sampled: false for completions to imitate: `logprobs` and `advantages` may be missing.
 
     Raises:
-        ValueError: these are not such arrays: what was expected and what came.
+        ValueError: these are not such arrays: expected and actual.
     """
     try:
         arrays: Mapping[str, Array] = load(content)
@@ -102,7 +101,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     if len(advantages) not in (count, tokens):
         raise ValueError(f"advantages: expected [{count}] or [{tokens}], got [{len(advantages)}]")
     prompts = _parts(arrays["prompt_token_ids"], prompt_lengths)
-    answers = _parts(arrays["token_ids"], lengths)
+    completions = _parts(arrays["token_ids"], lengths)
     logprobs = _parts(arrays.get("logprobs", zeros), lengths)
     masks, constrained = (_masks(arrays.get(name), lengths) for name in _MASKS)
     values = advantages.tolist() if len(advantages) == count else _parts(advantages, lengths)
@@ -110,7 +109,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     return [
         Trajectory(
             prompt_token_ids=prompts[index],
-            token_ids=answers[index],
+            token_ids=completions[index],
             logprobs=logprobs[index],
             advantage=values[index],
             weight_versions=tuple(spans[index]),

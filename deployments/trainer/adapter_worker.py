@@ -95,10 +95,8 @@ class AdapterWorker(TrainerRank):
         )
 
     def publish(self, label: str | None) -> AdapterReport | None:
-        """Make the adapter the next version of its name, on all replicas or on none.
-
-        Returns:
-            The report on rank 0, None elsewhere.
+        """Make the adapter the next version of its name, on all replicas or on none. Returns the report on
+        rank 0.
 
         Raises:
             SlipstreamError: as `AdapterPublisher.publish`; Conflict: the fleet serves another base.
@@ -127,22 +125,15 @@ class AdapterWorker(TrainerRank):
         )
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint for a restart, after every publish. On failure the previous ones
-        stay."""
+        """Begin to write a checkpoint for a restart, after every publish."""
         settings = adapter_settings(self._lora, self._base_version)
         self._save_checkpoint(every=1, fleet_id=self._fleet_id, adapter=settings)
 
     def save(self, path: str | None) -> SavedCheckpoint | None:
-        """Write the current adapter in peft's format.
-
-        Args:
-            path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
+        """Write the current adapter in peft's format, as `TrainerWorker.save`.
 
         Returns:
             The report on rank 0. None elsewhere: a late rank would find rank 0's files in `path`.
-
-        Raises:
-            InvalidRequest: `path` is not such a directory, or its disk is full.
         """
         if self._rank != 0:
             return None

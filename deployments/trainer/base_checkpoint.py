@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 
 from deployments.host.durable_files import replacing
 from deployments.protocol.errors import InvalidRequest
-from deployments.weights.store.hub import read_schema
+from deployments.weights.store.hub import copy_model_files, read_schema
 from deployments.weights.store.version_writer import read_tensors, write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons
-from trainers.trained_policy import copy_model_files
 
 CONFIG = "config.json"
 
@@ -74,6 +73,7 @@ class BaseCheckpoint:
         Raises:
             OSError: a file cannot be written.
         """
+        copy_model_files(str(self.directory), directory)
         if self._config.get("model_type") == model.config.model_type:
             config = type(model.config).from_dict(model.config.to_dict())
             config.dtype = dtype
@@ -81,7 +81,6 @@ class BaseCheckpoint:
             config.save_pretrained(directory)
         else:  # the model is a part, such as a vision-language model's text model
             (directory / CONFIG).write_text(json.dumps(_with_dtype(self._config, dtype), indent=2))
-        copy_model_files(self.directory, directory)
 
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]

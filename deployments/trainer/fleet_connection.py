@@ -1,5 +1,5 @@
-"""How a trainer rank reaches the replicas: vLLM's weight-sync client over a publish session, and the transfer
-engine, which is connected again when replicas join or leave."""
+"""How a trainer rank reaches the replicas: vLLM's weight-sync client over a publish session, and the
+transfer engine."""
 
 import asyncio
 import socket
@@ -48,10 +48,8 @@ class FleetWeightSyncClient:
         self.report: RoundReport | None = None
 
     def fleet(self) -> FleetStatus:
-        """The fleet's status; needs no lease.
-
-        After a restart of the controller it waits until every former member has returned or is given up.
-        """
+        """The fleet's status; needs no lease. After a restart of the controller it waits for members to
+        return."""
         return run_sync(self._fleet())
 
     async def _fleet(self) -> FleetStatus:
@@ -186,7 +184,7 @@ def own_address() -> str:
 
 
 def free_port() -> int:
-    """A port that is free now; another process may take it before it is used."""
+    """A port that is free now; another process may take it."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

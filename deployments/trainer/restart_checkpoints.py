@@ -83,11 +83,7 @@ Complete = tuple[Path, CheckpointMeta]
 
 
 class RestartCheckpoints:
-    """The checkpoints below a directory that one trainer at a time writes. Every rank makes every call.
-
-    Args:
-        directory: shared by the ranks.
-        keep: how many complete ones to keep.
+    """The checkpoints below a directory that the ranks share. Every rank makes every call.
 
     Attributes:
         step: of the newest that this process began to write or resumed from exactly; None: there is none.
@@ -134,11 +130,8 @@ class RestartCheckpoints:
     ) -> bool:
         """Begin to write the learner's state; False if no checkpoint is due or one is being written.
 
-        The learner may change after `wait_until_copied`.
-
-        Args:
-            digest: of the version published with these weights; rank 0's counts.
-            due: rank 0's counts; ranks may differ after a fault of one.
+        The learner may change after `wait_until_copied`. Ranks may differ in `due` after a fault of one: rank
+        0's counts.
         """
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
         if not agreed[0]["due"]:

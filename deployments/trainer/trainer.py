@@ -33,7 +33,7 @@ from deployments.protocol.responses import (
     TrainerStatus,
 )
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
-from deployments.trainer.worker_group import PING_TIMEOUT_S, TrainerWorkerActor, WorkerGroup
+from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
 Result = TypeVar("Result")
@@ -342,13 +342,13 @@ class Trainer:
             self._watch.cancel()
         # A version that is not written now is never written. The workers must exit whatever fails here.
         with contextlib.suppress(Exception):
-            await group.call(TrainerWorkerActor.flush, FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
+            await group.call("flush", FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
         group.kill()
 
     async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
         published = self._version if self._lora is None else self._adapter_version
-        metrics = await self._group.call(
-            TrainerWorkerActor.step, trajectories, published, timeout_s=self._step_timeout_s
+        metrics: StepMetrics = await self._group.call(
+            "step", trajectories, published, timeout_s=self._step_timeout_s
         )
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"
@@ -356,21 +356,19 @@ class Trainer:
         return metrics
 
     async def _save(self, path: str | None) -> SavedCheckpoint:
-        saved = await self._group.call(TrainerWorkerActor.save, path, timeout_s=self._step_timeout_s)
-        assert saved is not None, "rank 0 writes"
+        saved: SavedCheckpoint = await self._group.call("save", path, timeout_s=self._step_timeout_s)
         return saved
 
     async def _go_back(self, version: int) -> RoundReport:
         await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")
-        await self._group.call(TrainerWorkerActor.load_version, version, timeout_s=self._step_timeout_s)
+        await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
         return await self._publish(f"rollback to {version}")
 
     async def _publish_adapter(self, label: str | None) -> AdapterReport:
         limit_s = self._spec.publish_timeout_s
-        report = await self._group.call(TrainerWorkerActor.publish, label, timeout_s=limit_s)
-        assert isinstance(report, AdapterReport), "rank 0 reports every completed publish"
+        report: AdapterReport = await self._group.call("publish", label, timeout_s=limit_s)
         self._adapter_version, self._last_adapter = report.version, report
-        await self._group.call(TrainerWorkerActor.save_checkpoint, timeout_s=self._step_timeout_s)
+        await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
         return report
 
     async def _publish(self, label: str | None) -> RoundReport:
@@ -383,19 +381,18 @@ class Trainer:
                     raise
                 logger.warning("sending the round again, to the remaining replicas: %s", error)
         self._version, self._last_round = report.version, report
-        await self._group.call(TrainerWorkerActor.save_checkpoint, timeout_s=self._step_timeout_s)
+        await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
         return report
 
     async def _run_round(self, label: str | None) -> RoundReport:
         """Every rank takes part, and connects again if the membership has changed."""
-        publish, limit_s = TrainerWorkerActor.publish, self._spec.publish_timeout_s
+        limit_s = self._spec.publish_timeout_s
         try:
-            report = await self._group.call(publish, label, timeout_s=limit_s)
+            report: RoundReport = await self._group.call("publish", label, timeout_s=limit_s)
         except FleetUnavailable:
             if self._group.broken is not None:  # else the fleet would wait for this trainer's successor
                 await end_former_session(self._controller)
             raise
-        assert isinstance(report, RoundReport), "rank 0 reports every completed round"
         return report
 
 

@@ -245,10 +245,8 @@ class TrainerWorker(TrainerRank):
         )
 
     def publish(self, label: str | None) -> RoundReport | None:
-        """Move the fleet to this policy, and begin to write the version to the store.
-
-        Returns:
-            The report on rank 0, None elsewhere.
+        """Move the fleet to this policy, and begin to store the version. Returns the report on rank 0, None
+        elsewhere.
 
         Raises:
             SlipstreamError: as `WeightPublisher.publish`; the fleet is as it was.
@@ -273,10 +271,7 @@ class TrainerWorker(TrainerRank):
         return report
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`).
-
-        On failure the previous ones stay and training continues.
-        """
+        """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`)."""
         every = self._spec.config.checkpoint_every
         self._save_checkpoint(
             every=every if self._merged is None else min(every, 1),  # without it the adapter starts from zero
@@ -401,13 +396,12 @@ class TrainerWorker(TrainerRank):
         self._learner.restart(step, keep_moments=False)
 
     def _write_files(self, directory: Path, dtype: str | None) -> None:
-        """All but the weights of a checkpoint, whose weights have `dtype`; None: the trainer's own."""
         self._base.write_files(
             directory, self._policy.model, self._spec.config.dtype if dtype is None else dtype
         )
 
     def _report_failed(self, result: StoreResult) -> None:
-        """The fleet's status tells joiners, which wait for the version, and the trainer may publish again."""
+        """Joiners wait for the version; the fleet's status tells them."""
         try:
             self._report("not_stored", result.version, result.problem)
         except Exception as error:  # the status reports it later

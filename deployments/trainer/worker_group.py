@@ -7,11 +7,10 @@ detached: Ray kills them when the replica's process, their owner, is gone.
 import asyncio
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
-from pydantic import JsonValue
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
 
@@ -20,8 +19,6 @@ from deployments.host.fork_server.use import forked_worker
 from deployments.host.freed_memory import keeping_freed_memory
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
-from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import AdapterReport, SavedCheckpoint, StepMetrics
 from deployments.serve.placement import SlotPlan, in_bundle
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 
@@ -33,7 +30,6 @@ PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be know
 # After one rank has failed, the others may be blocked in a collective for good.
 STRAGGLER_S = 10.0
 
-Result = TypeVar("Result")
 logger = serve_logger()
 
 
@@ -41,8 +37,7 @@ class TrainerWorkerActor:
     """One rank: a `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this actor's process
     imports them, and with them torch and vLLM: the trainer deployment computes nothing.
 
-    Every method is called on all ranks alike, except `rendezvous_address` and `store_status` (rank 0) and
-    `process_id`.
+    `store_status` and `process_id` are answered also during a step.
     """
 
     _worker: "TrainerWorker | AdapterWorker"
@@ -57,39 +52,16 @@ class TrainerWorkerActor:
 
             self._worker = AdapterWorker(spec, rank, controller)
 
-    def rendezvous_address(self) -> tuple[str, int]:
-        return self._worker.rendezvous_address()
-
-    def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        return self._worker.load(rendezvous_address)
-
-    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None) -> StepMetrics:
-        return self._worker.step(trajectories, published)
-
-    def publish(self, label: str | None) -> RoundReport | AdapterReport | None:
-        return self._worker.publish(label)
-
-    def save(self, path: str | None) -> SavedCheckpoint | None:
-        return self._worker.save(path)
-
-    def flush(self, timeout_s: float) -> bool:
-        return self._worker.flush(timeout_s)
-
-    def save_checkpoint(self) -> None:
-        self._worker.save_checkpoint()
-
-    def load_version(self, version: int) -> None:
-        """A `TrainerWorker` has it."""
-        cast("TrainerWorker", self._worker).load_version(version)
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, method)(*args)
 
     @ray.method(concurrency_group="control")
     def process_id(self) -> int:
-        """Answered also during a step."""
         return os.getpid()
 
     @ray.method(concurrency_group="control")
     def store_status(self) -> StoreStatus:
-        """Answered also during a step."""
         return self._worker.store_status()
 
 
@@ -136,15 +108,15 @@ class WorkerGroup:
         try:
             # A former worker group that is exiting may still hold the GPUs.
             async with asyncio.timeout(spec.config.start_timeout_s):
-                address = await group._workers[0].rendezvous_address.remote()
-            loaded = await group.call(TrainerWorkerActor.load, address, timeout_s=spec.config.start_timeout_s)
+                address = await group._workers[0].call.remote("rendezvous_address")
+            loaded = await group.call("load", address, timeout_s=spec.config.start_timeout_s)
         except BaseException:  # a cancelled start must not leave workers behind
             group.kill()
             raise
         return group, loaded
 
-    async def call(self, method: Callable[..., Result], *args: Any, timeout_s: float) -> Result:
-        """Run a method of `TrainerWorkerActor` on every rank, and return what rank 0 returns.
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Run a method of the worker on every rank, and return what rank 0 returns.
 
         Raises:
             SlipstreamError: a worker raised it.
@@ -152,9 +124,8 @@ class WorkerGroup:
         """
         if self.broken is not None:
             raise FleetUnavailable(f"the trainer is being restarted: {self.broken}")
-        name = method.__name__
         calls = [
-            asyncio.ensure_future(_result(getattr(worker, name).remote(*args))) for worker in self._workers
+            asyncio.ensure_future(_result(worker.call.remote(method, *args))) for worker in self._workers
         ]
         try:
             done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -166,9 +137,9 @@ class WorkerGroup:
             lost = {rank: type(error).__name__ for rank, error in failures.items() if _is_loss(error)}
             late = [rank for rank, call in enumerate(calls) if call in pending]
             if lost or late:
-                self.broken = _join_reasons(name, lost, late, waited_s, failures)
+                self.broken = _join_reasons(method, lost, late, waited_s, failures)
                 raise FleetUnavailable(f"{self.broken}; the trainer is restarted from the store")
-            results: list[Result] = [call.result() for call in calls]  # raises what any rank raised
+            results = [call.result() for call in calls]  # raises what any rank raised
             return results[0]
         except RayTaskError as error:
             raise _cause(error) from None

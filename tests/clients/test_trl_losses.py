@@ -74,7 +74,7 @@ def ours(batch: dict[str, torch.Tensor], config: LossConfig) -> tuple[float, tor
     tokens = LearnedTokens(
         **(flat | {"logprobs": flat["logprobs"].requires_grad_()}),
         advantages=batch["advantages"][answers],
-        answers=answers,
+        completions=answers,
         lengths=lengths,
         versions=torch.full_like(answers, -1),
     )

@@ -27,7 +27,7 @@ def tokens(
         old_logprobs=tensor(old, current),
         rollout_logprobs=tensor(rollout, current if old is None else old),
         advantages=tensor(advantages, [1.0] * len(current)),
-        answers=torch.arange(len(counts)).repeat_interleave(counts),
+        completions=torch.arange(len(counts)).repeat_interleave(counts),
         lengths=counts,
         versions=torch.tensor([-1] * len(current) if versions is None else versions),
         reference_logprobs=None if reference is None else tensor(reference, []),

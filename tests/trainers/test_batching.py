@@ -34,7 +34,7 @@ def test_one_answer_per_row_is_the_plain_layout() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 1, 2]]
     assert batch.predictors.tolist() == [1, 4 + 1, 4 + 2]
     assert batch.targets.tolist() == [7, 9, 10]
-    assert batch.answers.tolist() == [0, 1, 1] and batch.lengths.tolist() == [1, 2]
+    assert batch.completions.tolist() == [0, 1, 1] and batch.lengths.tolist() == [1, 2]
     assert batch.rollout_logprobs.tolist() == [-0.5, -1.0, -1.0]
     assert batch.advantages.tolist() == [1.0, 2.0, 2.0]
     assert batch.versions.tolist() == [-1, -1, -1]
@@ -85,7 +85,7 @@ def test_collating_loses_no_token(batch: list[Trajectory], share: bool) -> None:
     order = [index for row in rows for index in row]
     assert tensors.lengths.tolist() == [len(batch[index].token_ids) for index in order]
     for answer, index in enumerate(order):
-        mine = tensors.answers == answer
+        mine = tensors.completions == answer
         assert tuple(tensors.targets[mine].tolist()) == batch[index].token_ids
         before = (batch[index].prompt_token_ids + batch[index].token_ids)[
             len(batch[index].prompt_token_ids) - 1 : -1
@@ -116,7 +116,7 @@ def test_masked_tokens_are_read_and_not_learned() -> None:
         assert batch.input_ids[batch.input_ids > 6].tolist() == [7, 8, 9, 10, 11, 12]
         assert batch.targets.tolist() == [7, 9, 11, 12]
         assert batch.input_ids.flatten()[batch.predictors].tolist() == [6, 8, 6, 11]
-        assert batch.answers.tolist() == [0, 0, 2, 2] and batch.lengths.tolist() == [2, 0, 2]
+        assert batch.completions.tolist() == [0, 0, 2, 2] and batch.lengths.tolist() == [2, 0, 2]
         assert batch.advantages.tolist() == [1.0, 1.0, 0.5, -0.5]
         assert batch.rollout_logprobs.tolist() == [-1.0, -1.0, -0.25, -0.75]
         assert batch.versions.tolist() == [4, 4, -1, -1]

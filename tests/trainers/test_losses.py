@@ -21,7 +21,7 @@ from trainers.settings import Aggregation, KlEstimator, LossConfig
 def total(batch: LearnedTokens, config: LossConfig) -> torch.Tensor:
     lengths = batch.lengths
     weights = token_weights(lengths, int(lengths.sum()), len(lengths), config)
-    return (policy_loss(batch, config, load_loss(config)).values * weights[batch.answers]).sum()
+    return (policy_loss(batch, config, load_loss(config)).values * weights[batch.completions]).sum()
 
 
 def test_on_policy_it_is_the_negative_mean_advantage_over_tokens() -> None:

@@ -51,7 +51,7 @@ def test_a_prompt_stands_once_before_its_answers() -> None:
     assert batch.position_ids[0, :8].tolist() == [0, 1, 2, 3, 2, 0, 1, 0]
     assert batch.predictors.tolist() == [1, 2, 1, 5]
     assert batch.targets.tolist() == [7, 8, 11, 10]
-    assert batch.answers.tolist() == [0, 0, 1, 2]
+    assert batch.completions.tolist() == [0, 0, 1, 2]
     assert dense(batch)[0, 0, :9, :9].long().tolist() == [
         [1, 0, 0, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0, 0, 0],
