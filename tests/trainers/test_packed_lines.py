@@ -122,7 +122,7 @@ def test_packing_learns_the_tokens_that_rows_learn(batch: list[Trajectory]) -> N
     batch[0] = replace(first, loss_mask=(False,) * (len(first.token_ids) - 1) + (True,))
     (rows,) = plan_lines(batch, token_budget=10**6)
     mine, plain = packed(batch, rows), collate(batch, rows, pad_token_id=0, device=CPU)
-    for name in ("targets", "answers", "lengths", "rollout_logprobs", "advantages", "versions"):
+    for name in ("targets", "completions", "lengths", "rollout_logprobs", "advantages", "versions"):
         assert torch.equal(getattr(mine, name), getattr(plain, name)), name
     before = [each.input_ids.flatten()[each.predictors] for each in (mine, plain)]
     assert torch.equal(*before)
