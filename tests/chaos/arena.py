@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 
-from tests.chaos.launching import MODEL, Launched
+from tests.chaos.checker import Expected, check
+from tests.chaos.launching import MODEL, SETTINGS, Launched, launch
+from tests.chaos.marked_weights import save_marked
 from tests.chaos.recording import Reader, Recording, rounds_of
 from tests.environment import users_environment
 from tests.waiting import until
@@ -261,6 +263,36 @@ class Arena:
             if why is not None:
                 self.refused.append(why)
             time.sleep(PAUSE_S if why is not None else 0.05)
+
+
+@contextmanager
+def fleet_under_load(root: Path, settings: Mapping[str, Any] = SETTINGS, **options: Any) -> Iterator[Arena]:
+    """A fleet of the marked model, with load and rounds; `options` are those of `Arena`."""
+    with (
+        launch(root, save_marked(root / "model", 0), settings) as launched,
+        under_load(launched, root / "seen.jsonl", **options) as arena,
+    ):
+        yield arena
+
+
+@contextmanager
+def under_load(launched: Launched, file: Path, **options: Any) -> Iterator[Arena]:
+    arena = Arena(launched, file, **options)
+    try:
+        until(lambda: arena.trainer_answers() and arena.committed() >= 3, 120, "the first rounds")
+        yield arena
+    finally:
+        arena.close()
+
+
+def checked_since(arena: Arena, begin: float, may_lose: int) -> Recording:
+    """What was seen since `begin`, once the fleet is whole again; no rule is broken."""
+    whole_at = arena.until_whole_again()
+    time.sleep(1.0)  # for requests in flight
+    recording = arena.recording().since(begin)
+    broken = check(recording, Expected(whole_at=whole_at - 10, may_lose=may_lose))
+    assert not broken, "\n".join(broken[:20])
+    return recording
 
 
 @contextmanager

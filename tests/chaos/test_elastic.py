@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +12,10 @@ from app.client import calls
 from app.client.connection import FleetClient
 from app.command.deploy import deploy
 from deployments.protocol.responses import SizeStatus
-from tests.chaos.arena import Arena, load
+from tests.chaos.arena import Arena, fleet_under_load, load
 from tests.chaos.checker import Expected, check
-from tests.chaos.launching import SETTINGS, launch
-from tests.chaos.marked_weights import save_marked
-from tests.chaos.recording import Reader
+from tests.chaos.launching import SETTINGS
+from tests.chaos.recording import Happened, Reader, Recording
 from tests.fleet.deployed import merged
 from tests.waiting import until
 
@@ -35,30 +34,20 @@ FAULTS = ("lost", "fence", "not_stored")
 
 @pytest.fixture
 def elastic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    root = tmp_path_factory.mktemp("elastic")
     engine = {"num_replicas": 2, "max_replicas": MOST}
-    with launch(root, save_marked(root / "model", 0), merged(SETTINGS, {"engine": engine})) as launched:
-        arena = Arena(launched, root / "seen.jsonl")
-        try:
-            until(lambda: arena.committed() >= 3, 120, "the first rounds")
-            yield arena
-        finally:
-            arena.close()
+    settings = merged(SETTINGS, {"engine": engine})
+    with fleet_under_load(tmp_path_factory.mktemp("elastic"), settings) as arena:
+        yield arena
 
 
 @pytest.fixture
 def automatic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     """One replica with places for four requests, and half of them taken."""
-    root = tmp_path_factory.mktemp("automatic")
     size = {"num_replicas": "auto", "min_replicas": 1, "max_replicas": MOST - 1, "max_num_seqs": 4}
-    engine = {**size, "downscale_delay_s": 5.0}
-    with launch(root, save_marked(root / "model", 0), merged(SETTINGS, {"engine": engine})) as launched:
-        arena = Arena(launched, root / "seen.jsonl", clients=2, replicas=1)
-        try:
-            until(lambda: arena.committed() >= 3, 120, "the first rounds")
-            yield arena
-        finally:
-            arena.close()
+    settings = merged(SETTINGS, {"engine": {**size, "downscale_delay_s": 5.0}})
+    root = tmp_path_factory.mktemp("automatic")
+    with fleet_under_load(root, settings, clients=2, replicas=1) as arena:
+        yield arena
 
 
 def size(arena: Arena) -> dict[str, Any]:
@@ -111,28 +100,9 @@ def test_one_four_one_under_load(elastic: Arena) -> None:
     until(lambda: elastic.committed() > at_four, 60, "a round with four")
     settled = time.time()
     down_s = scale(elastic, 1)
-    before = elastic.committed()
-    until(lambda: elastic.committed() > before, 60, "a round with one")
-    time.sleep(1.0)  # what was on its way then
-    recording = elastic.recording().since(begin)
+    recording = after_a_round_with_one(elastic, begin)
     quiet = [each for each in recording.events if each.at < restarted or each.at > settled]
-    faults = [(each.name, each.fields) for each in quiet if each.name in FAULTS]
-    figures = {
-        "up_s": round(up_s, 1),
-        "down_s": round(down_s, 1),
-        "rounds": elastic.committed() - version,
-        "answers": len(recording.answers),
-        "not_whole": sum(not each.whole for each in recording.answers),
-        "left": sum(each.name == "left" for each in recording.events),
-        "admitted": sum(each.name == "admit" for each in recording.events),
-        "aborted": sum(each.phase == "aborted" for each in recording.rounds),
-        "refused": len(elastic.refused),
-        "faults": len(faults),
-    }
-    print(json.dumps(figures), flush=True)
-    assert not faults
-    assert figures["left"] == MOST - 1
-    assert not (broken := check(recording, Expected())), "\n".join(broken[:20])
+    check_sizes(elastic, recording, quiet, MOST - 1, up_s=up_s, down_s=down_s, first=version)
     with elastic.launched.client() as client:
         answer = client.post("/fleet/scale", json={"replicas": MOST + 1})
     assert answer.status_code == 400 and "expected 1 to 4" in answer.json()["error"]["message"]
@@ -150,23 +120,46 @@ def test_the_load_decides_how_many_there_are(automatic: Arena) -> None:
         assert running(automatic, MOST - 1)
     ended = time.time()
     until(lambda: running(automatic, 1), SCALE_S, "one replica")
-    shrunk_s, before = time.time() - ended, automatic.committed()
-    until(lambda: automatic.committed() > before, 60, "a round with one")
-    time.sleep(1.0)  # what was on its way then
-    recording = automatic.recording().since(begin)
+    shrunk_s = time.time() - ended
+    recording = after_a_round_with_one(automatic, begin)
     recording.answers += [each for each in Reader(file).read().answers if each.status]
     recording.answers.sort(key=lambda each: each.end)
-    faults = [(each.name, each.fields) for each in recording.events if each.name in FAULTS]
+    check_sizes(
+        automatic, recording, recording.events, MOST - 2, up_s=grown_s, down_s=shrunk_s, first=version
+    )
+
+
+def after_a_round_with_one(arena: Arena, begin: float) -> Recording:
+    """What was seen since `begin`, after another round."""
+    before = arena.committed()
+    until(lambda: arena.committed() > before, 60, "a round with one")
+    time.sleep(1.0)  # for requests in flight
+    return arena.recording().since(begin)
+
+
+def check_sizes(
+    arena: Arena,
+    recording: Recording,
+    quiet: Sequence[Happened],
+    left: int,
+    *,
+    up_s: float,
+    down_s: float,
+    first: int,
+) -> None:
+    """So many replicas have left in order, no event in `quiet` tells of a fault, and no rule is broken."""
+    faults = [(each.name, each.fields) for each in quiet if each.name in FAULTS]
     figures = {
-        "grown_s": round(grown_s, 1),
-        "shrunk_s": round(shrunk_s, 1),
-        "rounds": automatic.committed() - version,
+        "up_s": round(up_s, 1),
+        "down_s": round(down_s, 1),
+        "rounds": arena.committed() - first,
         "answers": len(recording.answers),
         "not_whole": sum(not each.whole for each in recording.answers),
         "left": sum(each.name == "left" for each in recording.events),
-        "refused": len(automatic.refused),
+        "aborted": sum(each.phase == "aborted" for each in recording.rounds),
+        "refused": len(arena.refused),
     }
     print(json.dumps(figures), flush=True)
     assert not faults
-    assert figures["left"] == MOST - 2
+    assert figures["left"] == left
     assert not (broken := check(recording, Expected())), "\n".join(broken[:20])

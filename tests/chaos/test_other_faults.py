@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.arena import Arena, Publisher
-from tests.chaos.checker import Expected, check
+from tests.chaos.arena import Arena, Publisher, checked_since
 from tests.chaos.timing import LOST
 from tests.chaos.unreliable import Trouble, network
 from tests.fleet.processes import engine_of
@@ -31,10 +30,7 @@ def watched(arena: Arena, may_lose: int = 0) -> Iterator[None]:
     until(arena.whole, 60, "a whole fleet before the fault")
     begin = time.time()
     yield
-    whole_at = arena.until_whole_again()
-    time.sleep(1.0)
-    broken = check(arena.recording().since(begin), Expected(whole_at=whole_at - 10, may_lose=may_lose))
-    assert not broken, "\n".join(broken[:20])
+    checked_since(arena, begin, may_lose)
 
 
 @contextmanager
