@@ -22,7 +22,6 @@ class Evaluation:
     kept_in: str | None = None  # the directory of the version, if it was the best so far
 
     def line(self) -> str:
-        """For logs."""
         shares = "  ".join(f"pass@{k} {value:.3f}" for k, value in self.pass_at.items())
         return (
             f"version {self.version}, {self.problems} held-out problems: reward {self.reward:.3f}  {shares}"

@@ -62,12 +62,10 @@ class Group:
 
     @property
     def shaped_rewards(self) -> list[float]:
-        """Rewards and penalties."""
         return [rollout.reward + rollout.penalty for rollout in self.rollouts]
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ."""
         return has_signal(self.shaped_rewards)
 
 

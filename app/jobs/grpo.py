@@ -65,7 +65,6 @@ async def require_fleet(client: AsyncFleetClient, options: Options) -> tuple[Pol
 
 
 def record_file(options: Options) -> Path:
-    """Where the run's record is."""
     if options.metrics is not None:
         return options.metrics
     return metrics.newest_metrics_file() if options.resume else metrics.new_metrics_file()
@@ -125,7 +124,6 @@ async def main(options: Options, began: float) -> None:
 
 
 def tell(line: str) -> None:
-    """Print a line at once, also into a pipe."""
     print(line, flush=True)
 
 

@@ -49,7 +49,6 @@ def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
 
 
 async def learn_once(run: Run) -> StepRecord:
-    """One batch: a step, a round, and the evaluation if it is due."""
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
     groups = await run.queue.take(run.options.groups_per_step, run.version)
@@ -208,7 +207,6 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
 
 
 def continue_after(run: Run, last: StepRecord) -> None:
-    """Continue after this step."""
     if last.seed != run.options.seed:
         raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
     run.step = last.step

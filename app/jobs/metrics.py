@@ -49,7 +49,6 @@ class StepRecord:
     evaluation: Evaluation | None = None
 
     def line(self) -> str:
-        """For logs."""
         loss = self.trainer.get("loss", 0.0)
         shown = "none" if loss is None else f"{loss:+.4f}"  # None: the step was skipped
         return (
@@ -100,12 +99,10 @@ _PENDING = TypeAdapter(Pending)
 
 
 def new_metrics_file() -> Path:
-    """A file for a new run."""
     return RUNS.expanduser() / f"grpo-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
 
 
 def newest_metrics_file(directory: Path = RUNS) -> Path:
-    """The file of the newest run."""
     files = sorted(directory.expanduser().glob("grpo-*.jsonl"))
     if not files:
         raise ValueError(f"--resume finds no run in {directory}: name the file with --metrics")

@@ -66,7 +66,6 @@ class Progress:
         self._printed = time.monotonic()
 
     def advance(self) -> None:
-        """Count one step."""
         self._bar.update()
 
     async def watch(self) -> None:

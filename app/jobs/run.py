@@ -44,7 +44,6 @@ class Positions:
         return self._handed_out
 
     def consume(self, numbers: Iterable[int]) -> None:
-        """These are not handed out again."""
         self.ahead.update(number for number in numbers if number >= self.next_problem)
         while self.next_problem in self.ahead:
             self.ahead.remove(self.next_problem)
@@ -78,7 +77,6 @@ class Run:
         self.sampling.set()
 
     def state(self) -> str:
-        """What the run is doing, for logs."""
         filtered = f", {len(self.filtered)} without signal" if self.filtered else ""
         rollouts = self.in_flight * self.options.answers_per_group
         ready = f"{len(self.queue)} of {self.options.groups_per_step} groups ready{filtered}"
@@ -111,7 +109,6 @@ async def produce(run: Run) -> None:
 
 
 def penalised(rollout: Rollout, options: Options) -> Rollout:
-    """The rollout with its length penalty."""
     if options.overlong_buffer == 0:
         return rollout
     longest = options.longest

@@ -27,7 +27,6 @@ _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 
 
 def whole(text: str) -> str:
-    """The answer without surrounding whitespace."""
     return text.strip()
 
 
@@ -38,7 +37,6 @@ def last_number(text: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """The text before the first line break."""
     return text.strip().partition("\n")[0].strip()
 
 

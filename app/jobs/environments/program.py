@@ -10,62 +10,57 @@ import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 from app.jobs.environments.verifiers_program import MARK, STOP_TIMEOUT_S, kill_marked
 
 MAX_LINE_BYTES = 1 << 24
-MAX_LOG_BYTES = 1 << 16
+LAST_WORDS_BYTES = 1 << 16
 GRACE_S = STOP_TIMEOUT_S + 5.0  # it stops itself before
-LAST_WORDS_S = 1.0  # its children may hold its output open
+LAST_WORDS_S = 1.0  # between the end of its output and its exit
 
 
 class Exited(Exception):
-    """The program answers no more; the text has the reason.
-
-    Attributes:
-        log: the end of its stderr.
-    """
-
-    def __init__(self, why: str, log: str = "") -> None:
-        super().__init__(why)
-        self.log = log
+    """The program answers no more; the text has the reason."""
 
 
 class Program:
     """One process; `exited` is why it answers no more."""
 
-    def __init__(self, process: Process, mark: str) -> None:
+    def __init__(self, process: Process, mark: str, log: Path) -> None:
         self.exited: str | None = None
         self._process = process
         self._mark = mark
-        self._written = b""  # the end of its stderr
+        self._log = log
         self._pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._last_id = 0
-        self._log = asyncio.create_task(self._keep_log())
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Self:
-        """Returns when it has written its first line.
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float, log: Path
+    ) -> Self:
+        """Returns when it has written its first line; its stderr goes to `log`.
 
         Raises:
             Exited: it does not start, or its first line has an `error`.
         """
         mark = uuid.uuid4().hex
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                limit=MAX_LINE_BYTES,
-                env={**environment, MARK: mark},
-                start_new_session=True,  # Ctrl-C is for the job, which stops it in order
-            )
+            with log.open("ab") as stderr:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=stderr,
+                    limit=MAX_LINE_BYTES,
+                    env={**environment, MARK: mark},
+                    start_new_session=True,  # Ctrl-C is for the job, which stops it in order
+                )
         except OSError as error:
             raise Exited(f"{command[0]} cannot be run: {error.strerror}") from error
-        program = cls(process, mark)
+        program = cls(process, mark, log)
         try:
             async with asyncio.timeout(timeout_s):
                 first = await program._line()
@@ -74,7 +69,7 @@ class Program:
         except (TimeoutError, Exited) as error:
             await program.close(grace_s=0.0)
             slow = f"it took longer than {timeout_s:g} s to start: {program.last_words()}"
-            raise Exited(str(error) or slow, program.log()) from None
+            raise Exited(str(error) or slow) from None
         except BaseException:  # also a cancellation: the process must not outlive its caller
             await program.close(grace_s=0.0)
             raise
@@ -88,7 +83,7 @@ class Program:
             Exited: there will be none.
         """
         if self.exited is not None:
-            raise Exited(self.exited, self.log())
+            raise Exited(self.exited)
         self._last_id += 1
         number = self._last_id
         self._pending[number] = future = asyncio.get_running_loop().create_future()
@@ -112,19 +107,17 @@ class Program:
             pass
         finally:
             await self._end("it was closed")
-            readers = [self._log] if self._reader is None else [self._log, self._reader]
-            _, open_still = await asyncio.wait(readers, timeout=LAST_WORDS_S)
-            for reader in open_still:  # a process that dropped its mark holds the other end
-                reader.cancel()
+            if self._reader is not None:
+                await asyncio.wait([self._reader], timeout=LAST_WORDS_S)
+                self._reader.cancel()  # a process that dropped its mark may hold the other end
 
     def last_words(self) -> str:
         """The last line of its log with text; verifiers draws frames around its errors."""
-        texts = [line.strip(" │╭╮╰╯─\r") for line in self.log().splitlines()]
+        with self._log.open("rb") as stream:
+            stream.seek(max(0, self._log.stat().st_size - LAST_WORDS_BYTES))
+            end = stream.read().decode(errors="replace")
+        texts = [line.strip(" │╭╮╰╯─\r") for line in end.splitlines()]
         return next((text[:500] for text in reversed(texts) if text), "it said nothing")
-
-    def log(self) -> str:
-        """The end of its stderr."""
-        return self._written.decode(errors="replace")
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -138,7 +131,6 @@ class Program:
         except ValueError:
             raise Exited(f"it wrote a line of more than {MAX_LINE_BYTES} bytes") from None
         if not text:
-            await asyncio.wait([self._log], timeout=LAST_WORDS_S)
             raise Exited(f"its process has ended: {self.last_words()}")
         try:
             line = json.loads(text)
@@ -158,17 +150,12 @@ class Program:
         except Exited as error:
             await self._end(str(error))
 
-    async def _keep_log(self) -> None:
-        assert self._process.stderr is not None
-        while written := await self._process.stderr.read(MAX_LOG_BYTES):
-            self._written = (self._written + written)[-MAX_LOG_BYTES:]
-
     async def _end(self, why: str) -> None:
         """Fail all questions, and kill what is left."""
         self.exited = self.exited or why
         for future in self._pending.values():
             if not future.done():
-                future.set_exception(Exited(self.exited, self.log()))
+                future.set_exception(Exited(self.exited))
         try:  # its output ends a moment before it exits
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._process.wait()

@@ -58,7 +58,6 @@ class VerifiersSettings(BaseModel):
 
     @property
     def arguments(self) -> list[str]:
-        """The words of `command`."""
         return shlex.split(self.command)
 
     @field_validator("command", "eval_command")
@@ -69,7 +68,6 @@ class VerifiersSettings(BaseModel):
         return command
 
     def held_out(self) -> Self:
-        """The settings of the held-out tasks."""
         if self.eval_command is None:
             raise ValueError("--eval-every with verifiers needs 'eval_command' in --environment-settings")
         return self.model_copy(update={"command": self.eval_command})
@@ -88,7 +86,8 @@ class Verifiers:
     _program: Program | None = field(init=False, default=None)
     _starting: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _failures: int = field(init=False, default=0)
-    _log: Path | None = field(init=False, default=None)
+    _log: Path = field(init=False)  # stderr of its program; it stays where an error names it
+    _log_is_named: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if not Path(self.settings.python).exists():
@@ -100,6 +99,8 @@ class Verifiers:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The relay and the program."""
+        with tempfile.NamedTemporaryFile(prefix="verifiers-", suffix=".log", delete=False) as log:
+            self._log = Path(log.name)
         async with self._relay.listening():
             try:
                 with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):
@@ -108,6 +109,8 @@ class Verifiers:
             finally:
                 if self._program is not None:
                     await self._program.close()
+                if not self._log_is_named:
+                    self._log.unlink()
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """`count` rollouts of this task.
@@ -168,7 +171,9 @@ class Verifiers:
                 # -P: without it this directory would shadow packages of the same names
                 command = [self.settings.python, "-P", str(PROGRAM), *self.settings.arguments]
                 try:
-                    self._program = await Program.start(command, self._environment(), START_TIMEOUT_S)
+                    self._program = await Program.start(
+                        command, self._environment(), START_TIMEOUT_S, self._log
+                    )
                 except Exited as error:
                     raise ValueError(f"verifiers does not start: {self._explained(error)}") from error
             return self._program
@@ -179,12 +184,7 @@ class Verifiers:
         return {**kept, **direct, "PYTHONPATH": "", **self.settings.variables}
 
     def _explained(self, error: Exited) -> str:
-        """Why the program exited; the end of its log stays in a file."""
-        if not error.log.strip():
+        if not self._log.stat().st_size:
             return str(error)
-        if self._log is None:
-            descriptor, name = tempfile.mkstemp(prefix="verifiers-", suffix=".log")
-            os.close(descriptor)
-            self._log = Path(name)
-        self._log.write_text(error.log, encoding="utf-8")
-        return f"{error} (the end of its log: {self._log})"
+        self._log_is_named = True
+        return f"{error} (its log: {self._log})"

@@ -195,7 +195,6 @@ def _text(message: Any) -> str:
 
 
 def write(answers: TextIO, line: dict[str, Any]) -> None:
-    """Write one line at once."""
     answers.write(json.dumps(line) + "\n")
     answers.flush()
 

@@ -191,7 +191,7 @@ async def test_a_program_that_does_not_start_says_why(
             pass
     if how == "refuses":
         (log,) = logs.iterdir()
-        assert str(raised.value).endswith(f"(the end of its log: {log})")
+        assert str(raised.value).endswith(f"(its log: {log})")
         assert "no such task set" in log.read_text()
 
 
