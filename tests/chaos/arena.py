@@ -143,7 +143,7 @@ class Arena:
         self.refused: list[str] = []  # what publishers were told, newest last
         self._mark = 0
         self._reader = Reader(file)
-        self._quiet = threading.Lock()  # held by whoever may begin a round
+        self._quiet = threading.Lock()  # held while a round may begin
         self._ended = threading.Event()
         self._recorder = _recorder(launched.url, file, clients)
         self._rounds = threading.Thread(target=self._run_rounds, daemon=True)

@@ -125,7 +125,7 @@ def all_members_or_none(recording: Recording, expected: Expected) -> Iterator[st
             yield f"version {state.version} is committed and no round is open, but {others} serve"
 
 
-def a_round_leaves_nobody_out(recording: Recording, expected: Expected) -> Iterator[str]:
+def a_round_includes_every_member(recording: Recording, expected: Expected) -> Iterator[str]:
     """Who served when a committed round was opened is in its report, or was fenced or lost."""
     gone = {str(event.fields.get("replica")) for event in recording.events if event.name in ("lost", "fence")}
     opened = {
@@ -168,7 +168,7 @@ def broken_streams_have_a_cause(recording: Recording, expected: Expected) -> Ite
             yield f"request {seen.request_id} broke off on {seen.replica!r}, which was not lost: {seen.error}"
 
 
-def nobody_else_is_lost(recording: Recording, expected: Expected) -> Iterator[str]:
+def no_other_replica_is_lost(recording: Recording, expected: Expected) -> Iterator[str]:
     """No more replicas are lost or fenced than the case takes away."""
     gone = {event.fields["replica"]: event for event in recording.events if event.name in ("lost", "fence")}
     if len(gone) > expected.may_lose:
@@ -191,10 +191,10 @@ RULES: Sequence[Rule] = (
     never_older,
     never_behind,
     all_members_or_none,
-    a_round_leaves_nobody_out,
+    a_round_includes_every_member,
     no_request_is_lost,
     broken_streams_have_a_cause,
-    nobody_else_is_lost,
+    no_other_replica_is_lost,
     nothing_hangs,
 )
 

@@ -12,7 +12,7 @@ class Phase(StrEnum):
     IDLE = "idle"
     STAGING = "staging"
     VERIFYING = "verifying"
-    DECIDING = "deciding"  # the decision is on disk and nobody knows
+    DECIDING = "deciding"  # the decision is on disk only
     COMMITTING = "committing"
     RELEASING = "releasing"
     STORING = "storing"
@@ -106,5 +106,5 @@ def sample(every: Sequence[Case], count: int, seed: str) -> list[Case]:
 
 
 def _impossible(case: Case) -> bool:
-    """The trainer's rounds cannot be held at their end: nobody knows from outside that they are there."""
+    """The trainer's rounds cannot be held at their end: they cannot be seen from outside."""
     return case.phase is Phase.VERIFYING and any(target in OF_TRAINER for target in case.targets)

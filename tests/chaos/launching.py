@@ -57,7 +57,7 @@ class Launched:
 
     Attributes:
         mark: value of the variable that all its processes have.
-        token: the operator's, without which most routes refuse; None: nobody needs one.
+        token: the operator's, without which most routes refuse; None: none is needed.
         state: its directory of decisions and versions.
         model: the checkpoint that it started from.
     """
@@ -142,7 +142,7 @@ def launch(
             token=token,
         )
     finally:
-        for each in marked(MARK, mark):  # a stopped one ends nobody
+        for each in marked(MARK, mark):  # a stopped process cannot exit
             with suppress(psutil.Error):
                 each.resume()
         process.send_signal(signal.SIGINT)

@@ -4,7 +4,7 @@
 
 Reads lines of JSON, `{"mark": 7, "hold": "tensors", "digits": 3}`, and publishes the weights of the mark,
 labelled `mark-007`. With `hold` it stops before the last tensors or before the round is closed, says so, and
-goes on at the next line. After each round it prints one line: `{"mark": 7, "ended": true, "error": null}`.
+continues at the next line. After each round it prints one line: `{"mark": 7, "ended": true, "error": null}`.
 """
 
 import json

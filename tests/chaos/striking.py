@@ -1,7 +1,7 @@
 """Hitting a phase of a round on purpose, and the fault itself.
 
     idle        no round
-    staging     the publisher waits in the middle of its tensors; a trainer's round: an engine stands still
+    staging     the publisher waits in the middle of its tensors; a trainer's round: an engine is stopped
     verifying   the publisher waits before it closes; a replica is made to stand still; then it closes
     deciding    the journal has the decision: the controller is made to stand still before it tells anybody
     committing  the journal has the decision: an engine is made to stand still before it can swap
@@ -69,7 +69,7 @@ def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Pro
 
 @contextmanager
 def _phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
-    """A round that stands in the case's phase; afterwards it goes on."""
+    """A round that is held in the case's phase, and then continues."""
     if case.phase is Phase.IDLE:
         yield
         return

@@ -47,16 +47,14 @@ def names(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         path.unlink(missing_ok=True)
 
 
-def test_names_that_another_process_holds_are_not_left_behind(
-    names: tuple[str, str, bool], tmp_path: Path
-) -> None:
+def test_names_that_another_process_holds_are_not_leaks(names: tuple[str, str, bool], tmp_path: Path) -> None:
     mark, owner, ours = names
     before = {path.name for path in Path("/dev/shm").iterdir() if owner not in path.name}
     left = [each for each in left_behind(mark, before, tmp_path, patience_s=0.0) if owner in each]
     assert len(left) == (3 if ours else 0), left
 
 
-def test_a_name_that_nobody_holds_is_left_behind(tmp_path: Path) -> None:
+def test_a_name_without_a_holder_is_a_leak(tmp_path: Path) -> None:
     name = f"slipstream-{uuid.uuid4().hex}-psm-1"
     path = Path("/dev/shm") / name
     path.touch()

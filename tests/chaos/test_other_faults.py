@@ -50,7 +50,7 @@ def full(disk: Path) -> Iterator[None]:
 
 @contextmanager
 def long_labels(publisher: Publisher) -> Iterator[None]:
-    """The journal goes on in the space that it has reserved: half a MiB, hundreds of ordinary rounds."""
+    """The journal continues in the space that it has reserved: half a MiB, hundreds of ordinary rounds."""
     publisher.digits = 4000  # int() reads up to 4300
     try:
         yield
@@ -115,7 +115,7 @@ def losses(arena: Arena, since: float) -> list[float]:
     return [e.at for e in arena.recording().events if e.name in gone and e.at >= since]
 
 
-def test_a_flipped_byte_in_the_store_is_loaded_by_nobody(arena: Arena) -> None:
+def test_a_flipped_byte_in_the_store_is_never_loaded(arena: Arena) -> None:
     with watched(arena, may_lose=1), arena.quiet():
         until(
             lambda: (arena.fleet() or {}).get("stored_version") == arena.committed(), 30, "the version stored"

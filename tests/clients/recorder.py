@@ -1,6 +1,6 @@
-"""A proxy between a client and the fleet: it keeps what both said, and a test may act before a call goes on.
+"""A proxy between a client and the fleet: it records both, and a test may act before a call continues.
 
-So the client runs as its users run it, and the test sees headers and bodies that the client shows to nobody.
+So the client runs as its users run it, and the test sees headers and bodies that the client does not show.
 """
 
 import json

@@ -56,7 +56,7 @@ async def test_a_replica_that_dies_before_it_answers_is_nobodys_business() -> No
     async with service("a", "b") as (fleet, _, client):
         with closing(socket.create_server(("127.0.0.1", 0))) as gone:
             port = gone.getsockname()[1]
-        fleet.metadata["lost"] = {"address": f"127.0.0.1:{port}", "key": "k"}  # nobody listens there
+        fleet.metadata["lost"] = {"address": f"127.0.0.1:{port}", "key": "k"}  # no listener there
         for _ in range(6):
             assert (await client.get("/text")).headers["x-slipstream-replica"] in ("a", "b")
 

@@ -185,5 +185,5 @@ def wait_for(directory: Path, timeout_s: float = 30.0) -> Path:
 
 
 def served_checkpoint(fleet: Fleet) -> Path:
-    """What the fleet serves now, whoever has published it."""
+    """What the fleet serves now."""
     return wait_for(stored(fleet, fleet.version()))

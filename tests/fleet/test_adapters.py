@@ -91,7 +91,7 @@ def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, clie
     pytest.fail("no request was running while the second version was loaded")
 
 
-def test_a_base_round_goes_on_beside_adapters(adapted: Adapted, client: httpx.Client) -> None:
+def test_base_rounds_keep_adapters_live(adapted: Adapted, client: httpx.Client) -> None:
     # A trainer that has learned to say one token samples nothing to learn from.
     succeeded(client.post("/fleet/publish", json={"path": str(saved(adapted.fleet, 56))}))
     succeeded(load(client, "math", adapted.save("a11", 11)))
@@ -195,7 +195,7 @@ def test_what_a_trainer_publishes_is_the_next_version_of_its_adapter_on_every_re
 
 
 @pytest.mark.long
-def test_a_trainer_of_an_adapter_that_dies_goes_on_and_a_lost_controller_loses_no_publish(
+def test_an_adapter_trainer_resumes_and_a_lost_controller_loses_no_publish(
     adapted: Adapted, client: httpx.Client, tmp_path: Path
 ) -> None:
     base = served_checkpoint(adapted.fleet)

@@ -50,7 +50,7 @@ def test_a_sharded_directory_is_served_and_may_be_deleted(fleet: Fleet) -> None:
             for answer in on_every_replica(http, prompt=prompt).values():
                 assert (answer.token_ids, answer.version) == (tokens, before + 1)
         assert Reference(stored(fleet, before + 1))(PROMPT, 16) == expected[0]
-        assert train_and_publish(http) == before + 2, "the fleet's own trainer goes on"
+        assert train_and_publish(http) == before + 2, "the fleet's own trainer continues"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ REFUSED = {
 }
 
 
-def test_a_fleet_answers_whatever_is_sent_and_serves_on(fleet: Fleet) -> None:
+def test_a_fuzzed_fleet_keeps_serving(fleet: Fleet) -> None:
     with fleet.client() as client:
         before = {member["incarnation"] for member in client.get("/fleet").json()["members"]}
         for path, bodies in REFUSED.items():

@@ -72,7 +72,7 @@ def test_a_round_of_two_ranks_reaches_replicas_that_have_ranks_of_their_own(gloo
         assert len(last["replicas"]) == 2 and not last["fenced"]
 
 
-def test_requests_with_kept_caches_go_on_across_rounds(gloo: Fleet) -> None:
+def test_requests_with_kept_caches_continue_across_rounds(gloo: Fleet) -> None:
     async def scenario() -> list[Answer]:
         async with httpx.AsyncClient(base_url=gloo.url, timeout=300) as client:
 
@@ -147,7 +147,7 @@ def test_a_round_in_which_a_replica_dies_reaches_the_others_at_once(gloo: Fleet)
 
 
 @pytest.mark.long
-def test_a_replica_that_dies_before_it_has_connected_holds_nobody_up(gloo: Fleet) -> None:
+def test_a_replica_that_dies_before_it_connects_delays_no_round(gloo: Fleet) -> None:
     with gloo.client() as http, ThreadPoolExecutor(max_workers=1) as calls:
         version, serving = train_and_publish(http), members(http)
         engine = engine_of(a_replica(gloo))
@@ -172,7 +172,7 @@ def test_a_replica_that_dies_before_it_has_connected_holds_nobody_up(gloo: Fleet
 
 
 class KillingSource(ModuleSource):
-    """Kills a replica's engine in the middle of the tensors, and goes on after a while."""
+    """Kills a replica's engine in the middle of the tensors, and continues after a while."""
 
     def __init__(self, seed: int, engine: psutil.Process, pause_s: float) -> None:
         super().__init__(tiny_llama(seed))
@@ -248,7 +248,7 @@ def send_while_an_engine_dies(
     assert error["detail"]["send_again"] is True and "send the round again" in error["message"]
     assert fleet.version() == version and complete(client).version == version
     outside(fleet, ModuleSource(tiny_llama(21))).send_weights()
-    assert time.monotonic() - begin < AT_ONCE_S, "nobody waits for the one that died"
+    assert time.monotonic() - begin < AT_ONCE_S, "no peer waits for the dead replica"
     assert complete(client).version == version + 1
 
 

@@ -137,7 +137,7 @@ def test_a_trainer_that_dies_in_the_middle_of_a_round_changes_nothing_and_the_ne
         serving, before = members(client), complete(client, max_tokens=TOKENS)
         with publisher(fleet.url, engine, packed, other, device, "--hold-at", "6") as process:
             until_holding(process)
-            during = complete(client, max_tokens=TOKENS)  # decoding goes on beside a broadcast that waits
+            during = complete(client, max_tokens=TOKENS)  # decoding continues beside a broadcast that waits
             process.send_signal(signal.SIGKILL)
         assert (during.version, during.token_ids) == (0, before.token_ids)
         begin = time.monotonic()

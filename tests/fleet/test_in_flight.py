@@ -76,7 +76,7 @@ async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -
         return await asyncio.gather(*running)
 
 
-def test_wait_lets_running_requests_end_with_the_version_they_began_with(fleet: Fleet) -> None:
+def test_wait_lets_running_requests_finish_on_their_version(fleet: Fleet) -> None:
     before = fleet.version()
     for answer in asyncio.run(running_during_a_round(fleet, 31, InFlight.WAIT)):
         assert answer.weight_versions == [VersionSpan(version=before, start=0, end=900)]
@@ -104,7 +104,7 @@ async def publish_over_long_answers(
         return outcome, [*await asyncio.gather(*calls), await late]
 
 
-def test_a_round_that_waits_too_long_is_aborted_and_costs_nobody_anything(fleet: Fleet) -> None:
+def test_a_drain_that_times_out_aborts_the_round_and_no_request(fleet: Fleet) -> None:
     replicas = members(fleet)
     for seed in ATTEMPTS:
         before = fleet.version()
@@ -119,7 +119,7 @@ def test_a_round_that_waits_too_long_is_aborted_and_costs_nobody_anything(fleet:
     assert fleet.version() == before and members(fleet).keys() == replicas.keys()
 
 
-def test_a_round_that_waits_too_long_is_committed_over_requests_if_so_configured(fleet: Fleet) -> None:
+def test_a_drain_that_times_out_commits_over_requests_if_so_configured(fleet: Fleet) -> None:
     replicas = members(fleet)
     for seed in ATTEMPTS:
         before = fleet.version()

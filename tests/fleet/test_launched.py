@@ -353,7 +353,7 @@ def quick_rounds(fleet: Launched) -> Iterator[list[str]]:
         publishing.join(timeout=300)
 
 
-def test_a_killed_replica_comes_back_whole_while_rounds_are_quick(launched: Launched) -> None:
+def test_a_killed_replica_rejoins_while_rounds_are_quick(launched: Launched) -> None:
     """No request and no round fails. The successor has the fleet's version and its pause, and nothing of the
     lost one is left."""
     with launched.client(300) as client:

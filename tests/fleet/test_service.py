@@ -119,7 +119,7 @@ def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
         assert f"slipstream_weight_version {version}.0" in client.get("/metrics").text
 
 
-STANDS_S = 5.0  # several of the intervals in which replicas report
+STOPPED_S = 5.0  # several of the intervals in which replicas report
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ STANDS_S = 5.0  # several of the intervals in which replicas report
         pytest.param("router", marks=pytest.mark.long),
     ],
 )
-def test_a_process_that_stands_still_stops_the_controller_for_nobody(fleet: Fleet, deployment: str) -> None:
-    """It stands still in the middle of a call to the controller: replicas wait there for instructions, and
+def test_a_stopped_process_does_not_stall_the_controller(fleet: Fleet, deployment: str) -> None:
+    """It stops in the middle of a call to the controller: replicas wait there for instructions, and
     the others are caught in one of theirs."""
     stopped = process_of(fleet, deployment)
     controller = serve.get_deployment_handle("controller", app_name=fleet.application)
@@ -139,7 +139,7 @@ def test_a_process_that_stands_still_stops_the_controller_for_nobody(fleet: Flee
         ids = members(client)
         stopped.suspend()
         try:
-            end = time.monotonic() + STANDS_S
+            end = time.monotonic() + STOPPED_S
             while time.monotonic() < end:
                 status = controller.fleet.remote().result(timeout_s=20)
                 time.sleep(0.2)
@@ -147,9 +147,9 @@ def test_a_process_that_stands_still_stops_the_controller_for_nobody(fleet: Flee
             stopped.resume()
         silent = sorted(member.silent_s for member in status.members)
         if deployment == "rollout":
-            assert silent[0] < STANDS_S / 2 < silent[-1], "the other replica reports as ever"
+            assert silent[0] < STOPPED_S / 2 < silent[-1], "the other replica reports as ever"
         else:
-            assert silent[-1] < STANDS_S / 2, "replicas report as ever"
+            assert silent[-1] < STOPPED_S / 2, "replicas report as ever"
         assert members(client) == ids
         train_and_publish(client)
 

@@ -86,7 +86,7 @@ def test_serve_run_refuses_a_file_that_opens_the_fleet(tmp_path: Path) -> None:
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.5)
         assert "'http_options.host' is '0.0.0.0'" in output.read_text()
-        with contextlib.suppress(httpx.TransportError):  # nobody listens
+        with contextlib.suppress(httpx.TransportError):  # no listener
             assert httpx.post(f"http://127.0.0.1:{port}/pause").status_code >= 400
     finally:
         process.terminate()

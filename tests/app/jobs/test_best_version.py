@@ -27,7 +27,7 @@ async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path
     )
 
 
-async def test_an_evaluation_that_nobody_answers_says_so_and_the_run_goes_on(
+async def test_an_unanswered_evaluation_is_reported_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = FakeFleet()
@@ -80,9 +80,7 @@ async def test_the_best_version_is_kept_and_published_at_the_end_with_its_reward
     assert fleet.published == [{"path": kept, "label": "best of m: reward 1.500"}]
 
 
-async def test_a_version_that_cannot_be_kept_does_not_end_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = KeepingFleet()
     fleet.full = True
     records = await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))

@@ -101,7 +101,7 @@ def test_over_the_whole_batch_a_group_of_equal_rewards_is_compared_with_the_othe
     assert trajectories(same, AdvantageEstimator.REINFORCE_PP) == []
 
 
-def test_what_an_attempt_loses_for_its_length_counts_for_its_advantage_and_not_for_its_reward() -> None:
+def test_a_penalty_changes_the_advantage_and_not_the_reward() -> None:
     one = group(0, 1, rewards=(1.0, 1.0))
     long = replace(one, rollouts=[one.rollouts[0], replace(one.rollouts[1], penalty=-0.5)])
     assert long.mean_reward == 1.0 and long.has_signal

@@ -78,7 +78,7 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     assert versions == [{1}, {2}, {3}], "of the adapter that sampled, not of the base"
 
 
-async def test_a_batch_of_which_little_is_left_is_spoken_of(
+async def test_a_small_effective_sample_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = FakeFleet()
@@ -87,7 +87,7 @@ async def test_a_batch_of_which_little_is_left_is_spoken_of(
     assert "step 1: its importance weights leave 1.7% of its tokens" in capsys.readouterr().out
 
 
-async def test_a_resumed_run_goes_on_after_its_last_step(tmp_path: Path) -> None:
+async def test_a_resumed_run_continues_after_its_last_step(tmp_path: Path) -> None:
     fleet = FakeFleet()
     first = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", "--resume")
@@ -208,7 +208,7 @@ async def test_a_task_without_any_signal_ends_dynamic_sampling_with_a_sentence(t
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1", "--dynamic-sampling")
 
 
-async def test_what_is_too_long_loses_reward_for_its_advantage_alone(tmp_path: Path) -> None:
+async def test_length_penalties_change_the_advantage_and_not_the_reward(tmp_path: Path) -> None:
     fleet = FakeFleet()
     given = ["--steps", "1", "--max-tokens", "3", "--overlong-buffer", "2", "--advantage", "dr_grpo"]
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", *given)

@@ -22,9 +22,7 @@ async def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     assert capsys.readouterr().out.count("asking the trainer whether it was done") == 1
 
 
-async def test_a_trainer_that_restarts_is_waited_for_and_the_step_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_restarting_trainer_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = FakeFleet()
     fleet.restarts = 2
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
@@ -33,7 +31,7 @@ async def test_a_trainer_that_restarts_is_waited_for_and_the_step_is_done(
     assert out.count("/train/step: trying again for up to 10 s") == 1
 
 
-async def test_a_step_that_the_trainer_lost_before_its_round_is_made_again(
+async def test_a_step_lost_before_its_round_is_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fleet = FakeFleet()
@@ -54,7 +52,7 @@ async def test_a_trainer_that_loses_each_step_ends_the_run(tmp_path: Path) -> No
     assert fleet.labels == []
 
 
-async def test_a_step_that_takes_longer_than_the_runs_patience_is_not_made_twice(
+async def test_a_step_longer_than_the_retry_deadline_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.training.PATIENCE_S", 0.05)
@@ -65,7 +63,7 @@ async def test_a_step_that_takes_longer_than_the_runs_patience_is_not_made_twice
     assert len(fleet.batches) == 1 and [record.version for record in records] == [5]
 
 
-async def test_a_trainer_that_is_never_free_ends_the_run(
+async def test_a_trainer_that_stays_busy_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.jobs.training.BUSY_S", 0.1)
@@ -78,7 +76,7 @@ async def test_a_trainer_that_is_never_free_ends_the_run(
 
 
 class BusyFleet(FakeFleet):
-    """Its trainer goes on with a step whose answer was lost."""
+    """Its trainer continues a step whose answer was lost."""
 
     def lose(self, call: str, request: httpx.Request) -> None:
         self.busy = 10

@@ -78,7 +78,7 @@ def test_a_record_is_a_line_for_a_person() -> None:
 
 
 @pytest.mark.parametrize(("share", "spoken_of"), [(None, False), (0.5, False), (0.017, True), (0, True)])
-def test_a_batch_of_which_little_is_left_is_spoken_of(share: float | None, spoken_of: bool) -> None:
+def test_a_small_effective_sample_is_warned_of(share: float | None, spoken_of: bool) -> None:
     trainer = {} if share is None else {"effective_sample_fraction": share}
     caution = replace(record(3), trainer=trainer).caution()
     assert (caution is not None) is spoken_of

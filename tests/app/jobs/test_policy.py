@@ -97,14 +97,14 @@ async def test_a_prompt_is_asked_again_when_one_of_its_answers_was_cut_off(cut_o
     assert asked[0].content == asked[1].content and len(asked) == 2
 
 
-async def test_a_prompt_whose_answers_are_cut_off_again_and_again_is_given_up() -> None:
+async def test_a_prompt_whose_answers_are_always_cut_off_is_given_up() -> None:
     client, asked = fleet(*[[CUT_OFF]] * ATTEMPTS)
     with pytest.raises(Unanswered, match="aborted its answers 3 times"):
         await sample(client, CALL)
     assert len(asked) == ATTEMPTS
 
 
-async def test_a_prompt_that_the_fleet_refuses_for_the_replicas_it_cost_is_given_up_at_once() -> None:
+async def test_a_deadly_prompt_is_given_up_at_once() -> None:
     client, asked = fleet(refusal(422, "deadly_request"))
     with pytest.raises(Unanswered, match=r"^2 replicas were lost$"):
         await sample(client, CALL)

@@ -32,7 +32,7 @@ async def test_in_a_log_file_the_state_is_a_line_while_nothing_else_is_printed(
     assert "5 in flight" in capsys.readouterr().out
 
 
-def test_the_job_says_what_it_does_before_it_imports_anything_large() -> None:
+def test_the_first_line_is_printed_before_anything_large_is_imported() -> None:
     """What runs before the first line decides how long the silence is."""
     program = (
         "import sys; from app.jobs.progress import announced\n"

@@ -1,4 +1,4 @@
-"""What is said of code that is missing or wrong."""
+"""Errors for code that is missing or wrong."""
 
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from app.jobs.user_code import blamed, imported
 
 
-def test_what_is_imported_is_what_the_path_names() -> None:
+def test_an_import_path_is_imported() -> None:
     assert imported("json:dumps", "--reward")([1]) == "[1]"
 
 
@@ -24,7 +24,7 @@ def test_what_is_imported_is_what_the_path_names() -> None:
         ("wrong_module:f", r"raised NameError: name 'undefined' is not defined \(wrong_module.py:2\)$"),
     ],
 )
-def test_what_cannot_be_imported_is_named(
+def test_a_failed_import_is_named(
     path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wrong_module.py").write_text("f = 1\nundefined\n")
@@ -34,7 +34,7 @@ def test_what_cannot_be_imported_is_named(
     assert "wrong_module" not in sys.modules
 
 
-def test_the_last_places_of_a_fault_are_named_and_none_of_ours() -> None:
+def test_a_fault_names_its_last_frames_and_none_of_ours() -> None:
     def fault(depth: int) -> None:
         if depth == 0:
             raise OSError("gone")

@@ -142,7 +142,7 @@ async def test_when_a_replica_is_killed_under_many_requests_all_are_answered_by_
 
 async def test_attempts_that_reached_no_engine_are_not_counted() -> None:
     async with scene(*[REFUSAL] * 3, NOTHING, *[REFUSAL] * 3, OK) as fleet:
-        fleet.handle.metadata["r1"]["address"] = "127.0.0.1:9"  # nobody listens there
+        fleet.handle.metadata["r1"]["address"] = "127.0.0.1:9"  # no listener there
         assert (await fleet.client.post("/x", content=b"again")).text == "ok"
 
 

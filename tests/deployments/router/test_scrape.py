@@ -49,7 +49,7 @@ ENDLESS = b"HTTP/1.1 200 OK\r\ncontent-length: 400\r\n\r\na 1\n"
 @pytest.mark.slow
 async def test_those_that_answer_in_time_are_there_and_the_others_are_named() -> None:
     async with servers(OK, None, FAILED, ENDLESS) as endpoints, aiohttp.ClientSession() as session:
-        endpoints["gone"] = ReplicaEndpoint(address="127.0.0.1:9", key="k")  # nobody listens there
+        endpoints["gone"] = ReplicaEndpoint(address="127.0.0.1:9", key="k")  # no listener there
         async with asyncio.timeout(20):
             scraped = await scrape(session, endpoints, timeout_s=2.0)
     assert scraped.replicas == {"r0": "a 1\n", "r1": None, "r2": None, "r3": None, "gone": None}

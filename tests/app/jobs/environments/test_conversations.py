@@ -91,7 +91,7 @@ async def test_a_turns_prompt_is_what_was_sampled_and_what_came_after_it() -> No
     assert problems(trajectory, vocabulary_size=300, max_length=300) == []
 
 
-async def test_a_turn_that_did_not_end_itself_is_ended_for_the_model_and_that_is_not_learned_from() -> None:
+async def test_an_end_of_turn_that_the_model_did_not_sample_is_masked() -> None:
     fleet = ChattingFleet("11 + 22", "33")
     fleet.last_token = 9  # a stop string's
     (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
@@ -101,7 +101,7 @@ async def test_a_turn_that_did_not_end_itself_is_ended_for_the_model_and_that_is
     assert trajectory.token_ids[end] == END and not trajectory.loss_mask[end]
 
 
-async def test_the_turns_of_an_attempt_are_one_session_and_attempts_are_several() -> None:
+async def test_the_turns_of_a_rollout_share_a_session() -> None:
     fleet = ChattingFleet("1", "2", "3", "4")
     await CALCULATOR.rollouts(0, 2, fleet.policy())
     sessions = [headers["x-session-id"] for headers in fleet.headers]
@@ -174,7 +174,7 @@ async def test_a_fault_of_the_environment_is_named_with_its_place() -> None:
         await Conversations(BadTools(hangs=False), 3).rollouts(0, 1, ChattingFleet("1").policy())
 
 
-async def test_a_tool_that_hangs_leaves_the_problem_out() -> None:
+async def test_a_reply_that_times_out_leaves_the_problem_out() -> None:
     hanging = Conversations(BadTools(hangs=True), 3, reply_timeout_s=0.05)
     with pytest.raises(Unanswered, match=r"reply took longer than 0\.05 s"):
         await hanging.rollouts(0, 1, ChattingFleet("1").policy())
