@@ -12,9 +12,8 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from app.http.auth import Tokens, TokenSource
+from app.http.auth import Tokens, TokenSource, listening_host
 from app.http.ingress import Ingress
-from app.http.serve_address import listening_host
 from app.settings.config import AppConfig
 from app.settings.engine import check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
@@ -27,8 +26,8 @@ from deployments.host.fork_server.use import forked_worker
 from deployments.replica.graceful_shutdown import RELEASE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
-from deployments.router.limits import RouterLimits
 from deployments.router.request_router import FleetRequestRouter
+from deployments.router.router_limits import RouterLimits
 from deployments.serve.placement import FREE_TIMEOUT_S, Slots
 from deployments.serve.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec

@@ -20,8 +20,8 @@ import uvloop
 from app.http.auth import Guard, Tokens, TokenSource
 from app.http.ingress import build_app
 from deployments.protocol.routing import Demand
-from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
+from deployments.router.router_limits import RouterLimits
 
 LIMITS = RouterLimits(
     max_in_flight=100_000,

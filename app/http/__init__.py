@@ -1,11 +1,5 @@
-"""The routes of our own: fleet, weights, training, metrics, the web page, and the token that guards them.
+"""Slipstream's own HTTP routes: fleet, weights, training, metrics, the web page, tokens.
 
-Runs in the processes of the `router` deployment. A route reads its request, calls the controller or the
-trainer through a Serve handle, and answers. vLLM's RL routes are here with the meaning of the whole fleet.
-
-Not here: forwarding of other requests to replicas (`deployments.router`), and decisions about rounds or
-members (`deployments.ledger`). A request body is a pydantic model, an error is one of
-`deployments.protocol.errors`.
-
-Read first: `app.http.ingress`, which lists all routes.
+Runs in the replicas of the `router` Serve deployment; routes call the controller and the trainer through
+Serve handles. Other requests are forwarded by `deployments.router`. Read first: `app.http.ingress`.
 """

@@ -1,7 +1,7 @@
 """vLLM 0.32's routes for LoRA adapters, on all replicas or on none, and prime-rl's name for one of them.
 
-Same names, bodies and answers as vLLM's `entrypoints/serve/lora/api_router.py`. `load_inplace` gives a name
-another version; what runs ends on the version that it began with.
+Names, bodies and responses are those of vLLM's `entrypoints/serve/lora/api_router.py`. `load_inplace` adds a
+version to a name; running requests finish on theirs.
 """
 
 import uuid
@@ -46,7 +46,7 @@ class AdapterRoutes:
         )
 
     async def unload(self, body: UnloadAdapterBody) -> PlainTextResponse:
-        """Unload all versions of a name, or the one of a full name; what runs on them ends on them.
+        """Unload all versions of a name, or the one of a full name; running requests finish on theirs.
 
         Raises:
             NotFound: there is none.
@@ -56,20 +56,19 @@ class AdapterRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def load_in_place(self, body: LoadAdapterBody) -> Status:
-        """prime-rl's route: a load whose name may be live already. No cache needs a reset: no version finds
-        what another one has cached."""
+        """prime-rl's route: a load whose name may be live. Versions share no cache, so none is reset."""
         await self._load(body, in_place=True)
         return Status(status="ok")
 
     async def adapters(self) -> AdapterList:
-        """All versions that are live, being loaded, or still used by answers that run."""
+        """All versions that are live, being loaded, or still used by running requests."""
         return AdapterList(adapters=await self._controller.adapters.remote())
 
     async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:
-        """The full name of what became live.
+        """Load an adapter; returns its full name.
 
-        If the controller dies meanwhile, its successor says what became of this very load: clients
-        repeat a lost call, and a repetition of one that was decided would be refused.
+        If the controller dies meanwhile, its successor reports the outcome of this load: clients repeat a
+        lost call, and repeating one that was decided would be refused.
         """
         load_id = uuid.uuid4().hex
         load = self._controller.load_adapter.remote(

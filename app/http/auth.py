@@ -1,10 +1,10 @@
-"""Who may call which route: a token for the operator, and one for users where the operator wants it.
+"""Access control: operator tokens, optional user tokens, and the check that an exposed fleet has one.
 
-A token comes as `Authorization: Bearer`, as the API key of OpenAI's clients (which is the same), or as the
-password of Basic authentication: browsers ask for that, and clients that only have an address carry it there
-(`http://x:TOKEN@host`).
+A token comes as `Authorization: Bearer` (the API key of OpenAI's clients) or as the password of Basic
+authentication, for browsers and for clients that only have an address (`http://x:TOKEN@host`).
 """
 
+import asyncio
 import base64
 import binascii
 import hmac
@@ -15,30 +15,33 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import ray
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve.config import ProxyLocation
 from starlette.requests import Request
 
-from app.settings.security import read_token_file
+from app.settings.security import is_loopback, read_token_file
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import SlipstreamError
+from deployments.protocol.errors import Conflict, SlipstreamError
 
-FILE_PERIOD_S = 5.0  # how soon a changed token file counts
-OPERATORS_ROUTES = frozenset({"/server_info"})  # of those that pass through: it shows the engine's settings
+FILE_PERIOD_S = 5.0  # between looks at a token file
+SERVE_TIMEOUT_S = 30.0
+OPERATORS_ROUTES = frozenset({"/server_info"})  # forwarded, but it shows the engine's settings
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 logger = serve_logger()
 
 
 class Access(Enum):
-    """Whom a route is for."""
-
-    OPEN = auto()  # everybody
-    USER = auto()  # whoever has a token of the users', or of the operator's
+    OPEN = auto()
+    USER = auto()  # a user's or an operator's token
     OPERATOR = auto()
 
 
 def passed_access(path: str) -> Access:
-    """Whom a route is for that passes through to a replica."""
+    """Who may call a route that is forwarded to a replica."""
     return Access.OPERATOR if path in OPERATORS_ROUTES else Access.USER
 
 
@@ -50,7 +53,7 @@ class Unauthorized(SlipstreamError):
 
 
 class Forbidden(SlipstreamError):
-    """The request comes from a user, or from another web page, and the route is the operator's."""
+    """A user, or another web page, called an operator's route."""
 
     status = 403
     type = "forbidden"
@@ -58,7 +61,7 @@ class Forbidden(SlipstreamError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSource:
-    """Tokens, and the file that they were read from; it may change while the fleet runs."""
+    """Tokens, and the file that they were read from, which may change while the fleet runs."""
 
     tokens: tuple[str, ...] = field(default=(), repr=False)
     file: Path | None = None
@@ -66,15 +69,13 @@ class TokenSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The tokens of a fleet. Without one of a kind, nobody is asked for that kind."""
+    """The tokens of a fleet. Without operator tokens, or user tokens, those routes are open."""
 
     operator: TokenSource = TokenSource()
     user: TokenSource = TokenSource()
 
 
 class Guard:
-    """Checks the token of each request."""
-
     def __init__(self, tokens: Tokens) -> None:
         self._operator = _Known(tokens.operator, "the operator's")
         self._user = _Known(tokens.user, "the users'")
@@ -86,11 +87,11 @@ class Guard:
         )
 
     def check(self, request: Request, access: Access) -> None:
-        """Let the request pass.
+        """Check the request's token.
 
         Raises:
             Unauthorized: no token, or an unknown one.
-            Forbidden: a user's token for a route of the operator's, or a request that another web page sent.
+            Forbidden: a user's token on an operator's route, or a request from another web page.
         """
         if access is Access.OPERATOR and request.method not in READING:
             self._refuse_other_pages(request)
@@ -111,17 +112,17 @@ class Guard:
         )
 
     def _refuse_other_pages(self, request: Request) -> None:
-        """A browser sends what any page asks for, with the credentials that it has stored for the fleet."""
+        """CSRF: a browser adds the credentials that it has stored for the fleet to any page's request."""
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         if origin is None:
             return
-        # Without a token a page could also give its own name the fleet's address, and call itself the same.
+        # DNS rebinding: without a token, a page whose name resolves to the fleet has the same origin.
         if urlsplit(origin).netloc != host or not (self._operator or _is_address(host)):
             raise Forbidden(f"{request.url.path} is the operator's, and the web page {origin[:100]!r} is not")
 
 
 class _Known:
-    """The digests of the tokens of one kind."""
+    """The digests of the operator's or of the users' tokens."""
 
     def __init__(self, source: TokenSource, whose: str) -> None:
         self._file = source.file
@@ -134,7 +135,7 @@ class _Known:
         return bool(self._digests)
 
     def has(self, given: bytes) -> bool:
-        """Whether it is one of them; takes the same time whichever it is, and if it is none."""
+        """Compares in constant time."""
         self._read_again()
         found = False
         for digest in self._digests:
@@ -151,10 +152,10 @@ class _Known:
         self._state = state
         try:
             self._digests = [_digest(token) for token in read_token_file(self._file)]
-            logger.warning("the file of %s tokens has changed: %d count now", self._whose, len(self._digests))
+            logger.warning("the file of %s tokens was reloaded: %d tokens", self._whose, len(self._digests))
         except ValueError as error:
             logger.error(
-                "the file of %s tokens has changed, and the tokens before count on: %s", self._whose, error
+                "the file of %s tokens cannot be read; the previous tokens stay valid: %s", self._whose, error
             )
 
     def _file_state(self) -> tuple[int, int, int] | None:
@@ -162,13 +163,13 @@ class _Known:
             return None
         try:
             found = os.stat(self._file)
-        except OSError:  # not on this host, or being replaced: the tokens that were read count on
+        except OSError:  # not on this host, or being replaced: the previous tokens stay valid
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _given(request: Request) -> str:
-    """The token that a request carries; empty if it carries none."""
+    """The request's token, or an empty string."""
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     match scheme.lower():
         case "bearer":
@@ -187,10 +188,61 @@ def _digest(token: str) -> bytes:
 
 
 def _is_address(host: str) -> bool:
-    """Whether a Host header names an address and not a name that anybody can give to it."""
+    """Whether a Host header is an IP address or localhost, and no DNS name."""
     name = urlsplit(f"//{host}").hostname or ""
     try:
         ipaddress.ip_address(name)
     except ValueError:
         return name == "localhost"
     return True
+
+
+class Exposed(Conflict):
+    """Other hosts can reach routes that change the fleet."""
+
+
+def listening_host() -> str | None:
+    """The address that Serve's proxies listen on; None if Serve does not run or does not listen.
+
+    Serve is asked, not the configuration: an application that is deployed to a running Serve cannot change
+    it.
+    """
+    controller = _controller()
+    if controller is None:
+        return None
+    http, location = ray.get(_questions(controller), timeout=SERVE_TIMEOUT_S)
+    return _host(http, location)
+
+
+async def require_guarded(*, has_token: bool) -> None:
+    """Raise `Exposed` if other hosts can reach Serve and there is no operator's token.
+
+    Called in the router: Serve may have been started after the application was built.
+    """
+    if has_token or (controller := _controller()) is None:
+        return
+    http, location = await asyncio.wait_for(asyncio.gather(*_questions(controller)), SERVE_TIMEOUT_S)
+    host = _host(http, location)
+    if host is not None and not is_loopback(host):
+        raise Exposed(
+            f"Serve listens on {host!r}, which other hosts can reach: expected a token in SLIPSTREAM_TOKEN "
+            "or in the file 'security.token_file', got none"
+        )
+
+
+def _controller() -> Any:
+    try:
+        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:  # Serve does not run
+        return None
+
+
+def _questions(controller: Any) -> list[Any]:
+    return [controller.get_http_config.remote(), controller.get_proxy_location.remote()]
+
+
+def _host(http: Any, location: Any) -> str | None:
+    if location == ProxyLocation.Disabled or http.location == ProxyLocation.Disabled:
+        return None
+    host: str | None = http.host
+    return host

@@ -1,22 +1,20 @@
-"""Publishes a checkpoint directory, as one ordinary round: this process is its publisher.
+"""Publishes a checkpoint directory as one ordinary round, with this process as its publisher.
 
     router    lease ─► headers ─► open ─► digests of part 1 ─► send ─► ... ─► close
-    replica                                                    reads part 1 by itself, compares, stages
+    replica                                                    reads part 1 from the disk, compares, stages
 
-The digests are of the files as they are now. Those of a stored version must be the ones that its manifest
-has: else a file that rotted would be committed as verified.
-
-The router waits for the disk in a thread. While replicas read one part, it reads the next.
+While replicas read one part, the router digests the next in a thread. A stored version must match the digests
+in its manifest: digests of the files alone would verify a file that rotted.
 """
 
 import asyncio
-import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import CallHandle
@@ -31,17 +29,17 @@ from deployments.protocol.errors import (
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.weights.store.checkpoint_files import PART_BYTES, Checkpoint, stated
 
-DISK_S = 120.0  # for all headers, and for each part
+DISK_S = 120.0
 
 T = TypeVar("T")
 
 
 class DirectoryPublisher:
-    """One directory at a time: the fleet has one lease.
+    """Publishes one directory at a time, since the fleet has one lease.
 
     Args:
-        roots: directories below which every published one is.
-        disk_s: how long the disk may take for the headers, or for a part.
+        roots: every published directory is below one of them.
+        disk_s: time limit for reading the headers, and for each part.
     """
 
     def __init__(
@@ -61,10 +59,10 @@ class DirectoryPublisher:
         """Make the weights in a directory the fleet's next version.
 
         Raises:
-            InvalidRequest: it is outside the roots, is no whole checkpoint of this model, holds NaN, or is a
-                stored version that is damaged.
-            Conflict: another publisher holds the lease, or the weights sleep.
-            RoundAborted: it changed while it was read, not every replica reads the same, or a disk hangs.
+            InvalidRequest: it is outside the roots, no complete checkpoint of this model, has NaNs, or is a
+                damaged version of the store.
+            Conflict: another publisher holds the lease, or the weights are offloaded.
+            RoundAborted: it changed while it was read, replicas read different bytes, or a disk hangs.
             TransferAborted: the controller or the lease was lost; publish again.
         """
         try:
@@ -87,7 +85,7 @@ class DirectoryPublisher:
             await self._send(session, checkpoint)
             return await session.close(label)
         except (InvalidRequest, RoundAborted) as error:
-            await session.abort(error.message)  # before the disk is asked, which may take long
+            await session.abort(error.message)  # first, since the disk may be slow
             await self._raise_if_changed(checkpoint, error)
             raise
 
@@ -109,7 +107,7 @@ class DirectoryPublisher:
     async def _raise_if_changed(self, checkpoint: Checkpoint, error: SlipstreamError) -> None:
         try:
             changed = await self._disk.run(checkpoint.changed, str(checkpoint.directory))
-        except SlipstreamError:  # of a disk that does not answer: the first error says so
+        except SlipstreamError:  # the disk hangs; the first error says so
             return
         if changed is not None:
             raise RoundAborted(
@@ -118,10 +116,10 @@ class DirectoryPublisher:
 
 
 class DiskThread:
-    """Runs what may wait for a disk in a thread that nothing waits for, not even the end of this process.
+    """Runs disk reads in a daemon thread: a hung disk delays neither callers nor the exit of this process.
 
     Args:
-        limit_s: for each run.
+        limit_s: for each read.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -129,7 +127,7 @@ class DiskThread:
         self._running = False
 
     async def run(self, work: Callable[[], T], what: str) -> T:
-        """Its result.
+        """Run `work` in the thread.
 
         Raises:
             InvalidRequest: it raised ValueError or OSError.
@@ -139,31 +137,23 @@ class DiskThread:
         if self._running:
             raise Conflict(f"{what}: a disk has not answered since an earlier call")
         self._running = True
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+        result: Future[T] = Future()
 
-        def deliver(result: T | None, error: BaseException | None) -> None:
-            self._running = False
-            if done.done():
-                return  # nobody waits any more
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(cast(T, result))
-
-        def work_and_deliver() -> None:
-            result, error = None, None
+        def read() -> None:
+            result.set_running_or_notify_cancel()  # from now on a caller who leaves cannot cancel it
             try:
-                result = work()
-            except BaseException as raised:  # the caller's, whatever it is
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(deliver, result, error)
+                value = work()
+            except BaseException as error:  # raised in the caller
+                self._running = False
+                result.set_exception(error)
+            else:
+                self._running = False
+                result.set_result(value)
 
-        threading.Thread(target=work_and_deliver, name="disk", daemon=True).start()
+        threading.Thread(target=read, name="disk", daemon=True).start()
         try:
             async with asyncio.timeout(self._limit_s):
-                return await done
+                return await asyncio.wrap_future(result)
         except TimeoutError:
             raise RoundAborted(f"{what}: the disk has not answered for {self._limit_s:g} s") from None
         except OSError as error:

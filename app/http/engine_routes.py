@@ -1,7 +1,7 @@
 """vLLM 0.32's routes that pause, put to sleep and reset an engine, carried out on every replica.
 
-Same names, parameters and answers as vLLM's routers in `entrypoints/rl/online` and `entrypoints/serve/dev`.
-An answer of 200 means that every replica did it.
+Names, parameters and responses are those of `entrypoints/rl/online` and `entrypoints/serve/dev`. 200 means
+that every replica did it.
 """
 
 from collections.abc import Mapping
@@ -46,8 +46,6 @@ _COUNTS = TypeAdapter(dict[str, int])  # by replica
 
 
 class EngineRoutes:
-    """The routes of the engines' state."""
-
     def __init__(self, controller: CallHandle) -> None:
         self._controller = controller
 
@@ -85,7 +83,7 @@ class EngineRoutes:
         """Abort running requests, by id or all of them."""
         ids = None if body.request_ids is None else tuple(body.request_ids)
         counts = _COUNTS.validate_python(await self._call(AbortRequests(request_ids=ids)))
-        # vLLM counts the ids that it was given, whether such requests run or not; each replica is given all.
+        # vLLM counts the ids that it was given, whether such requests run or not.
         aborted = len(ids) if ids else sum(counts.values())
         return AbortedRequests(status="aborted", aborted=aborted)
 
@@ -119,7 +117,7 @@ class EngineRoutes:
         Raises:
             Conflict: the weights are discarded, and no round has brought new ones.
         """
-        # Each once: a repeated tag is an error in the middle of vLLM's own bookkeeping.
+        # A repeated tag fails in the middle of vLLM's bookkeeping.
         named = tags or body.tags
         distinct = tuple(dict.fromkeys(named)) if named else None
         awake = all((await self._call(WakeUp(tags=distinct))).values())

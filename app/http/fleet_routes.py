@@ -1,4 +1,4 @@
-"""`/health`, `/fleet...`, `/metrics`: what the fleet is doing, and versions that come from a directory."""
+"""`/health`, `/fleet...`, `/metrics`: the state and size of the fleet, and versions from a directory."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from ray.serve.exceptions import RayServeException
 
 from app.http.auth import Access
 from app.http.directory_publisher import DirectoryPublisher
-from app.http.metrics import exposition
+from app.http.prometheus import exposition
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
@@ -39,26 +39,15 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
 
-async def no_others() -> Scraped:
-    """Of a fleet without processes to ask."""
-    return Scraped()
-
-
 class FleetRoutes:
-    """The routes that report on the fleet.
-
-    Args:
-        trainer: None where the fleet has no trainer deployment.
-        directories: publishes checkpoint directories.
-        scrape: the metrics of other processes.
-    """
+    """Args: `trainer` is None without a trainer deployment; `scrape` gets the metrics of other processes."""
 
     def __init__(
         self,
         controller: CallHandle,
         trainer: CallHandle | None,
         directories: DirectoryPublisher,
-        scrape: Scrape = no_others,
+        scrape: Scrape,
     ) -> None:
         self._controller = controller
         self._trainer = trainer
@@ -121,7 +110,7 @@ class FleetRoutes:
         return await self._directories.publish(body.path, body.label)
 
     async def rollback(self, body: RollbackBody) -> RoundReport:
-        """Publish a stored version again, as an ordinary round. A trainer goes on from there.
+        """Publish a stored version again, as an ordinary round. A trainer continues from it.
 
         Raises:
             InvalidRequest: the version is not in the store, or is damaged.
@@ -133,7 +122,7 @@ class FleetRoutes:
         return report
 
     async def scale(self, body: ScaleBody) -> SizeStatus:
-        """Have so many replicas from now on, or as many as the load needs. Answers before they are there.
+        """Set the number of replicas, or follow the load. Answers before they have started.
 
         Raises:
             Conflict: the number is fixed.
@@ -144,7 +133,7 @@ class FleetRoutes:
         return size
 
     async def liveness(self) -> Status:
-        """Answers while the fleet's controller does, also when no replica serves; see `/health`."""
+        """Answers while the controller does, even if no replica serves; see `/health`."""
         await self._controller.fleet.remote()
         return Status(status="alive")
 
@@ -154,17 +143,14 @@ class FleetRoutes:
             str, Query(max_length=MAX_SESSION_ID, description="as in the header x-session-id")
         ],
     ) -> Status:
-        """A session is over.
-
-        It held nothing: which replica a session's requests go to follows from its name and the replicas.
-        """
+        """A session is over. It held no state: its name and the replicas determine where its requests go."""
         return Status(status="finished")
 
     async def metrics(self) -> Response:
         """The fleet's state, vLLM's metrics of each replica and Serve's, in Prometheus' text format."""
         fleet: FleetStatus = await self._controller.fleet.remote()
         rounds: list[RoundReport] = await self._controller.rounds.remote()
-        # In a thread: a replica has some thousand lines, and this process streams answers.
+        # In a thread: a replica has some thousand lines, and this event loop streams responses.
         text = await asyncio.to_thread(exposition, fleet, rounds, await self._scrape())
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -174,7 +160,7 @@ class FleetRoutes:
             try:
                 events: list[Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
             except (SlipstreamError, RayError, RayServeException):  # the controller or the client is gone
-                return  # the answer has begun, so its end is all that can be said
+                return  # the response has begun
             for event in events:
                 since = event.event_id
                 yield f"id: {since}\nevent: {event.name}\ndata: {json.dumps(event.body())}\n\n"

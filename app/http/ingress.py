@@ -1,7 +1,4 @@
-"""The ingress: a FastAPI application of our own routes, which passes vLLM's routes on to a replica.
-
-Requests that pass through do not enter FastAPI's parsing.
-"""
+"""The ingress: our own routes in FastAPI; vLLM's routes are forwarded without its parsing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.adapter_routes import AdapterRoutes
-from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access
+from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access, require_guarded
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes, Scrape
 from app.http.openapi import Description
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
-from app.http.serve_address import require_guarded
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
 from deployments.calls.rpc import CallHandle, is_lost
@@ -38,11 +34,11 @@ from deployments.protocol.errors import (
     SlipstreamError,
 )
 from deployments.protocol.passed_routes import require_passed, route_path
-from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
+from deployments.router.router_limits import RouterLimits
 
 PAGE = Path(__file__).with_name("page.html")
-FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")  # of those that pass
+FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
 
 
@@ -50,10 +46,9 @@ class Ingress:
     """Serve's deployment class of the router.
 
     Args:
-        trainer: None where an outside program publishes.
-        tokens: of the operator and of users.
-        allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
-        checkpoint_roots: directories below which checkpoints may be published.
+        trainer: None if an external trainer publishes.
+        allow_pickled_ipc: accept CUDA IPC handles pickled by vLLM's client.
+        checkpoint_roots: checkpoints below these directories may be published.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -73,7 +68,7 @@ class Ingress:
         self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
 
     def reconfigure(self, settings: Mapping[str, float]) -> None:
-        """Serve's call with new limits, by the names of the section `router`."""
+        """Serve's call with new settings of the section `router`."""
         self._router.limits = self._limits.with_settings(settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -90,7 +85,7 @@ def own_routes(
     allow_pickled_ipc: bool,
     scrape: Scrape,
 ) -> list[GuardedRoute]:
-    """The routes that the fleet answers itself; the arguments are those of `Ingress`."""
+    """The routes that are not forwarded; arguments as in `Ingress`."""
     directories = DirectoryPublisher(controller, checkpoint_roots)
     return [
         *FleetRoutes(controller, trainer, directories, scrape).routes(),
@@ -108,7 +103,7 @@ def build_app(
 
     Args:
         router: answers all other requests.
-        max_body_bytes: of a route whose bodies may be large.
+        max_body_bytes: limit for routes that are declared `large`.
     """
     description = Description(router, guard.asks)
 
@@ -126,7 +121,7 @@ def build_app(
         version="1",
         openapi_url=None,  # ours describes vLLM's routes too
         docs_url=None,
-        # Serve and Starlette each try route after route: the most frequent come first.
+        # Serve and Starlette each match route after route: the most frequent come first.
         routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
             ClientDisconnect: answer_nobody,
@@ -143,17 +138,17 @@ def build_app(
 
 
 async def page() -> HTMLResponse:
-    """The web page. It fetches everything that it shows from the fleet's own routes."""
+    """The web page, which fetches what it shows from the fleet's own routes."""
     return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
 class _PassedOn:
-    """Passes vLLM's routes on to a replica and answers 404 or 405 for all others.
+    """Forwards vLLM's routes to a replica and answers 404 or 405 for all others.
 
-    The token is checked first: without it a caller cannot tell which routes exist.
+    The token is checked first: without one a caller cannot tell which routes exist.
 
     Args:
-        own: our routes. A request for one of their paths arrives here if its method is HEAD or not allowed.
+        own: our routes. A request for one of them arrives here if its method is HEAD or not allowed.
     """
 
     def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[GuardedRoute]) -> None:
@@ -167,7 +162,7 @@ class _PassedOn:
         if route is not None and scope["method"] in route.allowed:
             scope["route"] = route
             return await route.app(scope, receive, send)
-        if scope["method"] != "OPTIONS":  # a browser asks with it whether it may send the token
+        if scope["method"] != "OPTIONS":  # CORS preflight, which carries no token
             self._guard.check(Request(scope), passed_access(path))
         if route is not None:
             expected = " or ".join(route.allowed)
@@ -179,10 +174,7 @@ class _PassedOn:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """An error that Slipstream raised for the caller.
-
-    Clients repeat a POST on a 5xx by themselves: one that may have changed the fleet is answered with a 409.
-    """
+    """An error of ours. Clients repeat a POST on 5xx: one that may have changed the fleet gets 409."""
     assert isinstance(error, SlipstreamError)
     if error.detail.get("unreachable") and _changes_fleet(request):
         error = AnswerLost(f"{error.message}; it may have been done", error.detail)
@@ -191,7 +183,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if status == 503:
         headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
     if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'  # so that a browser asks
+        headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'  # browsers ask for it
     if error.status == 405:
         headers["allow"] = ", ".join(error.detail["allow"])
     return JSONResponse(error.body(), status_code=status, headers=headers)
@@ -223,12 +215,12 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 async def answer_foreign_error(request: Request, error: Exception) -> Response:
     """Any other error, as one line."""
-    cause: Any = getattr(error, "cause", None)  # of a RayTaskError, whose text is a traceback
+    cause: Any = getattr(error, "cause", None)  # a RayTaskError's own text is a traceback
     raised = cause if isinstance(cause, BaseException) else error
     if isinstance(raised, SlipstreamError):
         return await answer_error(request, raised)
-    if is_lost(raised):  # while the address of the controller or the trainer was asked for: nothing was sent
-        text = f"{request.url.path}: the process that was to answer is gone; its successor starts, try again"
+    if is_lost(raised):  # before the call was sent: its address was looked up
+        text = f"{request.url.path}: the controller or trainer is gone and being restarted; try again"
         return await answer_error(request, FleetUnavailable(text, {"reason": type(raised).__name__}))
     text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
     logger.error("%s %s: %s", request.method, request.url.path, text)

@@ -1,9 +1,8 @@
-"""CUDA IPC handles over HTTP: refused, unless the operator has switched them on.
+"""CUDA IPC handles over HTTP: refused unless `weights.allow_pickled_ipc_over_http` is set.
 
-vLLM's HTTP client can only send them pickled (`ipc_handles_pickled`), and unpickling data from a stranger
-runs the stranger's code. With the switch on, a restricted unpickler reads them. It knows the opcodes and the
-names that such a handle consists of. Stand-ins for the names do nothing, and nothing else is called; the time
-and the memory that it takes are those of the bytes that came.
+vLLM's HTTP client sends them pickled (`ipc_handles_pickled`), and unpickling runs the sender's code. The
+restricted unpickler knows only the opcodes and names of such a handle, replaces the names by inert stand-ins,
+and needs time and memory in proportion to the bytes that came.
 """
 
 import base64
@@ -27,7 +26,7 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Stands for a class or a dtype: nothing can be done with it but to ask for its name."""
+    """Stands for a class or a dtype."""
 
     name: str
 
@@ -36,7 +35,7 @@ class _Named:
 
 
 def _size(*parts: Any) -> tuple[Any, ...]:
-    """Stands for `torch.Size`, the only thing that a handle's pickle calls."""
+    """Stands for `torch.Size`, the only callable in a handle's pickle."""
     (items,) = parts
     return tuple(items) if isinstance(items, tuple | list) else ()
 
@@ -48,8 +47,8 @@ STAND_INS: Mapping[tuple[str, str], object] = {
     ("torch", "Size"): _size,
     **{("torch", dtype): _Named(f"torch.{dtype}") for dtype in DTYPES},
 }
-# What the binary protocols write for tuples, lists, dicts, text, bytes, numbers, for a name and for its call.
-# The others build objects, read extensions and persistent ids, or reserve what a length claims.
+# The binary protocols' opcodes for containers, text, bytes, numbers, a name and its call. Others build
+# objects, read extensions and persistent ids, or allocate what a length claims.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
     *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
@@ -59,7 +58,7 @@ _OPCODES = (
     *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
     *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE),
 )
-# Python's own implementation and not the one in C, which reserves memory for whatever index a memo claims.
+# Python's implementation: the one in C allocates memory for whatever index a memo claims.
 _Unpickler: Any = pickle._Unpickler
 
 
@@ -92,11 +91,11 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
 
     Args:
         payload: an object, or a list with one for each worker.
-        allowed: whether pickled handles are read.
+        allowed: accept pickled handles.
 
     Raises:
-        InvalidRequest: pickled handles while the switch is off, or something else inside them; neither an
-            object nor a list of objects.
+        InvalidRequest: pickled handles that are not allowed or hold anything else; neither an object nor a
+            list of objects.
     """
     if isinstance(payload, list):
         return [refuse_or_restrict(each, allowed=allowed) for each in payload]
@@ -105,7 +104,7 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
             f"update_info: expected an object or a list of objects, got {type(payload).__name__}"
         )
     rest = {name: value for name, value in payload.items() if name != FIELD}
-    if payload.get(FIELD) is None:  # as vLLM's own payload says that its handles are not pickled
+    if payload.get(FIELD) is None:  # vLLM's payload has the field also without pickled handles
         return rest
     if not allowed:
         raise InvalidRequest(
@@ -116,11 +115,7 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
 
 
 def read_handles(text: object) -> JsonValue:
-    """Unpickle base64 text that holds CUDA IPC handles and nothing else; the result has JSON types.
-
-    Raises:
-        InvalidRequest: it is not base64, not a pickle, or has anything else inside.
-    """
+    """Unpickle base64 text that holds only CUDA IPC handles, to JSON types. Raises `InvalidRequest`."""
     if not isinstance(text, str):
         raise InvalidRequest(f"{FIELD}: expected base64 text, got {type(text).__name__}")
     try:
@@ -128,6 +123,6 @@ def read_handles(text: object) -> JsonValue:
         handles: JsonValue = encode_handles(_Restricted(io.BytesIO(data)).load(), limit=len(data))
     except InvalidRequest:
         raise
-    except Exception as error:  # the bytes of a pickle decide which exception it raises
+    except Exception as error:  # broad: the pickle decides which exception it raises
         raise InvalidRequest(f"{FIELD} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
     return handles

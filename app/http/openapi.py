@@ -1,6 +1,6 @@
-"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's document of those that pass.
+"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's document of forwarded routes.
 
-Ours wins where both have a route. While no replica answers, the last document that one gave is used.
+Ours wins where both have a route. While no replica answers, the last document of one is used.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ Document = dict[str, Any]
 
 
 class Description:
-    """The document of one router.
+    """Builds the document in one router.
 
     Args:
-        router: answers for a replica.
+        router: fetches a replica's document.
         asks: whether a route needs a token.
     """
 
@@ -39,10 +39,9 @@ class Description:
     ) -> None:
         self._router, self._asks = router, asks
         self._timeout_s = timeout_s
-        self._theirs: Document | None = None  # as a replica described it last
+        self._theirs: Document | None = None  # the last document of a replica
 
     async def document(self, app: FastAPI) -> Document:
-        """All routes that this router answers, as far as it knows."""
         ours = own_document(app, self._asks)
         if (fetched := await fetch(self._router, self._timeout_s)) is not None:
             self._theirs = fetched
@@ -52,11 +51,7 @@ class Description:
 
 
 def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:
-    """The OpenAPI document of our own routes.
-
-    Args:
-        asks: whether a route needs a token.
-    """
+    """The OpenAPI document of our own routes."""
     document: Document = json.loads(json.dumps(app.openapi()).replace(_SCHEMAS, _SCHEMAS + _PREFIX))
     for route in app.routes:
         if isinstance(route, GuardedRoute) and route.include_in_schema and asks(route.access):
@@ -74,7 +69,7 @@ def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:
 
 
 def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> Document:
-    """Ours, with those of vLLM's routes that pass and the schemas that they use; what both have is ours."""
+    """Our document, with vLLM's forwarded routes and the schemas that they use."""
     paths: Document = {
         path: {
             method: _passed(path, operation, asks)
@@ -93,7 +88,7 @@ def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> 
 
 
 def _used(paths: Document, schemas: Mapping[str, Any]) -> Sequence[str]:
-    """The names of the schemas that paths refer to, and these to others; in the order of `schemas`."""
+    """The names of the schemas that paths refer to, directly or not, in the order of `schemas`."""
     found: set[str] = set()
     left = list(_references(paths))
     while left:
@@ -112,7 +107,7 @@ def _references(value: Any) -> Iterator[str]:
         for key, each in value.items():
             if key == "$ref" and isinstance(each, str):
                 yield each.removeprefix(_SCHEMAS)
-            elif key == "mapping" and isinstance(each, dict):  # of a discriminator: names alone
+            elif key == "mapping" and isinstance(each, dict):  # a discriminator has names alone
                 yield from (str(name).removeprefix(_SCHEMAS) for name in each.values())
             else:
                 yield from _references(each)

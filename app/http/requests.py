@@ -1,7 +1,6 @@
-"""The JSON bodies that our own routes take, as frozen models.
+"""The JSON bodies of our own routes.
 
-Unknown fields are refused by the routes of the fleet and of the trainer. vLLM 0.32 ignores them on its RL
-routes (FastAPI's default), so the fleet's versions of those routes ignore them too.
+Unknown fields are refused, except on vLLM's RL routes, where vLLM 0.32 ignores them.
 """
 
 from typing import Annotated, Literal, Self
@@ -24,13 +23,13 @@ from trainers.trajectory import Trajectory
 
 
 class OwnBody(BaseModel):
-    """A JSON body of a route that only Slipstream has."""
+    """The body of a route that only Slipstream has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class VllmBody(BaseModel):
-    """A JSON body of one of vLLM's RL routes."""
+    """The body of one of vLLM's RL routes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -39,7 +38,7 @@ class VllmBody(BaseModel):
 
 
 class PublishDirectoryBody(OwnBody):
-    path: str = Field(min_length=1)  # absolute; below one of the configured roots, on every replica's host
+    path: str = Field(min_length=1)  # absolute, below a configured root, on every replica's host
     label: str | None = None  # beside the version's number
 
 
@@ -55,7 +54,7 @@ class ScaleBody(OwnBody):
 
 
 class StepBody(OwnBody):
-    # Each one is checked by the trainer, which names the first bad ones by their number.
+    # The trainer checks them, and names the first bad ones by number.
     trajectories: list[SkipValidation[Trajectory]]
 
     @model_validator(mode="wrap")
@@ -69,7 +68,7 @@ class StepBody(OwnBody):
 
 class PublishBody(OwnBody):
     label: str | None = None
-    step: int | None = None  # optimizer steps that the trainer must have done, else nothing is published
+    step: int | None = None  # publish only if the trainer has done so many optimizer steps
 
 
 class SaveBody(OwnBody):
@@ -84,10 +83,10 @@ class InitEngineBody(VllmBody):
 
 
 class UpdateWeightsBody(VllmBody):
-    """One payload of the open round; or, as prime-rl has it, a directory that becomes the next version."""
+    """One payload of the open round, or (prime-rl) a directory that becomes the next version."""
 
     update_info: Annotated[
-        JsonValue,  # `ipc_handles.refuse_or_restrict` says what else is wrong with it
+        JsonValue,  # checked by `ipc_handles.refuse_or_restrict`
         WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}),
     ] = None
     weight_dir: str | None = None
@@ -113,7 +112,7 @@ class WeightVersionBody(VllmBody):
 class LoadAdapterBody(VllmBody):
     lora_name: str
     lora_path: str  # absolute, below one of `security.checkpoint_roots`
-    load_inplace: bool = False  # the name may be live: it gets another version
+    load_inplace: bool = False  # the name may be live, and gets another version
     is_3d_lora_weight: bool = False
 
 
@@ -137,7 +136,7 @@ class WeightCheckerBody(VllmBody):
 
 
 class SleepBody(VllmBody):
-    """vLLM 0.32 reads the query alone; SkyRL sends a body. What the query names counts."""
+    """vLLM 0.32 reads the query alone; SkyRL sends a body. The query takes precedence."""
 
     level: int | None = Field(default=None, ge=0, le=2)
     mode: Annotated[InFlight, Strict(False)] | None = None

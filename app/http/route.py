@@ -1,4 +1,4 @@
-"""A route of our own: FastAPI's, with an access level and a body limit that are checked before it parses."""
+"""FastAPI's route with an access level and a body limit, both checked before it parses."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -24,9 +24,8 @@ class GuardedRoute(APIRoute):
     """One method of one path.
 
     Args:
-        access: who may call it.
-        large: a body may have as many bytes as one that passes through, in place of one MiB.
-        binary: a media type; the handler gets a body of this type as bytes.
+        large: the limit for bodies is that of forwarded requests instead of one MiB.
+        binary: the handler gets a body of this media type as bytes.
         head: whether a GET route answers HEAD.
         options: FastAPI's.
     """
@@ -66,7 +65,7 @@ class GuardedRoute(APIRoute):
 
     @property
     def body_fields(self) -> Mapping[str, FieldInfo]:
-        """The fields of the model that the body must fit."""
+        """The fields of the body's model."""
         assert self.body_field is not None
         model: Any = self.body_field.field_info.annotation
         fields: Mapping[str, FieldInfo] = model.model_fields
@@ -87,7 +86,7 @@ class GuardedRoute(APIRoute):
 
 
 class _Read(Request):
-    """A request whose body has arrived. It is JSON whatever its media type; nothing is an empty object.
+    """A request whose body has arrived: JSON whatever its media type; an empty body is an empty object.
 
     Raises:
         InvalidRequest: it is not JSON.
@@ -113,10 +112,10 @@ class _Read(Request):
 
 
 def explain(error: RequestValidationError, route: GuardedRoute) -> str:
-    """What was expected and what was given, for each wrong field."""
+    """Says what was expected and what came, for each wrong field."""
     by_field: dict[str, list[Any]] = {}
     for detail in error.errors():
-        # The rest of a location is an index, or the name that pydantic gives to a member of a union.
+        # The rest of a location is an index, or pydantic's name for a member of a union.
         by_field.setdefault(str(detail["loc"][1]) if detail["loc"][1:] else "", []).append(detail)
     return "; ".join(_explain_field(name, details, route) for name, details in by_field.items())
 

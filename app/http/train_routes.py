@@ -12,11 +12,7 @@ from trainers.trajectory_arrays import MEDIA_TYPE
 
 
 class TrainRoutes:
-    """The routes of the trainer; without one, each of them answers 400.
-
-    Args:
-        trainer: None where an outside program publishes.
-    """
+    """Without a trainer (an external one publishes) each route answers 400."""
 
     def __init__(self, trainer: CallHandle | None) -> None:
         self._trainer = trainer
@@ -43,12 +39,12 @@ class TrainRoutes:
     async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:
         """Move the fleet to the trainer's weights; answers the round's report.
 
-        A trainer of an adapter makes it the next version of its name; the answer has name and version.
+        A trainer of an adapter publishes the next version of its name; the answer has name and version.
 
         Raises:
             InvalidRequest: no trainer, or the replicas rejected the adapter.
-            Conflict: the adapter's name is somebody else's, or the fleet has another base than the trainer.
-            OtherStep: the trainer has not done `step` optimizer steps: it went back to an older version.
+            Conflict: the adapter's name is taken, or the fleet has another base than the trainer.
+            OtherStep: the trainer has not done `step` optimizer steps: it was rolled back.
             RoundAborted: the fleet still serves the old version; try again.
         """
         report: RoundReport | AdapterReport = await self._handle().publish.remote(body.label, body.step)

@@ -1,7 +1,7 @@
-"""vLLM 0.32's routes that update weights, with fleet meaning: one address, as if the fleet were one server.
+"""vLLM 0.32's routes that update weights, with fleet meaning, as if the fleet were one server.
 
-Same names, parameters and answers as `vllm/entrypoints/rl/online/api_router.py`; an answer of 200 means that
-every replica did it. A call in the wrong order, or while another publisher holds the lease, gets 409.
+Names, parameters and responses are those of `vllm/entrypoints/rl/online/api_router.py`; 200 means that every
+replica did it. A call in the wrong order, or while another publisher holds the lease, gets 409.
 """
 
 import asyncio
@@ -39,17 +39,15 @@ from deployments.protocol.responses import (
     WorldSize,
 )
 
-PUBLISHER = "http"  # all clients of these routes, which carry no token
-# By replica: the checksums of each of its workers, by tensor name.
-_CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])
+PUBLISHER = "http"  # all clients of these routes, which carry no lease
+_CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])  # by replica, for each worker, by tensor name
 
 
 class WeightRoutes:
-    """The routes of an outside publisher.
+    """The routes of an external trainer.
 
     Args:
-        directories: publishes checkpoint directories.
-        allow_pickled_ipc: read CUDA IPC handles that vLLM's client has pickled.
+        allow_pickled_ipc: accept CUDA IPC handles pickled by vLLM's client.
     """
 
     def __init__(
@@ -127,7 +125,7 @@ class WeightRoutes:
     async def finish(self, body: FinishUpdateBody) -> Message:
         """Close the round: every replica serves the new weights, or none.
 
-        If the controller dies meanwhile, its successor says what became of the round.
+        If the controller dies meanwhile, its successor reports the outcome.
 
         Raises:
             Conflict: another publisher holds the lease, or no round is open.
@@ -198,13 +196,13 @@ class WeightRoutes:
 
 
 def _open(session: PublishSession) -> str:
-    """Says which round is open, and for how long if its publisher is gone."""
+    """Names the open round, and the time until it is aborted if its publisher is gone."""
     left_s = math.ceil(session.remaining_s)
     return f"round {session.round_id} is open: finish it, or wait {left_s} s until it is given up"
 
 
 def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]:
-    """The checksums that all replicas have; `answers` by replica, for each of its workers.
+    """The checksums that all replicas agree on, from those by replica and worker.
 
     Raises:
         Conflict: replicas differ; names the tensors.

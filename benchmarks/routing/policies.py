@@ -15,7 +15,7 @@ from typing import Protocol
 
 from deployments.protocol.routing import Demand
 from deployments.router.affinity import BLOCK_ENDS, Affinity, block_hashes
-from deployments.router.policy import Candidate, load_of, order_candidates
+from deployments.router.replica_policy import Candidate, load_of, order_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

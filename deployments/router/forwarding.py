@@ -35,8 +35,8 @@ from deployments.protocol.routing import (
 from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.http_client import ConnectionPool, NotConnected, ReplicaResponse, ResponseLost
-from deployments.router.limits import RETRY_AFTER_S, RouterLimits
-from deployments.router.policy import load_of
+from deployments.router.replica_policy import load_of
+from deployments.router.router_limits import RETRY_AFTER_S, RouterLimits
 from deployments.router.scrape import Scraped, scrape
 
 RETRY_PAUSE_S = 0.05

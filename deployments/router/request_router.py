@@ -1,4 +1,4 @@
-"""Serve's extension point for the choice of a replica, around `policy`.
+"""Serve's extension point for the choice of a replica, around `replica_policy`.
 
 Serve pickles this module by value: its classes are copies in the process that routes, so no other module may
 test for them with `isinstance`.
@@ -7,7 +7,7 @@ test for them with `isinstance`.
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from deployments.protocol.routing import Demand, RoutingStats
-from deployments.router.policy import Candidate, eligible_loads, order_candidates
+from deployments.router.replica_policy import Candidate, eligible_loads, order_candidates
 
 
 class FleetRequestRouter(RequestRouter):

@@ -34,10 +34,10 @@ from deployments.router.forwarding import (
     StartedResponse,
 )
 from deployments.router.http_client import Headers, ResponseLost
-from deployments.router.limits import RetryAfterPacing, RouterLimits
 from deployments.router.parts import PartRequest, respond_in_parts, returned_headers
 from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
 from deployments.router.request_inspection import check_headers, inspect, read_body
+from deployments.router.router_limits import RetryAfterPacing, RouterLimits
 from deployments.router.scrape import Scraped
 
 # Headers of one connection, headers set anew for the replica, and tokens, which are for the router alone.

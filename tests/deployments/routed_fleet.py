@@ -17,9 +17,9 @@ from deployments.protocol.errors import Conflict, ReplicaUnavailable, Slipstream
 from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
-from deployments.router.limits import RouterLimits
-from deployments.router.policy import Candidate, eligible_loads, order_candidates
+from deployments.router.replica_policy import Candidate, eligible_loads, order_candidates
 from deployments.router.router import Router
+from deployments.router.router_limits import RouterLimits
 from tests.deployments.fake_completions import FakeCompletions
 
 SPANS = [{"version": 7, "start": 0, "end": 3}]

@@ -16,8 +16,8 @@ from app.http.ingress import build_app
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
-from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
+from deployments.router.router_limits import RouterLimits
 
 LIMITS = RouterLimits(
     max_in_flight=8,

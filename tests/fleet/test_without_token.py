@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(
 @pytest.fixture
 def opened() -> Iterator[None]:
     """Serve, listening on all addresses, in this process's cluster."""
-    from app.http.serve_address import listening_host
+    from app.http.auth import listening_host
 
     KEEPER.empty_cluster()
     assert listening_host() is None
@@ -44,7 +44,7 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
     from app.http.ingress import Ingress
     from app.main import build
     from app.settings.config import parse_config
-    from deployments.router.limits import RouterLimits
+    from deployments.router.router_limits import RouterLimits
 
     config = parse_config({"model": str(tmp_path), "state_dir": str(tmp_path / "state")})
     with pytest.raises(ValueError, match=REASON) as refused:

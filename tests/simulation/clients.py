@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from deployments.protocol.errors import Conflict, NotFound, ReplicaUnavailable
 from deployments.protocol.routing import Demand
-from deployments.router.policy import Candidate, order_candidates
+from deployments.router.replica_policy import Candidate, order_candidates
 from tests.simulation.network import Unreachable
 from tests.simulation.work import Answer, EngineFailed
 

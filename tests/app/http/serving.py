@@ -13,9 +13,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.auth import Guard, Tokens, TokenSource
-from app.http.fleet_routes import no_others
 from app.http.ingress import build_app, own_routes
 from deployments.calls.http_server import HttpServer
+from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 
 MAX_BODY_BYTES = 1000
@@ -29,6 +29,10 @@ class FakeRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse(self._answer(scope["path"]))(scope, receive, send)
+
+
+async def no_metrics() -> Scraped:
+    return Scraped()
 
 
 def tokens(operator: str | None = None, user: str | None = None) -> Tokens:
@@ -47,7 +51,7 @@ def application(
     checkpoint_roots: Sequence[Path] = (),
 ) -> FastAPI:
     handle, training = Handle(controller), None if trainer is None else Handle(trainer)
-    routes = own_routes(handle, training, checkpoint_roots, allow_pickled_ipc, no_others)
+    routes = own_routes(handle, training, checkpoint_roots, allow_pickled_ipc, no_metrics)
     guard = Guard(tokens(token, user_token))
     return build_app(routes, guard, FakeRouter() if router is None else router, MAX_BODY_BYTES)
 

@@ -18,7 +18,7 @@ from deployments.protocol.responses import Event
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.fake_status import report, status
 from tests.app.http.fake_trainer import FakeTrainer
-from tests.app.http.serving import client
+from tests.app.http.serving import client, no_metrics
 
 
 async def test_health_is_503_until_one_replica_serves() -> None:
@@ -93,7 +93,7 @@ async def test_the_operator_sets_the_number_of_replicas() -> None:
 
 def events(controller: FakeController, since: int = 0, last_event_id: int | None = None) -> Any:
     handle = Handle(controller)
-    return FleetRoutes(handle, None, DirectoryPublisher(handle, ())).events(since, last_event_id)
+    return FleetRoutes(handle, None, DirectoryPublisher(handle, ()), no_metrics).events(since, last_event_id)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.http.metrics import exposition
+from app.http.prometheus import exposition
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import REPLICAS
 from tests.app.http.fake_status import report, status

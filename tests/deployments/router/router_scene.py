@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from deployments.protocol.routing import Demand
-from deployments.router.limits import RouterLimits
 from deployments.router.router import Router
+from deployments.router.router_limits import RouterLimits
 
 LIMITS = RouterLimits(
     max_in_flight=8,

@@ -14,7 +14,7 @@ from ray.serve.exceptions import BackPressureError
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
 from deployments.router.forwarding import MAX_REFUSALS
-from deployments.router.limits import RETRY_AFTER_S
+from deployments.router.router_limits import RETRY_AFTER_S
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
 

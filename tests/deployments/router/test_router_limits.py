@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from deployments.router.limits import (
+from deployments.router.router_limits import (
     MAX_PACING_S,
     MIN_RETRIES_PER_S,
     RETRIES_PER_ADMITTED,

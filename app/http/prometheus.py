@@ -1,9 +1,7 @@
-"""`/metrics` in Prometheus' text format: what the controller knows, and what replicas and Serve count.
+"""`/metrics` in Prometheus' text format, the same from whichever router a scrape reaches.
 
-Nothing here is counted by the router that answers, so it does not matter which one a scrape reaches. Counts
-of the controller come from its journal. vLLM's come from each replica's process and get the label `replica`.
-Serve's (all that begins with `ray_serve_`) come from Ray's agent on each node; their own label `replica`
-names replicas of all deployments, the routers among them.
+The controller's counts come from its journal. vLLM's metrics of each replica get the label `replica`. Serve's
+(`ray_serve_*`, from Ray's agent on each node) have a label `replica` of their own, for all deployments.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +20,12 @@ SERVE = "ray_serve_"
 
 
 def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped) -> str:
-    """The fleet's own metrics, and those of other processes.
+    """The fleet's own metrics and those of other processes.
 
-    A process that did not answer in time, or with something else than metrics, is left out, and its
-    `slipstream_..._metrics_up` is 0.
+    A process that did not answer with metrics is left out, and its `slipstream_..._metrics_up` is 0.
 
     Args:
-        rounds: the history, for the timings of the last committed round.
+        rounds: the history; the last committed one has timings.
     """
     families = _Families()
     _fleet(families, fleet)
@@ -46,7 +43,7 @@ def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scrap
 
 
 class _Families(Collector):
-    """Metric families by name, each once, whoever has samples of it."""
+    """Metric families by name, merged from all processes."""
 
     def __init__(self) -> None:
         self._families: dict[str, Metric] = {}
@@ -55,7 +52,6 @@ class _Families(Collector):
         yield from self._families.values()
 
     def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
-        """One sample of a gauge of ours."""
         family = self._families.setdefault(
             name, GaugeMetricFamily(f"slipstream_{name}", text, labels=[*labels])
         )
@@ -63,7 +59,6 @@ class _Families(Collector):
         family.add_metric([*labels.values()], value)
 
     def counter(self, name: str, text: str, value: float, **labels: str) -> None:
-        """One sample of a counter of ours; its name gets `_total`."""
         family = self._families.setdefault(
             name, CounterMetricFamily(f"slipstream_{name}", text, labels=[*labels])
         )
@@ -73,7 +68,7 @@ class _Families(Collector):
     def merge(
         self, text: str | None, keep: Callable[[str], bool] = lambda family: True, **labels: str
     ) -> bool:
-        """Add the families of another process, with these labels; False: there are none that fit."""
+        """Add the families of another process with these labels; returns False if it has none that fit."""
         if text is None:
             return False
         try:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.protocol.routing import Demand
-from deployments.router.policy import (
+from deployments.router.replica_policy import (
     BYTES_PER_LOAD,
     FREE_LOAD,
     LONG_PROMPT_BYTES,
