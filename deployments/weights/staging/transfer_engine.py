@@ -210,7 +210,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._update = None
         self.retained.begin()
         (self if self._reading is None else self._reading).abort()
-        self._thread.run(self.staging.drop, limit_s=DROP_S)
+        self._thread.run(self._drop_staging, limit_s=DROP_S)
+
+    def _drop_staging(self) -> None:
+        """On the staging thread. Transports that hold memory of the publisher release it here."""
+        self.staging.drop()
 
     def abort(self) -> None:
         """Break a transfer that waits for a peer. Called on any thread."""

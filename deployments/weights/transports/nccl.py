@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -75,12 +76,12 @@ def create_in_time(
             missing,
         )
     roll_call.finished(0)  # it need not listen until the first broadcast
-    return attempt.result()
+    return attempt.outcome.result()
 
 
 def _wait(attempt: "_Attempt", timeout_s: float, roll_call: RollCall, check: Check) -> str:
     deadline = time.monotonic() + timeout_s
-    while not attempt.over.wait(_CREATION_POLL_S):
+    while not wait([attempt.outcome], _CREATION_POLL_S).done:
         check()
         if time.monotonic() > deadline:
             return f"no progress in {timeout_s:g} s"
@@ -93,20 +94,21 @@ class _Attempt:
     """One call into NCCL, on a thread that may never return."""
 
     def __init__(self, create: Create) -> None:
-        self.over = threading.Event()
+        self.outcome: Future[PyNcclCommunicator] = Future()
         self._create = create
         self._lock = threading.Lock()
         self._abandoned = False
         self._communicator: PyNcclCommunicator | None = None
-        self._error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.made(self._create(_announcing(self)))
+            communicator = self._create(_announcing(self))
+            self.made(communicator)
         except Exception as error:  # raised or reported by the thread that waits
-            self._error = error
             self.abandon()
-        self.over.set()
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(communicator)
 
     def made(self, communicator: PyNcclCommunicator) -> None:
         """NCCL has returned it, and may use it next. Raises TransferFailed if the attempt was abandoned."""
@@ -128,17 +130,11 @@ class _Attempt:
 
     def problem(self) -> str:
         """Why NCCL has not formed the group; empty if it has, or if something else than NCCL failed."""
+        error = self.outcome.exception()
         # Neither torch's store nor NCCL_CHECK has a finer class. A device fault is not a peer's fault.
-        if not isinstance(self._error, RuntimeError) or isinstance(self._error, _OF_THE_DEVICE):
+        if not isinstance(error, RuntimeError) or isinstance(error, _OF_THE_DEVICE):
             return ""
-        return str(self._error).partition("\n")[0] or repr(self._error)
-
-    def result(self) -> PyNcclCommunicator:
-        """The communicator. Raises what the attempt raised."""
-        if self._error is not None:
-            raise self._error
-        assert self._communicator is not None
-        return self._communicator
+        return str(error).partition("\n")[0] or repr(error)
 
 
 def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:

@@ -186,24 +186,24 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
     def receive(self, update_info: NCCLWeightTransferUpdateInfo) -> Iterator[ReceivedChunk]:
         group = self.group
         chunks: tuple[Chunk, ...] = ()
-        taking: _Taking | None = None
+        taken = 0
         try:
             chunks = self._chunks(update_info)
             _reserve(group, largest(chunks))
-            taking = _Taking(group, chunks, packed=self._packed)
             for index, chunk in enumerate(chunks):
-                taking.take(index)
+                self._take(group, index, chunk)
+                taken = index + 1
                 yield received_block(chunk, group.buffer(index, chunk.size_bytes))
             group.finish()
         except GeneratorExit:  # the content is refused; the trainer is freed if all of it is taken
-            self._take_rest(taking)
+            self._take_rest(group, taken, chunks)
             raise
         except BaseException:  # peers wait in broadcasts that this worker will not join
             self.abort()
             raise
         finally:
             if not all(map(is_aligned, chunks)):
-                self.staging.release()  # of tensors that were moved to be read
+                self.staging.release()  # it may hold copies that were made to align tensors
 
     def _chunks(self, update_info: NCCLWeightTransferUpdateInfo) -> tuple[Chunk, ...]:
         described = update_info.names, update_info.dtype_names, update_info.shapes
@@ -211,11 +211,21 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
             return nccl_pieces(*described, self._buffer_bytes)
         return separate_tensors(*described, TRANSPORTS["nccl"].chunk_bytes)
 
-    def _take_rest(self, taking: "_Taking | None") -> None:
+    def _take(self, group: WireGroup, index: int, chunk: Chunk) -> None:
+        """Wait until the chunk is in its buffer."""
+        block = group.buffer(index, chunk.size_bytes)
+        parts = [block]
+        if not self._packed:  # NCCL makes no broadcast of an empty tensor
+            parts = [view(entry, block) for entry in chunk.entries if entry.size_bytes]
+        group.start_all(index, parts)
+        group.wait(index)
+
+    def _take_rest(self, group: WireGroup, taken: int, chunks: Sequence[Chunk]) -> None:
         try:
-            if taking is not None:
-                taking.take_rest()
-        except Exception:  # a peer is gone as well, or the device: the refusal is what is reported
+            for index in range(taken, len(chunks)):
+                self._take(group, index, chunks[index])
+            group.finish()
+        except Exception:  # a peer or the device failed as well; the refusal is reported
             self.abort()
 
 
@@ -228,30 +238,3 @@ def _reserve(group: WireGroup, size_bytes: int) -> None:
             f"no memory on the device for two buffers of {size_bytes} bytes; the trainer may choose smaller "
             "ones (packed_buffer_size_bytes), or lower gpu_memory_utilization"
         ) from error
-
-
-class _Taking:
-    """Takes the chunks of one payload in their order."""
-
-    def __init__(self, group: WireGroup, chunks: Sequence[Chunk], *, packed: bool) -> None:
-        self._group, self._chunks, self._packed = group, chunks, packed
-        self._taken = 0
-
-    def take(self, index: int) -> None:
-        """Wait until the chunk is in its buffer."""
-        self._group.start_all(index, self._parts(index))
-        self._group.wait(index)
-        self._taken = index + 1
-
-    def take_rest(self) -> None:
-        for index in range(self._taken, len(self._chunks)):
-            self.take(index)
-        self._group.finish()
-
-    def _parts(self, index: int) -> list[torch.Tensor]:
-        chunk = self._chunks[index]
-        block = self._group.buffer(index, chunk.size_bytes)
-        if self._packed:
-            return [block]
-        # NCCL makes no broadcast of an empty tensor.
-        return [view(entry, block) for entry in chunk.entries if entry.size_bytes]
