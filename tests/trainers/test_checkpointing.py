@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.trainers import tiny
-from tests.trainers.test_policy import ANSWERS
+from tests.trainers.test_trained_policy import ANSWERS
 from trainers import output_head
 from trainers.learner import Learner
 from trainers.settings import Checkpointing, LearnerConfig, LoraConfig

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.trainers import tiny
-from tests.trainers.test_policy import ANSWERS
+from tests.trainers.test_trained_policy import ANSWERS
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.settings import LearnerConfig, OptimizerConfig

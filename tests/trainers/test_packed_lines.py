@@ -14,7 +14,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from tests.trainers import tiny
 from tests.trainers.test_batching import BATCHES
-from tests.trainers.test_policy import ANSWERS, alone
+from tests.trainers.test_trained_policy import ANSWERS, alone
 from trainers.batching import TokenBatch, collate, plan_micro_batches
 from trainers.learner import Learner
 from trainers.packed_lines import line_length, pack, plan_lines
