@@ -103,14 +103,3 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="nobody", messages=MESSAGES)
     assert "nobody" in str(caught.value)
-
-
-def test_a_prompt_that_is_too_long_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model=MODEL, prompt=[7] * 2000, max_tokens=4)
-    assert "1024" in str(caught.value)
-
-
-def test_a_temperature_out_of_range_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=MODEL, prompt="x", max_tokens=4, temperature=-3)

@@ -102,17 +102,6 @@ def test_requests_with_kept_caches_continue_across_rounds(gloo: Fleet) -> None:
         assert versions == sorted(set(versions))
 
 
-def test_a_prefix_of_an_older_version_is_never_reused(gloo: Fleet) -> None:
-    """With kept caches a running request's blocks are of two versions; later requests must not hit them."""
-    prompt = list(range(30, 130))  # several blocks, so that there is a prefix to hit
-    with gloo.client() as client:
-        on_every_replica(client, prompt=prompt, max_tokens=8)
-        train_and_publish(client)
-        expected = Reference(served_checkpoint(gloo))(prompt, 16)
-        for answer in on_every_replica(client, prompt=prompt, max_tokens=16).values():
-            assert answer.token_ids == expected
-
-
 def test_a_transfer_group_of_the_wrong_size_is_refused_with_the_numbers(gloo: Fleet) -> None:
     """A meeting of seven cannot happen with two replicas: refused, before anybody waits for it."""
     client = HTTPVLLMWeightSyncClient(gloo.url, timeout=60)

@@ -52,7 +52,6 @@ class FakeFleet:
         self.busy = 0  # answers of its status after a lost one in which it still does what it was asked for
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.deadly: set[str] = set()  # prompts that it refuses to answer
-        self.cut_off_next: dict[str, Any] | None = None  # what is left of the next answer to be cut off
 
     def client(self) -> AsyncFleetClient:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
@@ -128,9 +127,6 @@ class FakeFleet:
             }
             for length in lengths
         ]
-        if self.cut_off_next is not None:
-            choices[-1] |= {"finish_reason": "abort"} | self.cut_off_next
-            self.cut_off_next = None
         return {"prompt_token_ids": [1, 2], "choices": choices}
 
 

@@ -20,14 +20,6 @@ def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) 
     return Group(number=number, rollouts=made)
 
 
-async def test_groups_come_out_in_order() -> None:
-    queue = GroupQueue(capacity=4, max_staleness=0)
-    for number in range(3):
-        await queue.put(group(number, 1))
-    assert [g.number for g in await queue.take(2, version=1)] == [0, 1]
-    assert len(queue) == 1
-
-
 async def test_a_producer_waits_while_the_queue_is_full() -> None:
     queue = GroupQueue(capacity=1, max_staleness=0)
     await queue.put(group(0, 1))

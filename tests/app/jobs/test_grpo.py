@@ -78,15 +78,6 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     assert versions == [{1}, {2}, {3}], "of the adapter that sampled, not of the base"
 
 
-async def test_a_small_effective_sample_is_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fleet = FakeFleet()
-    fleet.metrics |= {"effective_sample_fraction": 0.017}
-    await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
-    assert "step 1: its importance weights leave 1.7% of its tokens" in capsys.readouterr().out
-
-
 async def test_a_resumed_run_continues_after_its_last_step(tmp_path: Path) -> None:
     fleet = FakeFleet()
     first = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
@@ -128,22 +119,6 @@ async def test_groups_without_a_difference_are_counted_but_not_trained_on(tmp_pa
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
     assert fleet.batches == [] and fleet.labels == []
     assert record.groups_with_signal == 0 and record.version == 4
-
-
-@pytest.mark.parametrize(
-    "left",
-    [
-        {"message": {"content": "a part with a reward of 30 "}},
-        {"message": {"content": ""}, "token_ids": [], "logprobs": None, "weight_versions": []},
-    ],
-)
-async def test_an_answer_that_was_cut_off_is_not_scored_and_does_not_end_the_run(
-    left: dict[str, Any], tmp_path: Path
-) -> None:
-    fleet = FakeFleet()
-    fleet.cut_off_next = left
-    (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
-    assert record.reward == 2.0 and record.groups_with_signal == 2
 
 
 async def test_a_problem_that_the_fleet_refuses_is_left_out(

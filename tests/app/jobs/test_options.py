@@ -23,26 +23,6 @@ def test_the_defaults_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(learned, Single) and isinstance(learned.task, ReasoningGymTask)
 
 
-def test_every_option_is_read() -> None:
-    words = ["--stop", "a", "--stop", "b", "--advantage", "rloo", "--extract", "whole", "--resume"]
-    numbers = ["--steps", "3", "--groups-in-flight", "9", "--max-staleness", "0", "--seed", "-1"]
-    options = parse(Options, [*words, *numbers, "--prompts", "p.jsonl", "--reward", "a:b"])
-    assert options.stop_strings == ["a", "b"] and options.resume
-    assert (options.steps, options.groups_in_flight, options.max_staleness, options.seed) == (3, 9, 0, -1)
-    assert (str(options.prompts), options.reward) == ("p.jsonl", "a:b")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--answers-per-group", "1"], ["--steps", "0"], ["--extract", "all"], ["--advantage", "x"]]
-)
-def test_a_wrong_option_ends_the_job_with_its_name(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(Options, arguments)
-    assert f"Invalid value for '{arguments[0]}'" in capsys.readouterr().err
-
-
 def verifiers(**settings: object) -> list[str]:
     return ["--environment", "verifiers", "--environment-settings", json.dumps(settings)]
 

@@ -4,15 +4,6 @@ from hypothesis import strategies as st
 from app.jobs.run import Positions
 
 
-def test_problems_are_handed_out_once() -> None:
-    positions = Positions()
-    assert [positions.hand_out() for _ in range(3)] == [0, 1, 2]
-    positions.consume([2])
-    assert (positions.next_problem, positions.ahead, positions.hand_out()) == (0, {2}, 3)
-    positions.consume([0, 1])
-    assert (positions.next_problem, positions.ahead) == (3, set())
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), max_size=20))
 def test_a_resumed_run_gets_every_problem_that_was_not_consumed_and_no_other(

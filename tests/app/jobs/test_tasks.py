@@ -48,18 +48,9 @@ def test_a_reward_is_found_by_its_import_path() -> None:
     assert load_reward(f"{__name__}:length_reward")({}, "abc") == 3.0
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("json", "must look like package.module:function"),
-        ("no_such_module:f", "cannot be imported"),
-        ("json:no_such_function", "cannot be imported"),
-        (f"{__name__}:of_one_argument", "must take"),
-    ],
-)
-def test_a_reward_that_cannot_be_used_is_named(path: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_reward(path)
+def test_a_reward_must_take_an_entry_and_an_answer() -> None:
+    with pytest.raises(ValueError, match=r"of_one_argument' must take \(entry, answer\)"):
+        load_reward(f"{__name__}:of_one_argument")
 
 
 @pytest.mark.parametrize("reward", [None, "1", float("nan"), float("inf"), [1.0]])

@@ -8,10 +8,6 @@ import pytest
 from app.jobs.user_code import blamed, imported
 
 
-def test_an_import_path_is_imported() -> None:
-    assert imported("json:dumps", "--reward")([1]) == "[1]"
-
-
 @pytest.mark.parametrize(
     ("path", "said"),
     [
