@@ -29,6 +29,7 @@ import httpx
 from app.command.ports import PortBlock, free_ports
 
 MARK = "SLIPSTREAM_CLUSTER"
+APPLICATIONS = "/api/serve/applications/"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 360.0
@@ -42,6 +43,13 @@ _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "F
 
 class ClusterError(RuntimeError):
     """The cluster did not start, or stopped by itself; the text says what to do."""
+
+
+def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Client:
+    """A client of Ray's dashboard, which needs a token if the user has enabled Ray's own authentication."""
+    token = environment.get("RAY_AUTH_TOKEN")
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx.Client(base_url=address, headers=headers, timeout=60, trust_env=False)
 
 
 class LocalCluster:
@@ -61,10 +69,7 @@ class LocalCluster:
         self._ports = PortBlock()
         self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
-        # Set only if the user has enabled Ray's own authentication.
-        ray_token = environment.get("RAY_AUTH_TOKEN")
-        headers = {"authorization": f"Bearer {ray_token}"} if ray_token else {}
-        self._client = httpx.Client(base_url=self.address, headers=headers, timeout=60, trust_env=False)
+        self._client = dashboard_client(self.address, environment)
 
     def start(self) -> None:
         """Start the head node; returns when it accepts deployments. Raises ClusterError: a port is taken,
@@ -120,7 +125,7 @@ class LocalCluster:
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:
-                answer = self._client.put("/api/serve/applications/", json=document)
+                answer = self._client.put(APPLICATIONS, json=document)
                 if answer.is_success:
                     return
                 why = without_frames(answer.text)
@@ -136,15 +141,14 @@ class LocalCluster:
 
     def details(self) -> dict[str, Any]:
         """Serve's REST status of its applications. Raises httpx.HTTPError."""
-        answer = self._client.get("/api/serve/applications/")
-        answer.raise_for_status()
-        details: dict[str, Any] = answer.json()
+        answer = self._client.get(APPLICATIONS)
+        details: dict[str, Any] = answer.raise_for_status().json()
         return details
 
     def undeploy(self, timeout_s: float) -> None:
         """Let Serve shut its replicas down; `stop` ends what remains."""
         try:
-            self._client.delete("/api/serve/applications/", timeout=timeout_s)
+            self._client.delete(APPLICATIONS, timeout=timeout_s)
         except httpx.HTTPError as error:
             print(f"Serve did not shut down ({error!r}); killing it", file=sys.stderr)
 
@@ -172,7 +176,7 @@ class LocalCluster:
 
     def _answers(self) -> bool:
         try:
-            answer = self._client.get("/api/serve/applications/", timeout=5)
+            answer = self._client.get(APPLICATIONS, timeout=5)
         except httpx.HTTPError:
             return False
         if answer.status_code in (401, 403):

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
+from app.command.cluster import APPLICATIONS, dashboard_client
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import ConfigError
 
@@ -134,17 +135,12 @@ def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
     return names
 
 
-APPLICATIONS = "/api/serve/applications/"
-
-
 def deploy(config: Path, dashboard_port: int) -> int:
     """Send a config file to Serve, and print which settings restart the fleet; returns the exit status."""
     dashboard = f"http://127.0.0.1:{dashboard_port}"
-    token = os.environ.get("RAY_AUTH_TOKEN")
-    headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         file = read_serve_file(config)
-        with httpx.Client(base_url=dashboard, headers=headers, timeout=60, trust_env=False) as client:
+        with dashboard_client(dashboard, os.environ) as client:
             running = client.get(APPLICATIONS).raise_for_status().json()["applications"].get(file.application)
             if running is None:
                 raise ConfigError(f"no application {file.application!r} runs at {dashboard}")

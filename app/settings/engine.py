@@ -1,7 +1,6 @@
 """The section `engine`: the rollout replicas."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from app.settings.section import ConfigError, Section
+from app.settings.section import ConfigError, Section, did_you_mean
 from deployments.ledger.ledger_config import SizeLimits
 
 
@@ -92,60 +91,37 @@ TOOL_ARGUMENTS = (
 
 
 def check_engine_args(extra: Mapping[str, Any]) -> None:
-    """Check the names against vLLM's AsyncEngineArgs. Imports vLLM, unless there are no names. Raises
-    ConfigError: unknown names, each with a suggestion, or tool calls that no replica could read."""
+    """Check `engine.extra` against vLLM, which is imported unless it is empty. Raises ConfigError."""
     if not extra:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.tool_parsers import ToolParserManager
 
-    check_names(extra, [*(field.name for field in dataclasses.fields(AsyncEngineArgs)), *TOOL_ARGUMENTS])
-    if extra.keys() & set(TOOL_ARGUMENTS):
-        from vllm.tool_parsers import ToolParserManager
-
-        check_tools(extra, ToolParserManager.list_registered())
-
-
-def check_names(extra: Mapping[str, Any], known: list[str]) -> None:
-    """Check the names against a list of known ones. Raises ConfigError: unknown names, each with a
-    suggestion."""
-    complaints = []
-    for name in extra:
-        if name not in known:
-            close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-            hint = (
-                f"did you mean '{close[0]}'?" if close else "expected an argument of vLLM's AsyncEngineArgs"
-            )
-            complaints.append(f"unknown setting 'engine.extra.{name}' ({hint})")
+    names = [*(field.name for field in dataclasses.fields(AsyncEngineArgs)), *TOOL_ARGUMENTS]
+    complaints = [*unknown_names(extra, names), *broken_tools(extra, ToolParserManager.list_registered())]
     if complaints:
         raise ConfigError("\n".join(complaints))
 
 
-def check_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> None:
-    """Check vLLM's arguments for tool calls: a replica would not start, or would ignore the parser.
-
-    Args:
-        parsers: vLLM's tool parsers.
-
-    Raises:
-        ConfigError: one of the two arguments without the other, or an unknown parser.
-    """
-    complaints = list(_broken_tools(extra, parsers))
-    if complaints:
-        raise ConfigError("\n".join(complaints))
+def unknown_names(extra: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    """One sentence for each name that vLLM does not know."""
+    for name in (each for each in extra if each not in known):
+        hint = did_you_mean(name.replace("-", "_"), known, "expected an argument of vLLM's AsyncEngineArgs")
+        yield f"unknown setting 'engine.extra.{name}' ({hint})"
 
 
-def _broken_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> Iterator[str]:
+def broken_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> Iterator[str]:
+    """One sentence for each error in the arguments for tool calls, with which a replica would not start, or
+    would ignore the parser."""
     parser, auto = extra.get("tool_call_parser"), extra.get("enable_auto_tool_choice", False)
     if not isinstance(auto, bool):
         yield f"'engine.extra.enable_auto_tool_choice': expected true or false, got {auto!r}"
-    elif auto != (parser is not None):
-        absent, given = (
-            ("tool_call_parser", "enable_auto_tool_choice")
-            if auto
-            else ("enable_auto_tool_choice: true", "tool_call_parser")
-        )
-        yield f"'engine.extra.{given}': expected 'engine.extra.{absent}' beside it, got none"
+    elif auto and parser is None:
+        beside = "'engine.extra.tool_call_parser' beside it"
+        yield f"'engine.extra.enable_auto_tool_choice': expected {beside}, got none"
+    elif parser is not None and not auto:
+        beside = "'engine.extra.enable_auto_tool_choice: true' beside it"
+        yield f"'engine.extra.tool_call_parser': expected {beside}, got none"
     if parser is not None and parser not in parsers:
-        close = difflib.get_close_matches(str(parser), parsers, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(sorted(parsers))}"
+        hint = did_you_mean(str(parser), parsers, f"expected one of {', '.join(sorted(parsers))}")
         yield f"'engine.extra.tool_call_parser': unknown parser {parser!r} ({hint})"

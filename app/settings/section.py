@@ -1,7 +1,7 @@
 """The base class of all sections, and pydantic's errors as sentences: the setting, expected, actual."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
@@ -37,6 +37,12 @@ class ConfigError(ValueError):
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line per wrong setting, without pydantic's types and links."""
     return "\n".join(_sentence(detail, model) for detail in error.errors(include_url=False))
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint for an unknown name."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def expected(setting: str, wanted: str, got: object, reason: str = "") -> str:
