@@ -15,10 +15,10 @@ class Adapter:
     version: int  # counts versions of this name; never reused
     adapter_id: int  # vLLM's `lora_int_id`; never reused by a fleet
     path: str  # the fleet's own copy of its files
-    digest: str  # over its files
+    digest: str
     size_bytes: int
     is_3d: bool = False  # vLLM's `is_3d_lora_weight`
-    load_id: str = ""  # the caller's id of the load
+    load_id: str = ""
 
     @property
     def full_name(self) -> str:
@@ -41,8 +41,8 @@ class AdapterCatalog:
 class AdapterState:
     """A replica's adapters in each report, by `adapter_id`."""
 
-    held: Sequence[int] = ()  # its engine can use them
-    live: Sequence[int] = ()  # requests may name them
+    held: Sequence[int] = ()
+    live: Sequence[int] = ()
     received: Sequence[int] = ()  # the part of `held` that a transport brought
 
 
@@ -116,7 +116,7 @@ class AdapterTimings:
     sync_s: float | None  # then until the copy is durable
     load_s: float | None  # beside the sync: until all replicas hold it
     total_s: float | None  # from the call until requests may name it everywhere
-    replicas: Mapping[str, LoadedAdapter]  # each one's part of `load_s`
+    replicas: Mapping[str, LoadedAdapter]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,6 @@ class AdapterStatus:
     path: str
     digest: str
     size_bytes: int
-    replicas: Sequence[str]  # the holders
+    replicas: Sequence[str]
     received: Sequence[str] = ()  # holders that loaded what a transport brought, not the fleet's copy
     timings: AdapterTimings | None = None  # None: an earlier controller loaded it

@@ -115,7 +115,7 @@ def apply(state: EngineState, operation: LastingOperation) -> EngineState:
         case Sleep():
             if operation.level == 0 and asleep(state):
                 return state  # memory that sleeps stays asleep
-            if discarded(state):  # discarded weights stay discarded at any level
+            if discarded(state):
                 operation = replace(operation, level=2)
             return (*_without(state, Sleep, WakeUp), operation)
         case WakeUp():

@@ -69,7 +69,7 @@ class SlipstreamError(Exception):
         self.message = message
         self.detail = detail if detail is not None else {}
 
-    def __reduce__(self) -> tuple[Any, ...]:  # exceptions cross process boundaries pickled
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.detail)
 
     def body(self) -> dict[str, Any]:

@@ -53,14 +53,14 @@ class FilePart:
     Paths are absolute and without symbolic links. A replica rejects bytes whose digests differ.
     """
 
-    directory: str  # the checkpoint's
+    directory: str
     path: str  # the file's, which may be elsewhere
     names: tuple[str, ...]
-    dtypes: tuple[str, ...]  # safetensors' names
+    dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     ranges: tuple[tuple[int, int], ...]  # [first, end) byte of each tensor in the file
     digests: tuple[str, ...] = ()  # 16 hexadecimal digits each; empty until they are read
-    config: Mapping[str, JsonValue] | None = None  # the checkpoint's config.json, if there is one
+    config: Mapping[str, JsonValue] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -174,7 +174,7 @@ class WriteVersion:
     label: str | None
     directory: str
     fleet_id: str
-    digest: str | None  # the digest that was committed
+    digest: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class Instruction:
 class DesiredReplicas:
     """The operator's number of replicas, which replicas relay to Serve's autoscaling policy."""
 
-    wanted: int | None = None  # None: as many as the load needs
+    wanted: int | None = None
     number: int = 0  # counts the operator's changes; 0: the configuration's
 
 
@@ -224,11 +224,11 @@ class DesiredReplicas:
 class Directive:
     """What the controller tells one replica."""
 
-    admitted: bool  # may take requests
+    admitted: bool
     instructions: Sequence[Instruction] = ()  # in order; the replica skips those it has seen
     acknowledged: Sequence[int] = ()  # acknowledgements that arrived and need no repetition
     fenced: str | None = None  # the reason; the replica stops for good
-    may_leave: bool = False  # a leaving replica may exit
+    may_leave: bool = False
     desired: DesiredReplicas = DesiredReplicas()
 
 
@@ -263,25 +263,25 @@ class Verification(StrEnum):
 class Check(StrEnum):
     """What was checked of a round before its commit."""
 
-    NAMES = "names"  # each tensor belongs to the model
+    NAMES = "names"
     SHAPES = "shapes"
     DTYPES = "dtypes"  # the checkpoint's kind: floating point, or the same integers
-    COMPLETE = "complete"  # every tensor of the model arrived once
-    FINITE = "finite"  # no NaN, no infinity
-    DIGESTS = "digests"  # equal to those that the publisher stated
-    REPLICAS = "replicas"  # equal on all replicas
+    COMPLETE = "complete"
+    FINITE = "finite"
+    DIGESTS = "digests"
+    REPLICAS = "replicas"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     """A version is complete on a replica."""
 
-    digest: str  # over all tensors
+    digest: str
     compared: bool  # each tensor's digest equals the one that the publisher stated
     size_bytes: int
     stage_s: float
     verify_s: float
-    checks: tuple[Check, ...] = ()  # made by all workers
+    checks: tuple[Check, ...] = ()
     by_name: bool = False  # `digest` covers the tensors that arrived, by checkpoint name
 
 
@@ -291,16 +291,16 @@ class Swapped:
     gap_s: float  # from the call to commit until requests continue
 
 
-Value = Staged | Swapped | LoadedAdapter | JsonValue  # JSON: the result of an operation
+Value = Staged | Swapped | LoadedAdapter | JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledgement:
     seq: int
     outcome: Outcome
-    message: str = ""  # expected and actual, when not DONE
+    message: str = ""
     value: Value = None
-    missing_ranks: tuple[int, ...] = ()  # ranks that did not answer when TRANSFER_FAILED
+    missing_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,12 +335,12 @@ class Report:
 
     replica_id: str
     incarnation: str
-    version: int  # in its engine
-    world_size: int  # TP x PP x DP workers
+    version: int
+    world_size: int
     staged_round: int | None  # staged and verified here, or its bytes are live
     retained_version: int | None = None  # committed; its tensors are kept for the store
     store_result: StoreResult | None = None
-    loading_version: int | None = None  # a stored version that is being loaded
+    loading_version: int | None = None
     updates_in_place: bool = False  # RECEIVE changes live weights (`staging: none`)
     draining: Draining | None = None
     adapters: AdapterState = NO_ADAPTERS
@@ -351,4 +351,4 @@ class Report:
     fenced: bool = False  # knows that it is fenced, and takes no request
     leaving: bool = False  # no longer wanted: takes no new request and waits for `may_leave`
     drained: bool = False  # leaving, and no request runs on it
-    ended: bool = False  # its last report
+    ended: bool = False

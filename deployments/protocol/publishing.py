@@ -23,14 +23,14 @@ class JoinedLease:
     """What one call of a publisher needs whose calls carry no token."""
 
     lease: Lease
-    round_id: int | None  # the open round
-    remaining_s: float  # until the lease expires
+    round_id: int | None
+    remaining_s: float
 
 
 class DrainFallback(StrEnum):
     """What happens to a round with `in_flight: wait` while requests still run after `drain_timeout_s`."""
 
-    ABORT = "abort"  # the fleet keeps its version
+    ABORT = "abort"
     KEEP = "keep"  # it is committed as with `in_flight: keep`, and its report says so
 
 
@@ -73,7 +73,7 @@ class RoundReport:
     reason: str  # why it aborted, else empty
     duration_s: float
     verification: Verification = Verification.NONE
-    checks: tuple[Check, ...] = ()  # made by every replica before the commit
+    checks: tuple[Check, ...] = ()
     digest: str | None = None  # over all tensors by checkpoint name; None: vLLM's own engines, not computed
     replicas: Mapping[str, ReplicaTimings] = field(
         default_factory=dict
@@ -81,11 +81,11 @@ class RoundReport:
     # With `in_flight: wait`: replica -> requests that outlasted `drain_timeout_s` (-1: unknown). If the round
     # is committed they continued as with `keep`.
     not_drained: Mapping[str, int] = field(default_factory=dict)
-    fenced: Mapping[str, str] = field(default_factory=dict)  # replica -> why it was left behind
+    fenced: Mapping[str, str] = field(default_factory=dict)
 
 
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue, config=ConfigDict(ser_json_inf_nan="constants"))
-_JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")  # pydantic's names of union members
+_JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")
 
 
 def json_only(value: object, name: str) -> JsonValue:

@@ -13,7 +13,7 @@ from deployments.protocol.publishing import RoundReport
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetails:
     type: str  # for a program, see `deployments.protocol.errors`
-    message: str  # for a person
+    message: str
     detail: Mapping[str, Any]
 
 
@@ -32,8 +32,8 @@ class Health:
     """The body of `/health`; with status 503 while no replica serves."""
 
     status: str  # ok | starting
-    serving: int  # replicas
-    members: int  # replicas in any state
+    serving: int
+    members: int
     weight_version: int
 
 
@@ -45,11 +45,11 @@ class MemberStatus:
     admitted: bool
     version: int
     world_size: int
-    silent_s: float  # since its last poll
-    pending: Sequence[str]  # unacknowledged instructions
-    reason: str  # why it is fenced
-    draining: bool = False  # starts no request and lets running ones finish
-    running: int | None = None  # requests that still run while it drains
+    silent_s: float
+    pending: Sequence[str]
+    reason: str
+    draining: bool = False
+    running: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class RoundStatus:
     label: str | None
     phase: str
     age_s: float
-    participants: Sequence[str]  # replica ids
+    participants: Sequence[str]
     file_bytes: int | None = None  # size of the files that the version is read from; None: it is sent
     sent_bytes: int = 0  # the part of them that replicas were told to read so far
 
@@ -88,9 +88,9 @@ class SizeStatus:
     wanted: int | None  # None: as many as the load needs, between `least` and `most`
     least: int
     most: int
-    running: int  # serving
-    joining: int  # alive and not serving yet
-    leaving: int  # finishing their requests
+    running: int
+    joining: int
+    leaving: int
     problem: str | None  # why there are fewer than wanted
 
 
@@ -103,7 +103,7 @@ class FleetStatus:
     label: str | None
     stored_version: int | None
     epoch: int
-    ready: bool  # at least `min_replicas` serve
+    ready: bool
     min_replicas: int
     size: SizeStatus
     workers: int  # TP x PP x DP workers of all live replicas
@@ -120,8 +120,8 @@ class FleetStatus:
 class FleetHealth:
     """The controller's part of `/health`; its size does not depend on the fleet's."""
 
-    serving: int  # replicas
-    members: int  # replicas in any state
+    serving: int
+    members: int
     committed_version: int
 
 
@@ -166,35 +166,35 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseState:
-    is_paused: bool  # every replica
+    is_paused: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FellAsleep:
-    status: str  # sleeping
+    status: str
     level: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WokeUp:
     status: str  # awake: all memory of every replica; else sleeping
-    tags: Sequence[str] | None  # as requested
+    tags: Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Success:
-    success: bool  # on every replica
+    success: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SleepState:
-    is_sleeping: bool  # every replica
+    is_sleeping: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortedRequests:
     status: str
-    aborted: int  # over all replicas
+    aborted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,13 +215,13 @@ class NewWeightVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checksums:
-    checksums: Mapping[str, str]  # by tensor name
+    checksums: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     match: bool
-    mismatches: Sequence[str]  # tensor names
+    mismatches: Sequence[str]
 
 
 # -- /train ----------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class SavedCheckpoint:
     """A checkpoint directory that `save` wrote on the trainer's host."""
 
     path: str
-    step: int  # optimizer steps done
+    step: int
     save_s: float
 
 
@@ -243,14 +243,14 @@ class AdapterReport:
     """An adapter that `publish` made live on every replica."""
 
     name: str  # requests name it so, or as NAME@VERSION
-    version: int  # counts versions of this name
+    version: int
     label: str | None
-    step: int  # its optimizer steps
+    step: int
     base_version: int  # the weights that it was trained on
-    digest: str  # over its files
+    digest: str
     size_bytes: int
     write_s: float  # until its files were written, beside the transfer
-    duration_s: float  # the whole call
+    duration_s: float
     transfer_s: float | None = None  # to the replicas' memory; None: they read the fleet's copy
 
 
@@ -258,15 +258,15 @@ class AdapterReport:
 class TrainerStatus:
     """What the trainer is doing, and what it has done."""
 
-    step: int  # optimizer steps done
+    step: int
     version: int  # the newest that it published or resumed from; an adapter's base
     doing: str | None  # step | publish | rollback | save
     doing_s: float
     strategy: str
-    world_size: int  # trainer ranks
+    world_size: int
     transport: str
     parameters: int  # elements over all ranks; only the adapter's if it trains one
-    last_step: StepMetrics  # empty before the first step
+    last_step: StepMetrics
     last_round: RoundReport | None
     stored_version: int | None  # the newest that it wrote to the store
     store_problem: str | None  # why the version written last is not in the store

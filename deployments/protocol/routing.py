@@ -26,7 +26,7 @@ class ReplicaEndpoint:
     """Where a replica's own HTTP server is."""
 
     address: str  # host:port
-    key: str  # the value of `KEY_HEADER` that the replica accepts
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class RoutingStats:
 
     version: int = 0
     admitted: bool = True
-    in_flight: Mapping[str, int] = field(default_factory=dict)  # load, by the router that sent it
+    in_flight: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
