@@ -21,7 +21,6 @@ from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
     Event,
-    FleetHealth,
     FleetStatus,
     Health,
     History,
@@ -71,14 +70,9 @@ class FleetRoutes:
 
     async def health(self, response: Response) -> Health:
         """200 as soon as one replica serves; 503 before."""
-        fleet: FleetHealth = await self._controller.health.remote()
+        fleet: Health = await self._controller.health.remote()
         response.status_code = 200 if fleet.serving else 503
-        return Health(
-            status="ok" if fleet.serving else "starting",
-            serving=fleet.serving,
-            members=fleet.members,
-            weight_version=fleet.committed_version,
-        )
+        return fleet
 
     async def fleet(self) -> FleetStatus:
         """Members, their states and versions, the open round."""

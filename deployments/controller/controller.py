@@ -28,7 +28,7 @@ from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport, json_only
-from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
 from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that runs an instruction polls again soon
@@ -390,7 +390,7 @@ class Controller:
         async with self._durable.answer(asks=True):
             return self._ledger.status(self._durable.now())
 
-    async def health(self) -> FleetHealth:
+    async def health(self) -> Health:
         async with self._durable.answer(asks=True):
             return self._ledger.health()
 

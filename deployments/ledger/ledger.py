@@ -39,8 +39,8 @@ from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, Ro
 from deployments.protocol.responses import (
     ConnectionStatus,
     Event,
-    FleetHealth,
     FleetStatus,
+    Health,
     LeaseStatus,
     MemberStatus,
     RoundStatus,
@@ -417,12 +417,14 @@ class Ledger:
     def events_since(self, event_id: int) -> list[Event]:
         return self.state.events.since(event_id)
 
-    def health(self) -> FleetHealth:
+    def health(self) -> Health:
         members = self.state.members.values()
-        return FleetHealth(
-            serving=sum(each.state is MemberState.SERVING and not each.leaving for each in members),
+        serving = sum(each.state is MemberState.SERVING and not each.leaving for each in members)
+        return Health(
+            status="ok" if serving else "starting",
+            serving=serving,
             members=len(members),
-            committed_version=self.state.committed_version,
+            weight_version=self.state.committed_version,
         )
 
     def status(self, now: float) -> FleetStatus:

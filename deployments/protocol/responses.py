@@ -117,15 +117,6 @@ class FleetStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetHealth:
-    """The controller's part of `/health`; its size does not depend on the fleet's."""
-
-    serving: int
-    members: int
-    committed_version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """The rounds that ended, oldest first."""
 

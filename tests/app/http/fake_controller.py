@@ -27,7 +27,7 @@ from deployments.protocol.errors import (
 )
 from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport, json_only
-from deployments.protocol.responses import Event, FleetHealth, FleetStatus, SizeStatus
+from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
 from tests.app.http.fake_adapters import FakeAdapters
 from tests.app.http.fake_status import report, status
 
@@ -204,10 +204,11 @@ class FakeController(FakeAdapters):
         await self._enter("fleet")
         return status(self.version, self.serving, label=self.label, round_id=self.round_id)
 
-    async def health(self) -> FleetHealth:
+    async def health(self) -> Health:
         await self._enter("health")
         serving = len(self.serving)
-        return FleetHealth(serving=serving, members=serving, committed_version=self.version)
+        word = "ok" if serving else "starting"
+        return Health(status=word, serving=serving, members=serving, weight_version=self.version)
 
     async def rounds(self) -> list[RoundReport]:
         await self._enter("rounds")
