@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from starlette.responses import PlainTextResponse
@@ -17,17 +15,7 @@ from deployments.calls.http_server import HttpServer
 from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.router.router import Router
-from deployments.router.router_limits import RouterLimits
-
-LIMITS = RouterLimits(
-    max_in_flight=8,
-    max_body_bytes=100,
-    max_sequences=8,
-    find_replica_timeout_s=2,
-    weight_timeout_s=1,
-    load_factor=1.25,
-    prefix_affinity=True,
-)
+from tests.deployments.router.router_scene import LIMITS, FakeHandle
 
 
 class Engine:
@@ -39,17 +27,6 @@ class Engine:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.reached.append((scope["method"], scope["path"]))
         await PlainTextResponse("reached")(scope, receive, send)
-
-
-class OneReplica:
-    """Stands for Serve's handle."""
-
-    def __init__(self, metadata: dict[str, str]) -> None:
-        self._metadata = metadata
-
-    @asynccontextmanager
-    async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
-        yield SimpleNamespace(replica_id="r", replica_metadata=self._metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +47,9 @@ async def ports() -> AsyncIterator[Ports]:
     async with AsyncExitStack() as stack:
         replica = HttpServer(front, "127.0.0.1")
         stack.push_async_callback(replica.close)
-        router = Router(OneReplica({"address": replica.address, "key": front.key}), LIMITS)
+        handle = FakeHandle()
+        handle.metadata["r"] = {"address": replica.address, "key": front.key}
+        router = Router(handle, LIMITS)
         stack.push_async_callback(router.close)
         ingress = HttpServer(build_app([], Guard(Tokens()), router), "127.0.0.1")
         stack.push_async_callback(ingress.close)

@@ -3,8 +3,6 @@ only Serve's choice of a replica is a fake."""
 
 import asyncio
 import json
-import socket
-from contextlib import closing
 
 import httpx
 import pytest
@@ -50,15 +48,6 @@ async def test_a_client_that_goes_away_ends_the_request_and_gives_its_place_back
                 return
             await asyncio.sleep(0.05)
         pytest.fail(f"left {fleet.engines['a'].left}, in flight {router.in_flight}")
-
-
-async def test_a_replica_that_dies_before_it_answers_is_nobodys_business() -> None:
-    async with service("a", "b") as (fleet, _, client):
-        with closing(socket.create_server(("127.0.0.1", 0))) as gone:
-            port = gone.getsockname()[1]
-        fleet.metadata["lost"] = {"address": f"127.0.0.1:{port}", "key": "k"}  # no listener there
-        for _ in range(6):
-            assert (await client.get("/text")).headers["x-slipstream-replica"] in ("a", "b")
 
 
 @pytest.mark.slow
@@ -181,14 +170,6 @@ async def test_a_demand_that_is_not_met_is_a_conflict() -> None:
         assert answer.status_code == 400 and "'new'" in answer.json()["error"]["message"]
 
 
-@pytest.mark.slow
-async def test_without_a_replica_the_answer_is_503() -> None:
-    async with service(find_replica_timeout_s=0.3) as (_, _, client):
-        answer = await client.get("/text")
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-        assert "no replica is ready" in answer.json()["error"]["message"]
-
-
 async def test_bodies_and_requests_are_bounded() -> None:
     async with service("a", max_in_flight=1) as (_, _, client):
         answer = await client.post("/whole", content=b"x" * 101)
@@ -199,18 +180,6 @@ async def test_bodies_and_requests_are_bounded() -> None:
         async with asyncio.timeout(5):  # its place is free again once the router has noticed
             while (await client.get("/text")).status_code != 200:
                 await asyncio.sleep(0.01)
-
-
-async def test_a_replicas_port_is_for_routers_only() -> None:
-    async with service("a") as (fleet, _, client):
-        meta = fleet.metadata["a"]
-        async with httpx.AsyncClient(base_url=f"http://{meta['address']}") as stranger:
-            for headers in ({}, {"x-slipstream-key": "guess"}):
-                answer = await stranger.get("/text", headers=headers)
-                assert answer.status_code == 400 and "routers" in answer.json()["error"]["message"]
-            assert (await stranger.get("/text", headers={"x-slipstream-key": meta["key"]})).text == "plain"
-        # A client's own header of that name does not reach the replica.
-        assert (await client.get("/text", headers={"x-slipstream-key": "guess"})).text == "plain"
 
 
 LONG = "what all of them begin with " * 40

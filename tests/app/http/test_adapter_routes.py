@@ -1,6 +1,5 @@
 """vLLM's adapter routes: bodies, answers and status codes are its own."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -10,17 +9,6 @@ from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
 
 LOAD, UNLOAD, ALIAS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter"
-
-
-@pytest.fixture
-def controller() -> FakeController:
-    return FakeController()
-
-
-@pytest.fixture
-async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(controller) as made:
-        yield made
 
 
 def load(path: str = "/adapters/a", name: str = "math", **more: Any) -> dict[str, Any]:

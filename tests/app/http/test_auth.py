@@ -102,13 +102,6 @@ async def test_without_tokens_everything_is_open() -> None:
         assert (await fleet.post("/pause")).json() == {"status": "paused"}
 
 
-async def test_a_client_that_has_only_an_address_carries_the_token_there() -> None:
-    async with client(FakeController(), token=OPERATOR, user_token=USER) as fleet:
-        answer = await fleet.get(f"http://x:{USER}@fleet/v1/models")
-        assert answer.status_code == 200
-        assert (await fleet.post(f"http://x:{OPERATOR}@fleet/pause")).status_code == 200
-
-
 async def test_a_browser_is_told_to_ask_for_it() -> None:
     async with client(FakeController(), token=OPERATOR) as fleet:
         answer = await fleet.get("/")

@@ -1,14 +1,21 @@
 """Pickled CUDA IPC handles: refused, or read by an unpickler that knows nothing else."""
 
 import base64
+import contextlib
 import json
 import pickle
+import pickletools
+import struct
+import time
+import tracemalloc
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from app.http.ipc_handles import refuse_or_restrict
+from app.http.ipc_handles import FIELD, read_handles, refuse_or_restrict
 from deployments.protocol.errors import InvalidRequest
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 
@@ -58,3 +65,164 @@ def test_handles_are_read_into_json_types() -> None:
 def test_anything_else_is_refused(payload: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         refuse_or_restrict(payload, allowed=True)
+
+
+# -- pickles that run something, allocate memory or never end ----------------------------------------
+
+P = pickle
+STOP = P.STOP
+
+
+def text(value: str) -> bytes:
+    return P.SHORT_BINUNICODE + bytes([len(value)]) + value.encode()
+
+
+def name(module: str, attribute: str) -> bytes:
+    return text(module) + text(attribute) + P.STACK_GLOBAL
+
+
+def nested_lists(depth: int) -> bytes:
+    """Each list holds the one before ten times: small in a pickle, without end for whoever walks through."""
+    made = P.EMPTY_LIST + P.MEMOIZE
+    for index in range(depth):
+        made += P.EMPTY_LIST + P.MEMOIZE + P.MARK + (P.BINGET + bytes([index])) * 10 + P.APPENDS
+    return made
+
+
+def many_times(handle: bytes, times: int) -> bytes:
+    """A list with one dict of handles any number of times."""
+    one = P.EMPTY_DICT + P.MEMOIZE + text("GPU-1") + handle + P.SETITEM
+    return one + P.EMPTY_LIST + P.MARK + (P.BINGET + b"\0") * times + P.APPENDS  # the dict itself stays below
+
+
+HOSTILE = {
+    "reduce": name("builtins", "eval") + text("1") + P.TUPLE1 + P.REDUCE,
+    "system": name("os", "system") + text("true") + P.TUPLE1 + P.REDUCE,
+    "global in text": b"cos\nsystem\n(S'true'\ntR",
+    "dotted name": name("torch", "Tensor.__class__"),
+    "dotted module": name("torch.storage", "UntypedStorage.from_file"),
+    "no text in a name": P.BININT1 + b"\1" + P.BININT1 + b"\2" + P.STACK_GLOBAL,
+    "dtype is called": name("torch", "bfloat16") + P.EMPTY_TUPLE + P.REDUCE,
+    "storage of 1 TB": name("torch.storage", "UntypedStorage")
+    + P.LONG1
+    + b"\6\0\0\0\0\0\1"
+    + P.TUPLE1
+    + P.REDUCE,
+    "new object": name("torch", "Tensor") + P.EMPTY_TUPLE + P.NEWOBJ,
+    "new object by keywords": name("torch", "Tensor") + P.EMPTY_TUPLE + P.EMPTY_DICT + P.NEWOBJ_EX,
+    "state": name("torch", "Tensor") + P.EMPTY_DICT + P.BUILD,
+    "instance": b"(itorch\nTensor\n",
+    "object": P.MARK + name("torch", "Tensor") + P.OBJ,
+    "extension 1": P.EXT1 + b"\1",
+    "extension 2": P.EXT2 + b"\1\0",
+    "extension 4": P.EXT4 + b"\1\0\0\0",
+    "persistent id": text("x") + P.BINPERSID,
+    "persistent id in text": b"Px\n",
+    "size of nothing": name("torch", "Size") + P.EMPTY_TUPLE + P.REDUCE,
+    "size of two": name("torch", "Size") + P.EMPTY_LIST + P.EMPTY_LIST + P.TUPLE2 + P.REDUCE,
+    "size without a tuple": name("torch", "Size") + P.NONE + P.REDUCE,
+    "call of nothing": P.NONE + P.EMPTY_TUPLE + P.REDUCE,
+    "memo index": P.NONE + P.LONG_BINPUT + b"\xff\xff\xff\x7f",
+    "memo index in text": P.NONE + b"p999999999\n",
+    "unknown memo": P.LONG_BINGET + b"\xff\xff\xff\x7f",
+    "claims 1 TB of bytes": P.BINBYTES8 + struct.pack("<Q", 1 << 40),
+    "claims 4 GB of bytes": P.BINBYTES + struct.pack("<I", 0xFFFFFFFF),
+    "claims 4 GB of text": P.BINUNICODE + struct.pack("<I", 0xFFFFFFFF),
+    "claims 1 TB of bytearray": P.BYTEARRAY8 + struct.pack("<Q", 1 << 40),
+    "claims a long": P.LONG4 + struct.pack("<i", 0x7FFFFFFF),
+    "claims a frame": P.FRAME + struct.pack("<Q", 1 << 62),
+    "long in text": b"L" + b"9" * 100_000 + b"L\n",
+    "deep tuples": P.NONE + P.TUPLE1 * 200_000,
+    "deep lists": P.EMPTY_LIST * 50_000 + P.APPEND * 49_999,
+    "lists without end": nested_lists(60),
+    "a list in itself": P.EMPTY_LIST + P.MEMOIZE + P.BINGET + b"\0" + P.APPEND,
+    "a dict in itself": P.EMPTY_DICT + P.MEMOIZE + text("GPU-1") + P.BINGET + b"\0" + P.SETITEM,
+    "a key that is none": P.EMPTY_DICT + P.EMPTY_LIST + P.NONE + P.SETITEM,
+    "items of no dict": P.NONE + P.NONE + P.NONE + P.SETITEM,
+    "nothing on the stack": P.SETITEM,
+    "no mark": P.APPENDS,
+    "protocol of the future": P.PROTO + b"\xff",
+    "handles many times": many_times(pickle.dumps(ipc_handle(), 4)[:-1], 200_000),
+    "a handle of 2 MB": pickle.dumps({"GPU-1": (*ipc_handle()[:7], b"m" * (1 << 21), *ipc_handle()[8:])}, 4)[
+        :-1
+    ],
+    "a million dimensions": pickle.dumps({"GPU-1": (None, (1,) * 1_000_000, *ipc_handle()[2:])}, 4)[:-1],
+}
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        read_handles(base64.b64encode(data).decode())
+    assert caught.value.message.startswith(FIELD) and len(caught.value.message) < 500
+    return caught.value.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_pickle_is_refused_quickly_and_in_little_memory(kind: str) -> None:
+    data = P.PROTO + b"\4" + HOSTILE[kind] + STOP
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        refused(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 10
+    assert peak < (64 << 20) + 100 * len(data)
+
+
+@pytest.mark.slow
+@given(st.binary(max_size=200))
+@settings(max_examples=500, deadline=None)
+def test_any_bytes_are_handles_or_refused(data: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        read_handles(base64.b64encode(P.PROTO + b"\4" + data + STOP).decode())
+
+
+OPCODES = st.sampled_from([opcode.code.encode("latin-1") for opcode in pickletools.opcodes])
+PIECES = st.one_of(
+    OPCODES,
+    st.sampled_from([name("torch", "Size"), name("torch", "Tensor"), name("builtins", "exec"), text("a")]),
+    st.binary(max_size=4),
+)
+
+
+@pytest.mark.slow
+@given(st.lists(PIECES, max_size=30))
+@settings(max_examples=1000, deadline=None)
+def test_any_program_of_opcodes_is_handles_or_refused(pieces: list[bytes]) -> None:
+    with contextlib.suppress(InvalidRequest):
+        read_handles(base64.b64encode(P.PROTO + b"\4" + b"".join(pieces) + STOP).decode())
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_changed_byte_of_real_handles_is_handles_or_refused(data: st.DataObject) -> None:
+    real = bytearray(pickle.dumps([{"GPU-1": ipc_handle()}, {"GPU-2": ipc_handle()}]))
+    real[data.draw(st.integers(0, len(real) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(InvalidRequest):
+        read_handles(base64.b64encode(bytes(real)).decode())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@pytest.mark.slow
+@given(JSON)
+@settings(max_examples=200, deadline=None)
+def test_any_payload_is_passed_on_or_refused(payload: Any) -> None:
+    with contextlib.suppress(InvalidRequest):
+        refuse_or_restrict(payload, allowed=True)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_real_handles_are_read_whatever_the_protocol(protocol: int) -> None:
+    made = pickle.dumps([{"GPU-1": ipc_handle()}] * 3, protocol)
+    read: Any = read_handles(base64.b64encode(made).decode())
+    assert len(read) == 3 and read[0]["GPU-1"]["dtype"] == "bfloat16" and read[0]["GPU-1"]["size"] == [2, 3]

@@ -1,7 +1,5 @@
 """The lease of callers who carry none, over a complete update and when a call fails."""
 
-from collections.abc import AsyncIterator
-
 import httpx
 import pytest
 
@@ -9,18 +7,6 @@ from app.http.weight_routes import PUBLISHER
 from deployments.protocol.errors import InvalidRequest, RoundAborted, TransferAborted
 from deployments.protocol.publishing import RoundOptions
 from tests.app.http.fake_controller import FakeController
-from tests.app.http.serving import client
-
-
-@pytest.fixture
-def controller() -> FakeController:
-    return FakeController()
-
-
-@pytest.fixture
-async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(controller) as made:
-        yield made
 
 
 async def test_a_complete_update_acquires_the_lease_once_and_releases_it(

@@ -1,6 +1,5 @@
 """vLLM's routes that update weights: their order, parameters and answers."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -13,17 +12,6 @@ from deployments.protocol.engine_state import WeightChecksums
 from deployments.protocol.errors import Conflict
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client
-
-
-@pytest.fixture
-def controller() -> FakeController:
-    return FakeController()
-
-
-@pytest.fixture
-async def fleet(controller: FakeController) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(controller) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,13 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(*responses: bytes, timeout_s: float = 10.0) -> AsyncIterator[Scene]:
+async def scene(
+    *responses: bytes | StubReplica, timeout_s: float = 10.0, library: Any = httpx, **options: float
+) -> AsyncIterator[Scene]:
+    """A router with these options in front of replicas; a client of `library`, which is as `httpx`."""
     handle = FakeHandle()
-    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s))
-    replicas = [StubReplica(response) for response in responses]
+    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s), **options)
+    replicas = [StubReplica(each) if isinstance(each, bytes) else each for each in responses]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(router.close)
         for index, replica in enumerate(replicas):
@@ -99,6 +102,7 @@ async def scene(*responses: bytes, timeout_s: float = 10.0) -> AsyncIterator[Sce
             stack.callback(server.close)
             host, port = server.sockets[0].getsockname()
             handle.metadata[f"r{index}"] = {"address": f"{host}:{port}", "key": f"key-{index}"}
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(app=router), base_url="http://fleet")
+        transport = library.ASGITransport(app=router)
+        client = library.AsyncClient(transport=transport, base_url="http://fleet", timeout=10)
         await stack.enter_async_context(client)
         yield Scene(handle=handle, router=router, client=client, replicas=replicas)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,26 +10,12 @@ import httpx
 import httpx2
 import pytest
 
-from deployments.protocol.routing import Demand
 from deployments.router.forwarding import detect_stall
-from deployments.router.router import Router
-from tests.deployments.router.router_scene import LIMITS, OK, StubReplica
+from tests.deployments.router.router_scene import OK, StubReplica, scene
 
 BEGUN = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n"
 )
-
-
-class InTurn:
-    """Stands for Serve's handle: the replicas one after the other, the last one again and again."""
-
-    def __init__(self, *addresses: str) -> None:
-        self._left = list(addresses)
-
-    @asynccontextmanager
-    async def choose_replica(self, demand: Demand, *, _reserve: bool) -> AsyncIterator[Any]:
-        address = self._left.pop(0) if len(self._left) > 1 else self._left[0]
-        yield SimpleNamespace(replica_id=address, replica_metadata={"address": address, "key": "k"})
 
 
 class Stops(StubReplica):
@@ -66,19 +52,8 @@ class Slow(StubReplica):
 
 @asynccontextmanager
 async def fleet(*replicas: StubReplica, library: Any = httpx) -> AsyncIterator[Any]:
-    async with AsyncExitStack() as stack:
-        addresses = []
-        for replica in replicas:
-            server = await asyncio.start_server(replica.handle, "127.0.0.1", 0)
-            stack.callback(server.close)
-            host, port = server.sockets[0].getsockname()
-            addresses.append(f"{host}:{port}")
-        router = Router(InTurn(*addresses), LIMITS, silence_s=0.1, probe_timeout_s=1.0)
-        stack.push_async_callback(router.close)
-        transport = library.ASGITransport(app=router)
-        yield await stack.enter_async_context(
-            library.AsyncClient(transport=transport, base_url="http://fleet", timeout=10)
-        )
+    async with scene(*replicas, library=library, silence_s=0.1, probe_timeout_s=1.0) as made:
+        yield made.client
 
 
 @pytest.mark.slow
