@@ -46,9 +46,7 @@ def test_a_copy_does_not_change_with_its_source(store: AdapterStore, tmp_path: P
     assert store.ids() == []
 
 
-def test_files_that_nobody_changes_are_not_read_and_outlive_their_first_name(
-    store: AdapterStore, tmp_path: Path
-) -> None:
+def test_files_with_a_stated_digest_are_hard_linked(store: AdapterStore, tmp_path: Path) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
     stated = digest_of({name: (source / name).read_bytes() for name in (CONFIG, TENSORS)})
     assert stated == adapter_digest(source)
@@ -76,7 +74,7 @@ def test_a_digest_is_of_every_part_in_its_place(tmp_path: Path, size: int) -> No
     assert all(digest_of({CONFIG: b"{}", TENSORS: other}) != digest for other in others)
 
 
-def test_a_copy_for_which_there_is_no_room_is_said_to_be_that(tmp_path: Path) -> None:
+def test_copy_to_a_full_disk_raises_cannot_write(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"x" * (3 * PART_BYTES))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -91,7 +89,7 @@ def test_a_copy_for_which_there_is_no_room_is_said_to_be_that(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("refused", [CONFIG, TENSORS])
-def test_where_there_are_no_hard_links_files_are_copied(
+def test_files_are_copied_without_hard_links(
     store: AdapterStore, tmp_path: Path, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, link = save_tiny_adapter(tmp_path / "a", 1), os.link
@@ -128,7 +126,7 @@ def test_the_configuration_is_a_part_of_the_digest(store: AdapterStore, tmp_path
     assert one.digest != two.digest
 
 
-def test_a_copy_that_cannot_be_made_durable_is_named(store: AdapterStore, tmp_path: Path) -> None:
+def test_copy_that_cannot_be_synced_raises_cannot_write(store: AdapterStore, tmp_path: Path) -> None:
     files = store.copy(save_tiny_adapter(tmp_path / "a", 1), [tmp_path], 7)
     (Path(files.path) / "adapter_config.json").unlink()
     with pytest.raises(CannotWrite):
@@ -157,25 +155,24 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
-@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_file_that_is_not_there_yet_may_come(store: AdapterStore, tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "kept"),
+    [(CONFIG, None), (TENSORS, None), (TENSORS, 0), (TENSORS, 5), (TENSORS, 100), (TENSORS, -1)],
+)
+def test_absent_or_truncated_file_is_incomplete(
+    store: AdapterStore, tmp_path: Path, file: str, kept: int | None
+) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
-    (source / file).unlink()
-    with pytest.raises(Incomplete, match="does not exist"):
-        store.copy(source, [tmp_path], 1)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_half_a_file_may_become_whole(store: AdapterStore, tmp_path: Path, kept: int) -> None:
-    source = save_tiny_adapter(tmp_path / "a", 1)
-    file = source / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(Incomplete):
+    if kept is None:
+        (source / file).unlink()
+    else:
+        (source / file).write_bytes((source / file).read_bytes()[:kept])
+    with pytest.raises(Incomplete, match="does not exist" if kept is None else "header|bytes"):
         store.copy(source, [tmp_path], 1)
     assert store.ids() == [] and list(store.directory.parent.glob("*/.*")) == []
 
 
-def test_what_is_outside_of_the_roots_is_not_read(store: AdapterStore, tmp_path: Path) -> None:
+def test_source_outside_the_roots_is_refused(store: AdapterStore, tmp_path: Path) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
     (tmp_path / "root").mkdir()
     for path in (source, tmp_path / "root" / ".." / "a"):
@@ -198,7 +195,7 @@ def test_pickled_tensors_are_refused(store: AdapterStore, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "phrase"), [([], "rank 'r'"), ({"r": "x"}, "rank 'r'"), ({"r": 4, "peft_type": "IA3"}, "LORA")]
 )
-def test_what_is_no_configuration_is_refused(
+def test_invalid_configuration_is_refused(
     store: AdapterStore, tmp_path: Path, config: object, phrase: str
 ) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
@@ -208,7 +205,7 @@ def test_what_is_no_configuration_is_refused(
     assert not isinstance(raised.value, Incomplete)
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_complete(
+def test_file_that_changes_during_the_copy_is_incomplete(
     store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)

@@ -35,7 +35,7 @@ def test_a_hub_id_is_downloaded_without_weights_in_other_formats(tmp_path: Path,
 
 
 @pytest.mark.parametrize("model", ["org/other", "/no/such/directory", "a/b/c"])
-def test_what_cannot_be_downloaded_gets_a_sentence(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_is_one_sentence(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's own library says it; it has no network here."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=re.escape(f"can be downloaded, got {model!r}: ")) as caught:
@@ -75,7 +75,7 @@ def test_a_name_that_is_no_hub_id_is_left_to_vllm(name: str) -> None:
     assert cached(name) == Path(name)
 
 
-def test_files_that_an_engine_had_no_use_for_may_be_lacking(
+def test_cache_without_files_that_vllm_does_not_use_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub's own library, and a cache as vLLM leaves it: the list of all files, and not all of them."""
@@ -97,7 +97,7 @@ def test_the_schema_of_a_whole_checkpoint_is_known(tmp_path: Path, caplog: pytes
     assert caplog.messages == []
 
 
-def test_a_part_of_a_checkpoint_in_the_hubs_cache_is_not_taken_for_the_whole(
+def test_incomplete_checkpoint_in_the_cache_has_no_schema(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A trainer of the same host may be downloading it."""
@@ -117,7 +117,7 @@ def test_mistrals_own_names_say_nothing_of_an_update(
     assert schema_of(tmp_path, "auto", of_hub=False) is not None
 
 
-def test_nobody_is_warned_of_dummy_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dummy_weights_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert schema_of(tmp_path, "dummy", of_hub=False) is None and caplog.messages == []
     assert schema_of(tmp_path, "auto", of_hub=False) is None and len(caplog.messages) == 1
 

@@ -104,7 +104,7 @@ def test_version_of_another_fleet_in_the_store_is_a_problem(store: Store) -> Non
         write_version(mine, store, no_files)
 
 
-def test_a_version_that_another_writer_stored_stays_as_it_is(store: Store) -> None:
+def test_version_of_another_writer_stays_as_it_is(store: Store) -> None:
     """Its writer was lost before it could report it."""
     first = write_version(version_of(3), store, no_files)
     written = (first / "model.safetensors").stat().st_mtime_ns
@@ -117,7 +117,7 @@ def test_a_version_that_another_writer_stored_stays_as_it_is(store: Store) -> No
     [{"w": torch.full((2, 3), 4.0)}, {"w": torch.full((6,), 3.0)}, {"other": torch.zeros(1)}],
     ids=["content", "shape", "name"],
 )
-def test_other_weights_of_the_same_number_do_not_count_as_this_version(
+def test_other_weights_of_the_same_version_are_a_problem(
     store: Store, caplog: pytest.LogCaptureFixture, tensors: dict[str, torch.Tensor]
 ) -> None:
     """The store of an older run whose journal is gone, or one that two fleets share."""
@@ -136,9 +136,10 @@ def test_other_weights_of_the_same_number_do_not_count_as_this_version(
     assert torch.equal(load_file(path / "model.safetensors")["w"], torch.full((2, 3), 3.0))
 
 
-def test_put_returns_at_once_and_the_result_says_where_the_version_is(store: Store) -> None:
+def test_put_returns_at_once_and_the_result_has_the_path(store: Store) -> None:
     gate, results = Gate(), list[StoreResult]()
     writer = VersionWriter(write_files=gate, on_stored=results.append)
+    assert writer.wait(0.0) and writer.result is None
     writer.put(version_of(3), store)
     assert gate.entered.wait(TIMEOUT_S)
     assert not writer.wait(0.0)
@@ -150,7 +151,7 @@ def test_put_returns_at_once_and_the_result_says_where_the_version_is(store: Sto
 
 
 @pytest.mark.slow
-def test_writing_takes_its_share_of_a_core_unless_somebody_waits(
+def test_writer_takes_its_share_of_a_core_unless_it_is_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests: list[bool] = []  # whether somebody waited
@@ -171,7 +172,7 @@ def test_writing_takes_its_share_of_a_core_unless_somebody_waits(
     assert rests == [*[False] * 10, True, True], "one tensor: its digest, and its bytes"
 
 
-def test_a_version_that_waits_is_replaced_by_a_newer_one(store: Store) -> None:
+def test_waiting_version_is_replaced_by_a_newer_one(store: Store) -> None:
     gate = Gate()
     writer = VersionWriter(write_files=gate)
     writer.put(version_of(1), store)
@@ -184,35 +185,24 @@ def test_a_version_that_waits_is_replaced_by_a_newer_one(store: Store) -> None:
     assert writer.newest == 5
 
 
-def test_the_result_of_an_earlier_attempt_is_forgotten(store: Store, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    failed: list[StoreResult] = []
-    writer = VersionWriter(write_files=no_files, on_failed=failed.append)
-    writer.put(version_of(3), Store(tmp_path / "file" / "store"))
-    assert writer.wait(TIMEOUT_S)
-    assert [each.version for each in failed] == [3] and writer.result == failed[0]
-    writer.put(version_of(3), store)
-    assert writer.result is None or not writer.result.problem
-    assert writer.wait(TIMEOUT_S)
-    assert writer.result is not None and not writer.result.problem
-
-
-def test_a_version_that_cannot_be_written_is_a_problem_and_the_next_one_is_written(
+def test_failed_write_is_reported_and_may_be_tried_again(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    writer = VersionWriter(write_files=no_files)
+    failed: list[StoreResult] = []
+    writer = VersionWriter(write_files=no_files, on_failed=failed.append)
     with caplog.at_level(logging.ERROR, "ray.serve"):
         writer.put(version_of(3), Store(tmp_path / "file" / "store"))
         assert writer.wait(TIMEOUT_S)
     result = writer.result
     assert result is not None and (result.version, result.path, writer.newest) == (3, "", None)
-    assert result.problem.startswith("NotADirectoryError: ")
+    assert result.problem.startswith("NotADirectoryError: ") and failed == [result]
     message = f"version 3 could not be stored: {result.problem}"
-    assert [record.getMessage() for record in caplog.records] == [message]
-    writer.put(version_of(4), store)
+    assert {record.getMessage() for record in caplog.records} == {message}
+    writer.put(version_of(3), store)
+    assert writer.result is None or not writer.result.problem, "not that of the first attempt"
     assert writer.wait(TIMEOUT_S)
-    assert writer.newest == 4 and writer.result is not None and writer.result.problem == ""
+    assert writer.newest == 3 and writer.result is not None and not writer.result.problem
 
 
 def fail(result: StoreResult) -> None:
@@ -240,11 +230,6 @@ def test_the_tensors_of_a_written_version_are_freed(store: Store) -> None:
     assert freed() is None
 
 
-def test_a_writer_without_versions_does_not_wait(store: Store) -> None:
-    writer = VersionWriter(write_files=no_files)
-    assert writer.wait(0.0) and writer.result is None
-
-
 NUMBERS = torch.arange(7)
 TENSORS = {
     "odd.bytes": NUMBERS.to(torch.uint8),
@@ -255,27 +240,19 @@ TENSORS = {
 }
 
 
-def test_every_dtype_is_read_as_it_was(tmp_path: Path) -> None:
-    write_safetensors(TENSORS, tmp_path / "x.safetensors")
+def test_safetensors_file_holds_every_dtype_and_layout(tmp_path: Path) -> None:
+    tensors = TENSORS | {
+        "strided": torch.arange(12.0).reshape(3, 4).t(),
+        "parameter": torch.nn.Parameter(torch.arange(3.0)),
+    }
+    write_safetensors(tensors, tmp_path / "x.safetensors")
     loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         assert loaded[name].to(torch.float32).equal(tensor.to(torch.float32))
-
-
-def test_a_tensor_that_is_strided_or_requires_a_gradient_is_written_too(tmp_path: Path) -> None:
-    strided = torch.arange(12.0).reshape(3, 4).t()
-    parameter = torch.nn.Parameter(torch.arange(3.0))
-    write_safetensors({"strided": strided, "parameter": parameter}, tmp_path / "x.safetensors")
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert torch.equal(loaded["strided"], strided) and torch.equal(loaded["parameter"], parameter)
-
-
-def test_transformers_recognises_the_file(tmp_path: Path) -> None:
-    write_safetensors(TENSORS, tmp_path / "x.safetensors")
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt"}, "transformers requires it"
 
 
 def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
@@ -302,7 +279,7 @@ def arrive(retained: RetainedVersions, version: int | None) -> dict[str, torch.T
     return tensors
 
 
-def test_a_committed_version_has_its_tensors_and_their_digests() -> None:
+def test_retained_version_has_its_tensors_until_it_is_forgotten() -> None:
     retained = RetainedVersions()
     tensors = arrive(retained, 3)
     retained.commit()
@@ -310,9 +287,14 @@ def test_a_committed_version_has_its_tensors_and_their_digests() -> None:
     assert (version.version, version.label, version.trainer_step) == (3, "step-3", None)
     assert version.tensors.keys() == tensors.keys()
     assert all(torch.equal(version.tensors[name], tensor) for name, tensor in tensors.items())
+    retained.forget(2)
+    assert retained.committed(3, None).version == 3
+    retained.forget(4)
+    with pytest.raises(ValueError, match="the retained one is None"):
+        retained.committed(3, None)
 
 
-def test_what_was_dropped_is_not_retained() -> None:
+def test_dropped_update_is_not_retained() -> None:
     retained = RetainedVersions()
     arrive(retained, 3)
     retained.commit()
@@ -323,32 +305,15 @@ def test_what_was_dropped_is_not_retained() -> None:
     assert retained.committed(3, None).version == 3
 
 
-def test_a_newer_version_replaces_the_retained_one() -> None:
+@pytest.mark.parametrize("newer", [4, None], ids=["retained", "not retained"])
+def test_commit_replaces_the_retained_version(newer: int | None) -> None:
     retained = RetainedVersions()
-    for version in (3, 4):
+    for version in (3, newer):
         arrive(retained, version)
         retained.commit()
-    with pytest.raises(ValueError, match="version 3 must be retained to be stored, the retained one is 4"):
+    with pytest.raises(
+        ValueError, match=f"version 3 must be retained to be stored, the retained one is {newer}"
+    ):
         retained.committed(3, None)
-    assert torch.equal(retained.committed(4, None).tensors["n"], torch.tensor([4]))
-
-
-def test_a_commit_that_is_not_retained_frees_the_older_version() -> None:
-    retained = RetainedVersions()
-    arrive(retained, 3)
-    retained.commit()
-    arrive(retained, None)
-    retained.commit()
-    with pytest.raises(ValueError, match="the retained one is None"):
-        retained.committed(3, None)
-
-
-def test_forgetting_a_version_frees_it_and_older_ones() -> None:
-    retained = RetainedVersions()
-    arrive(retained, 3)
-    retained.commit()
-    retained.forget(2)
-    assert retained.committed(3, None).version == 3
-    retained.forget(4)
-    with pytest.raises(ValueError, match="the retained one is None"):
-        retained.committed(3, None)
+    if newer is not None:
+        assert torch.equal(retained.committed(newer, None).tensors["n"], torch.tensor([newer]))

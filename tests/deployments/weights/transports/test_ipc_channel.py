@@ -132,20 +132,16 @@ def test_another_form_is_refused_with_the_first_wrong_field(encoded: Any, messag
     assert str(raised.value).startswith(message)
 
 
-def test_a_worker_uses_the_channel_of_its_own_gpu() -> None:
-    assert [init_info().source_of("GPU-2", rank) for rank in (1, 2, 3)] == ["GPU-2"] * 3
+@pytest.mark.parametrize(
+    ("gpu", "sources"), [("GPU-2", ["GPU-2"] * 3), ("GPU-3", ["GPU-2", "GPU-1", "GPU-2"])]
+)
+def test_worker_uses_the_channel_of_its_own_gpu_or_all_in_turn(gpu: str, sources: list[str]) -> None:
+    assert [init_info().source_of(gpu, rank) for rank in (1, 2, 3)] == sources
 
 
-def test_workers_on_gpus_without_a_trainer_rank_use_all_channels_in_turn() -> None:
-    assert [init_info().source_of("GPU-3", rank) for rank in (1, 2, 3)] == ["GPU-2", "GPU-1", "GPU-2"]
-
-
-def test_without_a_channel_there_is_no_connection() -> None:
+def test_no_channel_and_a_channel_of_another_host_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^channels: expected that of one trainer rank at least, got none$"):
         replace(init_info(), channels={})
-
-
-def test_a_channel_of_another_host_is_refused() -> None:
     expected = (
         rf"^the trainer rank on GPU GPU-1: segment '{ELSEWHERE}' does not exist on this host "
         r"\(transport 'ipc' connects the GPUs of one host\)$"
@@ -193,29 +189,19 @@ def page() -> Iterator[tuple[str, Page]]:
     remove_segment(name)
 
 
-def test_workers_are_those_that_have_opened_the_page(page: tuple[str, Page]) -> None:
+def test_page_is_shared_and_outlives_its_name(page: tuple[str, Page]) -> None:
     name, ours = page
     assert len(ours) == TAKEN + 3 and ours.workers() == [] and ours[PUBLISHED] == 0 > ours[ABANDONED]
+    with pytest.raises(ValueError, match=r"must have 64 bytes, it has 56$"):
+        open_page(name, 4, 0.2)
     theirs = open_page(name, 3, 0.2)
     theirs[TAKEN + 2] = 0
     assert ours.workers() == [TAKEN + 2]
+    remove_segment(name)
     ours[PUBLISHED] = 7 << 32 | 1
     assert theirs[PUBLISHED] == 7 << 32 | 1
-
-
-def test_a_page_outlives_its_name(page: tuple[str, Page]) -> None:
-    name, ours = page
-    theirs = open_page(name, 3, 0.2)
-    remove_segment(name)
-    ours[PUBLISHED] = 5
-    assert theirs[PUBLISHED] == 5
     with pytest.raises(ValueError, match=rf"^segment '{name}' does not exist on this host$"):
         open_page(name, 3, 0.2)
-
-
-def test_a_page_of_another_world_size_is_refused(page: tuple[str, Page]) -> None:
-    with pytest.raises(ValueError, match=r"must have 64 bytes, it has 56$"):
-        open_page(page[0], 4, 0.2)
 
 
 def test_a_wait_ends_with_the_peers_progress(page: tuple[str, Page]) -> None:

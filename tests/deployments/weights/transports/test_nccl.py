@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, cast
@@ -16,6 +16,7 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import nccl as nccl_module
+from deployments.weights.transports.broadcast import Check
 from deployments.weights.transports.nccl import (
     Create,
     NcclGroup,
@@ -24,7 +25,7 @@ from deployments.weights.transports.nccl import (
     create_in_time,
 )
 from deployments.weights.transports.rendezvous import RollCall
-from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
+from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 PATIENCE_S = 10.0
 DEVICE = torch.device("cuda", 0)
@@ -83,7 +84,11 @@ def no_thread_is_left() -> None:
 
 
 def create(
-    call: Create, timeout_s: float = 0.3, check: Callable[[], None] = go_on, store: Any = None, rank: int = 1
+    call: Create,
+    timeout_s: float = 0.3,
+    check: Check = no_check,
+    store: Any = None,
+    rank: int = 1,
 ) -> PyNcclCommunicator:
     roll_call = RollCall(HashStore() if store is None else store, rank, 3)
     return create_in_time(call, info_for(3, timeout_s), rank, roll_call, check)
@@ -134,11 +139,11 @@ def test_a_member_at_which_the_call_failed_ends_the_wait_of_the_others(nccl: Ncc
     failing, store = Nccl(RuntimeError("NCCL error: remote process exited\nstack")), HashStore()
     failing.returns.set()
     with ThreadPoolExecutor(max_workers=2) as threads:
-        waiting = threads.submit(create, nccl.create, 60.0, go_on, store, 0)
+        waiting = threads.submit(create, nccl.create, 60.0, no_check, store, 0)
         assert nccl.entered.wait(PATIENCE_S)
         first = r"members \(127\.0\.0\.1:\d+\): NCCL error: remote process exited; ranks \[2\] do not answer"
         with pytest.raises(TransferFailed, match=first) as raised:
-            create(failing.create, 60.0, go_on, store, 1)
+            create(failing.create, 60.0, no_check, store, 1)
         assert raised.value.missing_ranks == (2,)
         with pytest.raises(TransferFailed, match=r": it failed at another member first; ranks \[2\]"):
             waiting.result(PATIENCE_S)
@@ -233,4 +238,4 @@ def test_a_group_is_not_held_by_a_member_that_dies_after_the_rendezvous(
     monkeypatch.setattr(nccl_module, "rendezvous_with_nccl", lambda *_: store)
     monkeypatch.setattr(nccl_module, "by_store", lambda *_: nccl.create)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s; ranks \[0, 2\] do not answer"):
-        NcclGroup(info_for(3, 0.3), 1, DEVICE, go_on)
+        NcclGroup(info_for(3, 0.3), 1, DEVICE, no_check)

@@ -1,4 +1,4 @@
-"""Every record names things that exist, and whoever reads the registry imports nothing heavy."""
+"""Every record names classes that exist, and reading the registry imports nothing heavy."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def facts(chunk_bytes: int | None = None, largest_tensor_bytes: int = 0) -> Trai
     )
 
 
-def test_reading_it_imports_nothing_heavy() -> None:
+def test_registry_imports_nothing_heavy() -> None:
     code = (
         "import sys, deployments.weights.transports.registry\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} - sys.stdlib_module_names))"
@@ -46,7 +46,7 @@ def test_reading_it_imports_nothing_heavy() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # a fresh interpreter imports what vLLM does
-def test_a_trainer_loads_the_module_of_its_transport_without_vllms_layers() -> None:
+def test_transport_modules_do_not_import_vllms_layers() -> None:
     """They are most of vLLM: seconds, in the middle of the first publish."""
     modules = sorted(record.module for record in TRANSPORTS.values())
     code = (
@@ -58,23 +58,16 @@ def test_a_trainer_loads_the_module_of_its_transport_without_vllms_layers() -> N
 
 
 @every_record
-def test_both_halves_of_a_transport_exist(record: Transport) -> None:
-    module = import_module(record.module)
-    receiver, sender = getattr(module, record.receiver_class), getattr(module, record.sender_class)
-    assert issubclass(receiver, StagedWeightTransferEngine) and not receiver.__abstractmethods__
-    assert issubclass(sender, TrainerWeightTransferEngine) and not sender.__abstractmethods__
-    assert TRANSPORTS[record.name] is record
-
-
-@every_record
 def test_both_halves_are_registered_with_vllm(record: Transport) -> None:
     register()
     register()  # vLLM loads its plugins more than once in a process
     module = import_module(record.module)
-    found = WeightTransferEngineFactory._registry[record.backend]()
-    assert found is getattr(module, record.receiver_class)
-    found = WeightTransferTrainerFactory._registry[record.backend]()
-    assert found is getattr(module, record.sender_class)
+    receiver, sender = getattr(module, record.receiver_class), getattr(module, record.sender_class)
+    assert issubclass(receiver, StagedWeightTransferEngine) and not receiver.__abstractmethods__
+    assert issubclass(sender, TrainerWeightTransferEngine) and not sender.__abstractmethods__
+    assert WeightTransferEngineFactory._registry[record.backend]() is receiver
+    assert WeightTransferTrainerFactory._registry[record.backend]() is sender
+    assert TRANSPORTS[record.name] is record
 
 
 @every_record
@@ -107,7 +100,7 @@ def test_init_info_has_the_facts_of_the_connection(name: str) -> None:
         assert getattr(info, field, value) == value
 
 
-def test_the_buffers_of_vllms_own_ipc_engine_hold_the_largest_tensor() -> None:
+def test_buffers_of_vllms_ipc_engine_hold_the_largest_tensor() -> None:
     assert not trainer_init_info("ipc", facts()).packed
     for chunk_bytes, largest, size in [(100, 50, 100), (100, 200, 200)]:
         info = trainer_init_info("ipc", facts(chunk_bytes, largest))
@@ -125,29 +118,27 @@ def test_the_buffers_of_vllms_own_ipc_engine_hold_the_largest_tensor() -> None:
         ("nccl", "none", "nccl"),
     ],
 )
-def test_the_staging_decides_between_our_backend_and_vllms(transport: str, staging: str, name: str) -> None:
+def test_staging_selects_our_backend_or_vllms(transport: str, staging: str, name: str) -> None:
     assert backend(transport, staging) == name
 
 
 @pytest.mark.parametrize(
-    ("transport", "staging", "message"),
+    ("arguments", "message"),
     [
-        ("x", "host", r"^transport must be one of \['gloo', 'ipc', 'nccl', 'shm'\], got 'x'$"),
-        ("shm", "none", r"^staging 'none' needs a transport of \['ipc', 'nccl'\], got 'shm'$"),
+        (("x", "host"), r"^transport must be one of \['gloo', 'ipc', 'nccl', 'shm'\], got 'x'$"),
+        (("shm", "none"), r"^staging 'none' needs a transport of \['ipc', 'nccl'\], got 'shm'$"),
+        (("shm", "host", "vllm"), r"^wire 'vllm' needs a transport of \['ipc', 'nccl'\], got 'shm'$"),
     ],
 )
-def test_a_backend_that_does_not_exist_is_refused(transport: str, staging: str, message: str) -> None:
+def test_unknown_backend_is_refused(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        backend(transport, staging)
-
-
-def test_init_info_of_an_unknown_backend_is_refused() -> None:
+        backend(*arguments)
     with pytest.raises(ValueError, match=r"^backend must be one of \['gloo', 'ipc', 'nccl', .*\], got 'x'$"):
         trainer_init_info("x", facts())
 
 
 @pytest.mark.parametrize("name", ["ipc", "nccl"])
-def test_what_vllms_own_trainer_sends_has_a_receiver_that_stages_it(name: str) -> None:
+def test_vllms_trainer_engines_have_a_staging_receiver(name: str) -> None:
     register()
     register()
     record = TRANSPORTS[name]
@@ -162,8 +153,3 @@ def test_what_vllms_own_trainer_sends_has_a_receiver_that_stages_it(name: str) -
     )
     assert backend(name, "device", "vllm") == record.staged_backend
     assert backend(name, "none", "vllm") == name
-
-
-def test_vllms_wire_needs_an_engine_of_vllms() -> None:
-    with pytest.raises(ValueError, match=r"^wire 'vllm' needs a transport of \['ipc', 'nccl'\], got 'shm'$"):
-        backend("shm", "host", "vllm")

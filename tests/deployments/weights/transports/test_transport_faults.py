@@ -70,11 +70,11 @@ SILENT_PUBLISHER = {
 def test_a_receiver_waits_for_a_silent_publisher_no_longer_than_the_timeout(
     transport: str, fleet: Fleet
 ) -> None:
-    go_on = threading.Event()
+    resume = threading.Event()
 
     def block(index: int) -> None:
         if index == 3:
-            go_on.wait(PATIENCE_S)
+            resume.wait(PATIENCE_S)
 
     engine = connect(transport, fleet, ListSource(weights(1, device_of(transport)), before=block))
     with ThreadPoolExecutor(max_workers=1) as calls:
@@ -84,7 +84,7 @@ def test_a_receiver_waits_for_a_silent_publisher_no_longer_than_the_timeout(
         while {state.outcome for state in fleet.progress()} != {Outcome.TRANSFER_FAILED}:
             assert time.monotonic() < deadline, fleet.progress()
             time.sleep(POLL_S)
-        go_on.set()
+        resume.set()
         with pytest.raises(Rejected, match=SILENT_PUBLISHER[transport]):
             sending.result(PATIENCE_S)
     engine.shutdown()

@@ -12,11 +12,10 @@ from deployments.host.shared_memory import DIRECTORY, owner, remove_segment
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Outcome
 from deployments.weights.staging.worker_reports import ProgressPage, StagingState
-from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.transports.transport_contract import (
     connect,
     device_of,
+    digest_of,
     end_round,
     every_transport,
     make_fleet,
@@ -30,13 +29,7 @@ from tests.deployments.weights.transports.transport_fleet import (
     ListSource,
     Rejected,
     Resident,
-    Tensors,
 )
-
-
-def digest_of(tensors: Tensors) -> str:
-    names = [name for name, _ in tensors]
-    return version_digest(names, digests([tensor for _, tensor in tensors]))
 
 
 @every_transport
@@ -50,19 +43,33 @@ def test_every_receiver_stages_what_was_sent(transport: str, fleet: Fleet) -> No
     assert [receiver.staged() for receiver in fleet.receivers] == [expected] * len(states)
 
 
+def source_of(kind: str, device: str) -> ListSource:
+    """Tensors that are made in each pass, that stay where they are, or that are cast on the way."""
+    tensors = weights(1, device)
+    if kind == "cast":
+        return Resident([(n, t.double() if t.is_floating_point() else t) for n, t in tensors], tensors)
+    return Resident(tensors) if kind == "resident" else ListSource(tensors)
+
+
 @every_transport
-def test_a_connection_carries_several_rounds(transport: str, fleet: Fleet) -> None:
-    source = ListSource(weights(1, device_of(transport)))
+@pytest.mark.parametrize("kind", ["pass", "resident", "cast"])
+def test_connection_carries_several_rounds(transport: str, fleet: Fleet, kind: str) -> None:
+    source = source_of(kind, device_of(transport))
     engine = connect(transport, fleet, source)
     for seed in (2, 3, 4):
-        source.tensors = weights(seed, device_of(transport))
+        wanted = weights(seed, device_of(transport))
+        if kind == "pass":
+            source.tensors = wanted
+        else:
+            for (_, tensor), (_, new) in zip(source.tensors, wanted, strict=True):
+                tensor.copy_(new)
         engine.send_weights()
-        assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
+        assert {state.digest for state in fleet.verify()} == {digest_of(wanted)}
         end_round(transport, fleet)
     engine.shutdown()
 
 
-def test_shared_memory_is_filled_again_once_no_receiver_maps_it(checkpoint: Path) -> None:
+def test_unmapped_shared_memory_is_reused(checkpoint: Path) -> None:
     others = own_segments()  # of tests before this one
     fleet = make_fleet("shm", checkpoint, count=2)
     source = ListSource(weights(1))
@@ -98,35 +105,7 @@ def own_segments() -> set[int]:
 
 
 @every_transport
-def test_resident_tensors_are_sent_with_their_present_content(transport: str, fleet: Fleet) -> None:
-    source = Resident(weights(1, device_of(transport)))
-    engine = connect(transport, fleet, source)
-    for seed in (2, 3, 4):
-        for (_, tensor), (_, new) in zip(source.tensors, weights(seed), strict=True):
-            tensor.copy_(new)
-        engine.send_weights()
-        assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
-        end_round(transport, fleet)
-    engine.shutdown()
-
-
-@every_transport
-def test_resident_tensors_are_cast_to_the_declared_dtype(transport: str, fleet: Fleet) -> None:
-    declared = weights(1, device_of(transport))
-    source = Resident([(n, t.double() if t.is_floating_point() else t) for n, t in declared], declared)
-    engine = connect(transport, fleet, source)
-    for seed in (2, 3, 4):
-        wanted = weights(seed, device_of(transport))
-        for (_, tensor), (_, new) in zip(source.tensors, wanted, strict=True):
-            tensor.copy_(new)
-        engine.send_weights()
-        assert {state.digest for state in fleet.verify()} == {digest_of(wanted)}
-        end_round(transport, fleet)
-    engine.shutdown()
-
-
-@every_transport
-def test_tensors_that_have_moved_are_sent_from_where_they_are(transport: str, fleet: Fleet) -> None:
+def test_moved_tensors_are_sent_from_their_new_addresses(transport: str, fleet: Fleet) -> None:
     source = Resident(weights(1, device_of(transport)))
     engine = connect(transport, fleet, source)
     engine.send_weights()
@@ -188,7 +167,7 @@ def test_each_update_reports_its_own_progress_in_the_page(checkpoint: Path) -> N
     ],
     ids=["name", "shape", "dtype"],
 )
-def test_a_tensor_that_is_not_the_models_is_rejected(
+def test_tensor_that_does_not_fit_the_model_is_rejected(
     transport: str, fleet: Fleet, tensor: tuple[str, torch.Tensor], message: str
 ) -> None:
     wrong = [(tensor[0], tensor[1].to(device_of(transport)))]
@@ -197,7 +176,7 @@ def test_a_tensor_that_is_not_the_models_is_rejected(
 
 
 @every_transport
-def test_a_number_that_is_not_finite_is_rejected(transport: str, fleet: Fleet) -> None:
+def test_nan_is_rejected(transport: str, fleet: Fleet) -> None:
     tensors = weights(1, device_of(transport))
     dict(tensors)["layer.weight"][128, 16] = float("nan")
     with pytest.raises(Rejected, match=r"^'layer.weight' holds NaN or infinity$"):
@@ -205,7 +184,7 @@ def test_a_number_that_is_not_finite_is_rejected(transport: str, fleet: Fleet) -
 
 
 @every_transport
-def test_a_corrupted_tensor_is_found(transport: str, checkpoint: Path) -> None:
+def test_corrupted_tensor_is_rejected(transport: str, checkpoint: Path) -> None:
     fleet = make_fleet(transport, checkpoint, corrupt=True)
     try:
         with pytest.raises(
@@ -218,16 +197,14 @@ def test_a_corrupted_tensor_is_found(transport: str, checkpoint: Path) -> None:
 
 
 @every_transport
-def test_a_missing_tensor_is_found_at_the_end(transport: str, fleet: Fleet) -> None:
+def test_missing_tensor_is_rejected_at_the_end(transport: str, fleet: Fleet) -> None:
     publish(transport, fleet, ListSource(weights(1, device_of(transport))[:-1]))
     for state in fleet.verify():
         assert state.outcome is Outcome.REJECTED and state.message.startswith("'positions' is missing")
 
 
 @every_transport
-def test_a_source_that_yields_another_order_than_it_declares_is_an_error(
-    transport: str, fleet: Fleet
-) -> None:
+def test_source_must_yield_the_order_that_it_declares(transport: str, fleet: Fleet) -> None:
     tensors = weights(1, device_of(transport))
     expected = r"^the source declared 'embed.weight' \(33, 65\) and yielded 'positions' \(11,\)$"
     with pytest.raises(ValueError, match=expected):
@@ -236,6 +213,6 @@ def test_a_source_that_yields_another_order_than_it_declares_is_an_error(
 
 
 @every_transport
-def test_a_trainer_without_a_source_is_refused(transport: str, fleet: Fleet) -> None:
+def test_trainer_without_a_source_is_refused(transport: str, fleet: Fleet) -> None:
     with pytest.raises(ValueError, match=r"^transport '\w+' needs a WeightSource, got None$"):
         connect(transport, fleet, None)  # type: ignore[arg-type]

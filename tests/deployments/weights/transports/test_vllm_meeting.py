@@ -15,7 +15,7 @@ from vllm.distributed.utils import StatelessProcessGroup
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.rendezvous import meet
 from deployments.weights.transports.vllm_nccl import VllmMeeting, read_unique_id
-from tests.deployments.weights.transports.rendezvous_info import go_on, info_for
+from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 TIMEOUT_S = 3.0
 
@@ -27,12 +27,12 @@ def trainer(info: Any, says: Any = None) -> StatelessProcessGroup:
     return group
 
 
-def test_the_workers_meet_and_read_the_id_and_what_each_has_to_say() -> None:
+def test_workers_receive_the_id_and_each_others_payload() -> None:
     info = info_for(3, TIMEOUT_S)
     meetings = [VllmMeeting(info, rank, f"from {rank}") for rank in (1, 2)]
     with ThreadPoolExecutor(max_workers=3) as calls:
         theirs: Future[StatelessProcessGroup] = calls.submit(trainer, info)
-        joined = list(calls.map(lambda meeting: meet(meeting, go_on), meetings))
+        joined = list(calls.map(lambda meeting: meet(meeting, no_check), meetings))
         group = theirs.result(TIMEOUT_S)
     for meeting in meetings:
         assert meeting.payloads == ["from 1", "from 2"] and meeting.unique_id == bytes(128)
@@ -41,12 +41,12 @@ def test_the_workers_meet_and_read_the_id_and_what_each_has_to_say() -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_come_is_named_by_the_others() -> None:
+def test_absent_worker_is_named_by_the_others() -> None:
     info = info_for(4, TIMEOUT_S)
     threading.Thread(target=_ignoring_timeouts, args=(info,), daemon=True).start()
     meetings = [VllmMeeting(info, rank, "") for rank in (1, 3)]
     with ThreadPoolExecutor(max_workers=2) as calls:
-        waiting = [calls.submit(meet, meeting, go_on) for meeting in meetings]
+        waiting = [calls.submit(meet, meeting, no_check) for meeting in meetings]
         for each in waiting:
             error = each.exception(4 * TIMEOUT_S)
             assert isinstance(error, TransferFailed) and error.missing_ranks == (2,), error
@@ -59,13 +59,11 @@ def _ignoring_timeouts(info: Any) -> None:
         )
 
 
-def test_a_trainer_that_does_not_come_is_named() -> None:
+def test_absent_trainer_is_named_and_the_wait_can_be_aborted() -> None:
     with pytest.raises(TransferFailed, match="rank 0 has not opened the rendezvous") as caught:
-        meet(VllmMeeting(info_for(2, 0.3), 1, ""), go_on)
+        meet(VllmMeeting(info_for(2, 0.3), 1, ""), no_check)
     assert caught.value.missing_ranks == (0,)
 
-
-def test_the_wait_can_be_ended() -> None:
     def stop() -> None:
         raise TransferFailed("the connection was aborted")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deployments.protocol.poll import Outcome
+from tests.deployments.weights.transports.transport_contract import digest_of
 from tests.deployments.weights.transports.transport_fleet import ListSource, Rejected, write_checkpoint
 from tests.deployments.weights.transports.vllm_trainer import (
     TIMEOUT_S,
@@ -23,7 +24,6 @@ from tests.deployments.weights.transports.vllm_trainer import (
 )
 from tests.deployments.weights.transports.vllm_wires import (
     connect,
-    digest_of,
     every_ipc,
     every_nccl,
     every_wire,
@@ -55,7 +55,7 @@ def fleet(wire: str, checkpoint: Path, memory: SharedMemory) -> Iterator[HttpFle
 
 @pytest.mark.slow
 @every_wire
-def test_what_vllm_sends_is_staged_and_says_which_checks_it_passed(wire: str, fleet: HttpFleet) -> None:
+def test_vllms_payload_is_staged_and_reports_its_checks(wire: str, fleet: HttpFleet) -> None:
     tensors = version(1)
     engine = connect(wire, fleet, ListSource(tensors))
     engine.send_weights()
@@ -96,7 +96,7 @@ def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> Non
     ],
     ids=["name", "shape", "dtype"],
 )
-def test_a_tensor_that_is_not_the_models_is_refused_and_the_trainer_is_free(
+def test_tensor_that_does_not_fit_is_refused_and_the_trainer_is_free(
     wire: str, fleet: HttpFleet, index: int, tensor: tuple[str, torch.Tensor], message: str
 ) -> None:
     tensors = version(1)
@@ -108,7 +108,7 @@ def test_a_tensor_that_is_not_the_models_is_refused_and_the_trainer_is_free(
 
 @pytest.mark.slow
 @every_wire
-def test_a_number_that_is_not_finite_is_refused(wire: str, fleet: HttpFleet) -> None:
+def test_nan_is_refused(wire: str, fleet: HttpFleet) -> None:
     tensors = version(1)
     dict(tensors)["more.4.weight"][7] = float("nan")
     with pytest.raises(Rejected, match=r"^'more.4.weight' holds NaN or infinity$"):
@@ -138,7 +138,7 @@ def test_a_payload_before_the_handshake_is_refused(wire: str, fleet: HttpFleet) 
 @pytest.mark.slow
 @every_ipc
 @pytest.mark.parametrize("end", ["staged", "refused", "incomplete and dropped"])
-def test_nothing_refers_to_the_trainers_memory_after_a_round(
+def test_trainers_memory_is_released_after_a_round(
     wire: str, end: str, fleet: HttpFleet, memory: SharedMemory
 ) -> None:
     tensors = version(1)
@@ -155,9 +155,7 @@ def test_nothing_refers_to_the_trainers_memory_after_a_round(
     assert memory.users() == 0
 
 
-def test_the_pieces_of_a_buffer_that_is_overwritten_are_staged_before_the_call_returns(
-    checkpoint: Path, memory: SharedMemory
-) -> None:
+def test_pieces_are_copied_before_the_call_returns(checkpoint: Path, memory: SharedMemory) -> None:
     fleet = HttpFleet([VllmReceiver("ipc", str(checkpoint))])
     tensors = version(1)
     connect("ipc packed", fleet, ListSource(tensors)).send_weights()
@@ -195,7 +193,7 @@ def test_handles_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("wire", ["ipc"])
-def test_a_handle_that_the_driver_refuses_is_the_publishers_fault(
+def test_handle_that_the_driver_refuses_is_the_publishers_fault(
     wire: str, fleet: HttpFleet, memory: SharedMemory
 ) -> None:
     engine = connect(wire, fleet, ListSource(version(1)))
@@ -214,12 +212,10 @@ class _Forgetting(dict[bytes, torch.Tensor]):
 
 @pytest.mark.slow
 @every_nccl
-def test_workers_that_wait_for_a_trainer_that_stands_still_are_freed_by_a_drop(
-    wire: str, fleet: HttpFleet, checkpoint: Path
-) -> None:
-    tensors, go_on = version(1), threading.Event()
+def test_drop_frees_workers_from_a_stalled_trainer(wire: str, fleet: HttpFleet, checkpoint: Path) -> None:
+    tensors, resume = version(1), threading.Event()
     engine: Any = connect(wire, fleet, ListSource(tensors))
-    engine.model_update_group.before[2] = go_on
+    engine.model_update_group.before[2] = resume
     with ThreadPoolExecutor(max_workers=1) as calls:
         sending = calls.submit(engine.send_weights)
         assert fleet.started.wait(TIMEOUT_S)
@@ -235,18 +231,16 @@ def test_workers_that_wait_for_a_trainer_that_stands_still_are_freed_by_a_drop(
         fleet.receivers.append(VllmReceiver("nccl", str(checkpoint)))
         connect(wire, fleet, ListSource(tensors)).send_weights()
         assert [state.digest for state in fleet.verify()] == [digest_of(tensors)] * 3
-        go_on.set()
+        resume.set()
         assert sending.exception(10 * TIMEOUT_S) is not None
 
 
 @pytest.mark.slow
 @every_nccl
-def test_a_trainer_that_stands_still_is_waited_for_no_longer_than_the_timeout(
-    wire: str, fleet: HttpFleet
-) -> None:
-    go_on = threading.Event()
+def test_wait_for_a_stalled_trainer_ends_at_the_timeout(wire: str, fleet: HttpFleet) -> None:
+    resume = threading.Event()
     engine: Any = connect(wire, fleet, ListSource(version(1)))
-    engine.model_update_group.before[2] = go_on
+    engine.model_update_group.before[2] = resume
     with ThreadPoolExecutor(max_workers=1) as calls:
         sending = calls.submit(engine.send_weights)
         assert fleet.started.wait(TIMEOUT_S)
@@ -254,13 +248,13 @@ def test_a_trainer_that_stands_still_is_waited_for_no_longer_than_the_timeout(
         while not all(each.outcome is Outcome.TRANSFER_FAILED for each in fleet.progress()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        go_on.set()
+        resume.set()
         assert sending.exception(10 * TIMEOUT_S) is not None
 
 
 @pytest.mark.slow
 @every_nccl
-def test_metadata_that_nobody_can_read_ends_the_group(wire: str, fleet: HttpFleet) -> None:
+def test_malformed_metadata_ends_the_group(wire: str, fleet: HttpFleet) -> None:
     connect(wire, fleet, ListSource(version(1)))
     fleet.start_weight_update()
     with pytest.raises(Rejected, match="expected the name of a torch dtype, got 'bflot16'"):
@@ -272,7 +266,7 @@ def test_metadata_that_nobody_can_read_ends_the_group(wire: str, fleet: HttpFlee
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["nccl packed"])
-def test_pieces_for_which_there_is_no_memory_are_the_publishers_fault(
+def test_pieces_too_large_for_memory_are_the_publishers_fault(
     wire: str, fleet: HttpFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: GlooWireGroup, size_bytes: int) -> None:

@@ -15,9 +15,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from deployments.protocol.poll import Outcome
-from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import version_digest
-from tests.deployments.weights.transports.transport_contract import free_port
+from tests.deployments.weights.transports.transport_contract import digest_of, free_port
 from tests.deployments.weights.transports.transport_fleet import (
     ListSource,
     ProcessReceiver,
@@ -47,10 +45,6 @@ def version(seed: int) -> Tensors:
 
 def _dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "norm.weight" else torch.bfloat16
-
-
-def digest_of(tensors: Tensors) -> str:
-    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
 
 
 @pytest.fixture

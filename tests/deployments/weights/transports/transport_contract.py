@@ -9,6 +9,8 @@ import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts, trainer_init_info
+from deployments.weights.wire.digest import digests
+from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.transports.transport_fleet import (
     Fleet,
     ListSource,
@@ -50,6 +52,10 @@ def weights(seed: int, device: str = "cpu") -> Tensors:
         ("positions", torch.arange(11)),
     ]
     return [(name, tensor.to(device)) for name, tensor in tensors]
+
+
+def digest_of(tensors: Tensors) -> str:
+    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
 
 
 def device_of(transport: str) -> str:

@@ -32,7 +32,7 @@ from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.store.version_writer import RetainedVersions
-from deployments.weights.transports.gloo import _wait_abandoned, create_process_group
+from deployments.weights.transports.gloo import _from_rank_0, _wait_abandoned, create_process_group
 from deployments.weights.transports.rendezvous import RendezvousInfo, meet
 from deployments.weights.transports.vllm_ipc import StagedIpcEngine
 from deployments.weights.transports.vllm_nccl import StagedNcclEngine, VllmMeeting
@@ -128,7 +128,7 @@ class GlooCommunicator:
         if held is not None:
             held.wait(5 * TIMEOUT_S)
         if tensor.numel():
-            self._gloo.broadcast([tensor.detach().view(-1).view(torch.uint8)], from_rank_0()).wait()
+            self._gloo.broadcast([tensor.detach().view(-1).view(torch.uint8)], _from_rank_0()).wait()
         self.broadcasts += 1
 
     def destroy(self) -> None:
@@ -138,12 +138,6 @@ class GlooCommunicator:
 def gloo_group(store: PrefixStore, rank: int, world_size: int) -> ProcessGroupGloo:
     info = SimpleNamespace(master_address="127.0.0.1", world_size=world_size, timeout_s=3 * TIMEOUT_S)
     return create_process_group(PrefixStore("gloo", store), info, rank)  # type: ignore[arg-type]
-
-
-def from_rank_0() -> Any:
-    options = torch.distributed.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    return options
 
 
 class GlooWireGroup:
@@ -177,7 +171,7 @@ class GlooWireGroup:
             raise TransferFailed("the transfer group was aborted")
         self._buffers[index % 2].fill_(STALE)
         self._works[index] = [
-            self._gloo.broadcast([part.view(-1).view(torch.uint8)], from_rank_0()) for part in parts
+            self._gloo.broadcast([part.view(-1).view(torch.uint8)], _from_rank_0()) for part in parts
         ]
 
     def wait(self, index: int) -> None:

@@ -10,8 +10,6 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeight
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.transports.transport_contract import free_port, weights
 from tests.deployments.weights.transports.transport_fleet import ListSource, Tensors
 from tests.deployments.weights.transports.vllm_trainer import HttpFleet
@@ -40,10 +38,6 @@ def version(seed: int) -> Tensors:
     """Several pieces, in several dtypes, with sizes that move what follows to odd addresses."""
     more = [(f"more.{i}.weight", torch.randn(1500 + i).bfloat16()) for i in range(6)]
     return [*weights(seed), *more, ("last.bias", torch.randn(5))]
-
-
-def digest_of(tensors: Tensors) -> str:
-    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
 
 
 def init_info(wire: str, workers: int) -> TrainerInitInfo:

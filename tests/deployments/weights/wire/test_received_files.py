@@ -40,7 +40,7 @@ def test_a_file_is_written_from_a_gpu(tmp_path: Path, size: int) -> None:
     assert (tmp_path / "files" / "a").read_bytes() == content.cpu().numpy().tobytes()
 
 
-def test_memory_that_is_full_is_said_and_nothing_stays(directory: Path) -> None:
+def test_full_memory_is_reported_and_leaves_no_file(directory: Path) -> None:
     files = ReceivedFiles(directory)
     files.add([("small", torch.ones(5, dtype=torch.uint8))])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
