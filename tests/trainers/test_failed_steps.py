@@ -66,9 +66,7 @@ def test_it_is_as_if_it_had_not_been(
     assert all(torch.equal(a, b) for a, b in zip(weights(policy), weights(other), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("after", "fitted"), [(0, "none has fit yet"), (2, "the largest that has fit had 6")]
-)
+@pytest.mark.parametrize(("after", "fitted"), [(0, "none has fit yet"), (2, "the largest that fit had 6")])
 def test_the_error_says_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, fitted: str
 ) -> None:

@@ -45,15 +45,6 @@ def test_sfts_loss_is_transformers_own(tmp_path: Path) -> None:
     assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
 
 
-def test_sft_needs_neither_advantages_nor_logprobs(tmp_path: Path) -> None:
-    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
-    batch = on_policy(policy, ANSWERS)
-    config = with_changes(loss=LossConfig(name="sft"))
-    blank = [replace(each, advantage=0.0, logprobs=(0.0,) * len(each.token_ids)) for each in batch]
-    assert Learner(policy, config).step(batch)["loss"] == Learner(other, config).step(blank)["loss"]
-    assert all(torch.equal(a, b) for a, b in zip(state(policy), state(other), strict=True))
-
-
 def test_a_loss_of_ones_own_trains(tmp_path: Path) -> None:
     policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)

@@ -16,7 +16,7 @@ from tests.two_ranks import both, grouped
 from trainers.batching import collate, plan_micro_batches
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.lora import CONFIG, PREFIX, TENSORS
+from trainers.lora import CONFIG, TENSORS
 from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 from trainers.trained_policy import BaseOf, TrainedPolicy
 
@@ -94,11 +94,6 @@ def test_a_step_changes_the_adapter_and_nothing_else(tmp_path: Path) -> None:
     assert len(adapter) == 2 * 2 * 2 and sum(p.numel() for p in policy.parameters()) < 1000
 
 
-def test_before_the_first_step_the_model_is_the_base(tmp_path: Path) -> None:
-    policy = adapted(tmp_path)
-    assert torch.equal(logits(policy.model), logits(TrainedPolicy.load(tmp_path).model))
-
-
 def test_the_files_are_pefts_own(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -112,19 +107,6 @@ def test_the_files_are_pefts_own(tmp_path: Path) -> None:
     config = json.loads((directory / CONFIG).read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
     assert config["target_modules"] == ["down_proj", "q_proj"]
-
-
-def test_the_adapter_merged_by_hand_is_what_is_trained(tmp_path: Path) -> None:
-    policy = adapted(tmp_path / "base")
-    trained(policy)
-    lora = load_file(written(policy, tmp_path / "adapter") / TENSORS)
-    merged = TrainedPolicy.load(tmp_path / "base").model
-    weights = dict(merged.named_parameters())
-    with torch.no_grad():
-        for name in {each.rsplit(".lora_", 1)[0] for each in lora}:
-            weight = weights[f"{name.removeprefix(PREFIX)}.weight"]
-            weight += 2.0 * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
-    torch.testing.assert_close(logits(merged), logits(policy.model), rtol=1e-4, atol=1e-4)
 
 
 def test_all_linear_layers_but_the_output_are_adapted_by_default(tmp_path: Path) -> None:
@@ -210,14 +192,6 @@ def test_an_adapter_of_other_settings_is_not_read(tmp_path: Path) -> None:
         assert other is not None
         with pytest.raises(ValueError, match=phrase):
             other.read(directory)
-
-
-def test_what_was_written_is_read_again(tmp_path: Path) -> None:
-    policy, other = adapted(tmp_path / "base"), adapted(tmp_path / "base")
-    trained(policy)
-    assert other.adapter is not None
-    other.adapter.restore(other.adapter.read(written(policy, tmp_path / "adapter")))
-    assert equal(values(other), values(policy))
 
 
 def test_tensors_of_another_base_are_not_taken(tmp_path: Path) -> None:

@@ -151,21 +151,13 @@ def test_every_token_has_a_value_and_a_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_the_clip_removes_the_gradient_of_a_good_token_whose_ratio_is_high(name: str) -> None:
-    batch = tokens([-1.0 + UP], old=[-1.0], advantages=[2.0])
+def test_the_clip_holds_back_good_tokens_and_not_bad_ones(name: str) -> None:
+    batch = tokens([-1.0 + UP] * 2, old=[-1.0] * 2, advantages=[2.0, -2.0])
     config = LossConfig(name=name)
     made = LOSSES[name](batch, config)
-    assert float(made.values.detach()) == pytest.approx(-(1.0 + config.clip_high) * 2.0)
-    assert gradient(made.values, batch) == [0.0]
-    assert made.clipped is not None and made.clipped.tolist() == [True]
-
-
-@pytest.mark.parametrize("name", CLIPPED)
-def test_the_clip_does_not_stop_a_bad_token_from_becoming_less_likely(name: str) -> None:
-    batch = tokens([-1.0 + UP], old=[-1.0], advantages=[-2.0])
-    made = LOSSES[name](batch, LossConfig(name=name))
-    assert float(made.values.detach()) == pytest.approx(1.5 * 2.0)
-    assert gradient(made.values, batch) == pytest.approx([3.0])
+    assert made.values.tolist() == pytest.approx([-(1.0 + config.clip_high) * 2.0, 1.5 * 2.0])
+    assert gradient(made.values, batch) == pytest.approx([0.0, 3.0])
+    assert made.clipped is not None and made.clipped.tolist() == [True, False]
 
 
 def test_gspo_has_one_ratio_for_an_answer() -> None:
@@ -175,12 +167,6 @@ def test_gspo_has_one_ratio_for_an_answer() -> None:
     assert made.values.tolist() == pytest.approx([-mean, -mean, -(1 + 4e-4)], rel=1e-6)
     assert gradient(made.values, batch) == pytest.approx([-mean, -mean, 0.0], rel=1e-6)
     assert made.clipped is not None and made.clipped.tolist() == [False, False, True]
-
-
-def test_gspo_takes_an_answer_without_tokens() -> None:
-    batch = tokens([-1.0], lengths=[0, 1, 0])
-    made = LOSSES["gspo"](batch, LossConfig(name="gspo"))
-    assert made.values.tolist() == [-1.0] and gradient(made.values, batch) == [-1.0]
 
 
 def test_cispo_truncates_the_weight_and_keeps_the_gradient() -> None:
@@ -203,11 +189,6 @@ def test_sft_reads_no_advantage_and_no_rollout() -> None:
 
 
 OWN = "tests.trainers.own_losses"
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_is_found_by_its_name(name: str) -> None:
-    assert load_loss(LossConfig(name=name)) is LOSSES[name]
 
 
 def test_a_loss_of_ones_own_is_imported_and_reads_its_options() -> None:
@@ -239,8 +220,3 @@ def test_a_loss_of_ones_own_that_does_not_fit_is_refused_when_it_is_loaded(
 ) -> None:
     with pytest.raises(ValueError, match=f"the loss '{OWN}:{function}' {sentence}"):
         load_loss(LossConfig(name=f"{OWN}:{function}"))
-
-
-def test_a_module_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ValueError, match=r"the loss 'no\.such:loss' cannot be imported: No module named"):
-        load_loss(LossConfig(name="no.such:loss"))

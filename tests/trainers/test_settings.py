@@ -44,13 +44,12 @@ def test_a_decaying_schedule_ends_after_the_warmup() -> None:
     assert made.total_steps == 6
 
 
-def test_a_constant_schedule_needs_no_end() -> None:
-    assert OptimizerConfig(warmup_steps=5).total_steps is None
-
-
-def test_several_ranks_need_the_strategy_for_them() -> None:
+def test_settings_that_exclude_each_other_are_refused() -> None:
     assert "expected true or false with 'packed'" in problem(
         TrainerConfig, packed=True, activation_checkpointing="selective"
+    )
+    assert "expected 'full' with 'lora', got '8bit'" in problem(
+        TrainerConfig, lora={"name": "a"}, optimizer={"moments": "8bit"}
     )
     assert problem(TrainerConfig, world_size=2) == (
         "Value error, 'world_size': expected 1 with strategy 'single', got 2 "
@@ -65,11 +64,6 @@ def test_no_threads_is_refused_because_all_cores_are_none() -> None:
     assert problem(TrainerConfig, cpu_threads=0) == expected
     assert TrainerConfig().cpu_threads is None
     assert TrainerConfig(cpu_threads=3).cpu_threads == 3
-
-
-def test_a_trainers_settings_are_a_learners() -> None:
-    learner: LearnerConfig = TrainerConfig(loss=LossConfig(kl_coefficient=0.1), max_grad_norm=2.0)
-    assert (learner.loss.kl_coefficient, learner.max_grad_norm) == (0.1, 2.0)
 
 
 def test_the_settings_of_an_adapter_can_be_right() -> None:
@@ -113,12 +107,6 @@ def test_importing_the_settings_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_settings_from_before_losses_had_names_mean_the_same() -> None:
-    config = LossConfig(clip_low=0.1, clip_high=0.3, aggregation=Aggregation.SEQUENCE, max_tokens=16)
-    assert config.name == "ppo_clip" and config.clip_high == 0.3 and config.importance_cap == 2.0
-    assert LossConfig().aggregation is Aggregation.TOKEN
 
 
 def test_each_loss_has_the_defaults_of_its_paper_and_they_can_be_changed() -> None:

@@ -1,11 +1,12 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.trainers import tiny
-from trainers.sources import ParameterSource, layer_groups
+from trainers.sources import ParameterSource, checkpoint_views, layer_groups
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -123,3 +124,45 @@ def test_computed_tensors_are_converted_in_every_pass_and_never_resident() -> No
         assert all(torch.equal(yielded[name], 2 * model.state_dict()[name]) for name in yielded)
         with torch.no_grad():
             model.model.norm.weight.add_(1.0)
+
+
+STATE = {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(4.0)}
+Tensors = dict[str, torch.Tensor]
+
+
+def renamed(state: Tensors) -> Tensors:
+    return {f"model.{name}": tensor for name, tensor in state.items()}
+
+
+def split(state: Tensors) -> Tensors:
+    first, second = state["w"].chunk(2)
+    return {"a": first.clone(), "b": second.contiguous(), "v": state["v"]}
+
+
+def transposed(state: Tensors) -> Tensors:
+    return {"w": state["w"].t().contiguous()}
+
+
+def partly_doubled(state: Tensors) -> Tensors:
+    return {"w": state["w"], "v": state["v"] * 2}
+
+
+def zeroed(state: Tensors) -> Tensors:
+    state["w"].zero_()
+    return state
+
+
+@pytest.mark.parametrize("convert", [renamed, split, transposed])
+def test_parts_of_tensors_are_views_even_if_the_conversion_copies_them(convert: Any) -> None:
+    views = checkpoint_views(STATE, convert)
+    assert views is not None and [view.name for view in views] == list(convert(STATE))
+    for view in views:
+        found = view.of(STATE[view.state_name])
+        assert torch.equal(found, convert(STATE)[view.name])
+        assert found.untyped_storage().data_ptr() == STATE[view.state_name].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("convert", [partly_doubled, zeroed])
+def test_a_layer_in_which_something_is_computed_has_no_views(convert: Any) -> None:
+    assert checkpoint_views(STATE, convert) is None
+    assert STATE["w"].sum() == 15, "the trace runs on meta tensors"

@@ -1,7 +1,6 @@
 """One rank that trains an adapter, without Ray and without a fleet: what is published."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from tests.deployments.trainer.one_adapter import (
 )
 from tests.deployments.trainer.one_worker import BATCH, equal, lines
 from tests.deployments.trainer.trainer_specs import with_config
-from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter
 
 pytestmark = pytest.mark.timeout(300)
@@ -57,16 +55,6 @@ def test_what_is_published_is_the_adapter_alone(
     assert not list(Path(spec.store_dir).glob("v*")), "the base is not stored again"
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
     assert (config["r"], config["target_modules"]) == (4, ["q_proj", "v_proj"])
-
-
-def test_a_publish_of_the_same_adapter_is_another_version(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    worker.step(BATCH)
-    assert (published(worker).version, published(worker).version) == (1, 2)
-    one, two = (load_file(each / TENSORS) for each in live_files(controller))
-    assert equal(one, two)
 
 
 @pytest.mark.parametrize(("fate", "expected"), [("before", "math@1"), ("after", "math@1")])
@@ -179,12 +167,3 @@ def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
     for wrong in ("relative", "/proc/1/x/y"):
         with pytest.raises(InvalidRequest, match="path must be"):
             worker.save(wrong)
-
-
-def test_the_base_may_be_a_model_of_the_hub(
-    spec: TrainerSpec, controller: ControllerInProcess, hub: FakeHub
-) -> None:
-    hub.repositories["org/tiny"] = Path(spec.model)
-    worker = started(replace(spec, model="org/tiny"), controller)
-    worker.step(BATCH)
-    assert published(worker).version == 1

@@ -4,7 +4,6 @@ import threading
 
 import pytest
 
-from deployments.protocol.errors import RoundAborted, TransferAborted
 from deployments.protocol.poll import CommitMode
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.fleet_connection import FleetWeightSyncClient
@@ -63,29 +62,6 @@ def test_abort_ends_the_open_round_and_releases_the_lease(
     assert controller.status.round is None and controller.status.lease is None
     run_round(client)
     assert controller.status.committed_version == 1
-
-
-def test_a_round_that_the_controller_has_aborted_releases_the_lease(
-    controller: ControllerInProcess, client: FleetWeightSyncClient
-) -> None:
-    controller.add_replica()
-    controller.replica.digest = "bb"
-    with pytest.raises(RoundAborted, match="replicas disagree"):
-        run_round(client)
-    client.abort("the round failed")
-    assert controller.status.lease is None and client.report is None
-
-
-def test_a_controller_that_dies_in_a_close_has_committed_the_round_or_aborted_it(
-    controller: ControllerInProcess, client: FleetWeightSyncClient
-) -> None:
-    controller.dies_in["close_round"] = "before"
-    with pytest.raises(TransferAborted, match="round 1 aborted: the controller restarted"):
-        run_round(client)
-    client.abort("the round failed")
-    controller.dies_in["close_round"] = "after"
-    run_round(client)
-    assert client.report is not None and client.report.version == 1 == controller.status.committed_version
 
 
 def test_the_membership_is_read_when_all_who_served_have_returned(

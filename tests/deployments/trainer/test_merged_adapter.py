@@ -1,6 +1,5 @@
 """A trainer of an adapter whose sum with its base is published: versions of the model, and restarts."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
-from tests.fake_hub import FakeHub
 
 LORA = {"publish": "merged", "rank": 4, "alpha": 8.0}
 
@@ -184,13 +182,3 @@ def test_the_penalty_compares_with_the_model_when_the_base_becomes_another(
     metrics = worker.step(BATCH)  # of a policy that is two steps from the model, or one
     kl = [name for name in metrics if "kl" in name]
     assert kl and all(metrics[name] != 0 for name in kl)
-
-
-def test_the_base_may_be_a_model_of_the_hub(
-    spec: TrainerSpec, hub: FakeHub, controller: ControllerInProcess
-) -> None:
-    hub.repositories["org/tiny"] = Path(spec.model)
-    worker = started(replace(spec, model="org/tiny"), controller)
-    worker.step(BATCH)
-    published(worker)
-    assert set(controller.received) == set(load_file(Path(spec.model) / "model.safetensors"))

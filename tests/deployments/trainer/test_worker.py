@@ -3,13 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.protocol.errors import InvalidRequest, TransferAborted
-from deployments.protocol.poll import Outcome, Verify
+from deployments.protocol.errors import InvalidRequest
 from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
@@ -18,6 +18,7 @@ from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
+from trainers.settings import LossConfig
 
 
 @pytest.fixture
@@ -57,18 +58,6 @@ def test_the_manifest_of_a_stored_version_says_what_it_is(
     assert {name: tensor.digest for name, tensor in manifest.tensors.items()} == {
         name: f"{digest(tensor):016x}" for name, tensor in controller.received.items()
     }
-
-
-def test_the_controller_hears_of_a_version_that_could_not_be_written(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    Path(spec.store_dir).parent.mkdir(exist_ok=True)
-    Path(spec.store_dir).write_text("a file where the store was to be")
-    published(worker)
-    assert worker.flush(30.0)
-    problem = controller.status.store_problem
-    assert problem is not None and "NotADirectoryError: " in problem
 
 
 def test_a_trainer_does_not_go_on_from_another_fleets_weights(
@@ -122,34 +111,6 @@ def test_rolling_back_publishes_the_old_weights_as_a_newer_version(
         worker.load_version(9)
 
 
-def test_an_aborted_round_raises_and_the_next_one_connects_again(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    controller.replica.outcomes[Verify] = Outcome.TRANSFER_FAILED
-    with pytest.raises(TransferAborted, match="transfer_failed here"):
-        worker.publish(None)
-    controller.replica.outcomes.clear()
-    assert controller.calls[-1] == "release"
-    assert published(worker).version == 1
-    assert controller.calls.count("connect") == 2
-
-
-def test_a_connection_lasts_as_long_as_the_membership(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    worker.publish(None)
-    worker.publish(None)
-    assert controller.calls.count("connect") == 1
-    controller.add_replica()
-    worker.publish(None)
-    assert controller.calls.count("connect") == 2
-    controller.publish_as("somebody else")
-    worker.publish(None)
-    assert controller.calls.count("connect") == 3
-
-
 def test_weights_are_cast_for_the_wire_and_the_store(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -164,13 +125,13 @@ def test_weights_are_cast_for_the_wire_and_the_store(
 def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec, controller: ControllerInProcess) -> None:
     worker = started(spec, controller)
     Path(spec.store_dir).parent.mkdir(parents=True, exist_ok=True)
-    Path(spec.store_dir).parent.mkdir(exist_ok=True)
     Path(spec.store_dir).write_text("a file where a directory should be")
     worker.publish(None)
     assert worker.flush(30.0)
     status = worker.store_status()
     assert status.stored_version is None and status.store_problem is not None
     assert status.store_problem.startswith("version 1 is not in the store: NotADirectoryError: ")
+    assert "NotADirectoryError: " in str(controller.status.store_problem)
     Path(spec.store_dir).unlink()
     worker.publish(None)
     assert worker.flush(30.0)
@@ -223,3 +184,53 @@ def test_a_model_that_cannot_be_downloaded_is_named(
 ) -> None:
     with pytest.raises(ValueError, match="a Hugging Face id that can be downloaded, got 'org/tiny'"):
         started(replace(spec, model="org/tiny"), controller)
+
+
+def with_version(version: int) -> list[Any]:
+    return [
+        each | {"weight_versions": [{"version": version, "start": 0, "end": len(each["token_ids"])}]}
+        for each in BATCH
+    ]
+
+
+def test_rollouts_that_the_trainer_does_not_agree_with_are_warned_of(
+    spec: TrainerSpec, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
+    metrics = worker.step(with_version(3), 4)
+    assert metrics["staleness_max"] == 1 and not caplog.records, "older weights explain it"
+    metrics = worker.step(with_version(5), 5)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert metrics["logprob_difference_mean"] > 0.05
+    assert f"differ by {metrics['logprob_difference_mean']:.4f} on average" in record.getMessage()
+
+
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
+    for change, sentence in (
+        ({"loss_mask": [True]}, "loss_mask must have 2 entries"),
+        ({"advantage": [1.0, float("nan")]}, "advantage must be a finite number"),
+        ({"token_ids": [7, 9999]}, "token ids must lie in"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            worker.step([BATCH[0] | change, BATCH[1]])
+    for batch, sentence in (
+        ([], "non-empty list"),
+        ([{"token_ids": [1]}], "prompt_token_ids: Field required"),
+    ):
+        with pytest.raises(InvalidRequest, match=sentence):
+            worker.step(batch)
+    with pytest.raises(InvalidRequest, match="none of 1 trajectories"):
+        worker.step([BATCH[0] | {"loss_mask": [False, False]}])
+    assert worker.step(BATCH)["step"] == 1
+
+
+def test_a_warm_start_needs_tokens_alone(spec: TrainerSpec, controller: ControllerInProcess) -> None:
+    config = spec.config.model_copy(update={"loss": LossConfig(name="sft")})
+    worker = started(replace(spec, config=config), controller)
+    bare = [{name: each[name] for name in ("prompt_token_ids", "token_ids")} for each in BATCH]
+    first, second = worker.step(bare), worker.step(bare)
+    assert second["loss"] < first["loss"] and "importance_mean" not in first
