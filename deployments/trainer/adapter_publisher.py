@@ -123,7 +123,6 @@ class AdapterSender:
 
         Args:
             files: uint8 [size] by name, on any device, always in the same order.
-            load_id: rank 0's counts.
             on_sending: called on rank 0 once the replicas are about to receive.
 
         Raises:
@@ -212,11 +211,7 @@ class AdapterPublisher:
         shutil.rmtree(directory, ignore_errors=True)
 
     def newest(self) -> LiveVersion | None:
-        """The newest live version of the name; None: there is none.
-
-        Raises:
-            FleetUnavailable: the controller does not answer.
-        """
+        """The newest live version of the name; None: there is none. Raises FleetUnavailable."""
         found = [each for each in self._adapters() if each.name == self._name and each.state == "live"]
         if not found:
             return None
@@ -239,8 +234,8 @@ class AdapterPublisher:
 
         Raises:
             InvalidRequest: the replicas rejected it.
-            Conflict: others loaded the newest version, the name is being loaded, some replicas rejected it,
-                or the files cannot be written. The fleet is as it was.
+            Conflict: others loaded the newest version, or are loading one, some replicas rejected it, or the
+                files cannot be written. The fleet is as it was.
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = time.monotonic()
@@ -284,8 +279,8 @@ class AdapterPublisher:
         )
 
     def _write(self, final: Path, files: Mapping[str, memoryview]) -> None:
-        """Complete once it has its name, and unchanged from then on: the fleet's copy may be a hard link. Not
-        durable, because that copy is."""
+        """Its content never changes, because the fleet's copy may be a hard link. That copy is durable, this
+        one is not."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             partial.mkdir(parents=True)

@@ -41,10 +41,8 @@ class BaseCheckpoint:
         self.names: frozenset[str] = frozenset(self._schema)
 
     def frozen(self, trained: Collection[str]) -> Sequence[str]:
-        """The names that are not in `trained`.
-
-        Raises:
-            ValueError: a module is trained in part: a frozen scale would not fit its trained weight.
+        """The names that are not in `trained`. Raises ValueError if a module is trained in part: a frozen
+        scale would not fit its trained weight.
         """
         frozen = sorted(self.names - set(trained))
         modules = {name.rpartition(".")[0]: name for name in frozen}
@@ -58,21 +56,12 @@ class BaseCheckpoint:
         return frozen
 
     def read(self, names: Collection[str], directory: Path) -> dict[str, torch.Tensor]:
-        """Memory-mapped tensors of this checkpoint, or of a version of it below `directory`.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: a tensor is missing.
-        """
+        """Memory-mapped tensors of this checkpoint, or of a version of it below `directory`."""
         found = read_tensors(directory, names)
         return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
-        """Write config and tokenizer files of a whole checkpoint whose weights have `dtype`.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write all files of a whole checkpoint but the weights, which have `dtype`."""
         copy_model_files(str(self.directory), directory)
         if self._config.get("model_type") == model.config.model_type:
             config = type(model.config).from_dict(model.config.to_dict())
@@ -85,10 +74,7 @@ class BaseCheckpoint:
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a complete checkpoint.
-
-        Args:
-            weights: the model's, and the frozen ones.
+        """Write a complete checkpoint of the model's and the frozen weights.
 
         Raises:
             InvalidRequest: the directory cannot be written; its weights are then as before.

@@ -6,9 +6,7 @@ passed").
 """
 
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -33,23 +31,13 @@ def in_host_memory(content: torch.Tensor) -> torch.Tensor:
     if content.device.type != "cuda":
         return content
     copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
-    with _beside(content.device):
+    # It waits for what is queued on the current stream; what is queued there later does not wait for it.
+    stream = _stream(content.device)
+    stream.wait_stream(torch.cuda.current_stream(content.device))
+    with torch.cuda.stream(stream):
         copy.copy_(content, non_blocking=True)
         torch.cuda.current_stream(content.device).synchronize()
     return copy
-
-
-@contextmanager
-def _beside(device: torch.device) -> Iterator[None]:
-    """Copies inside wait for what is queued on the device's current stream. What is queued there later does
-    not wait for them."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 @cache
@@ -123,7 +111,7 @@ class _GpuCopier:
             self._blocks = self._allocate()
 
     def _reserve(self) -> list[torch.Tensor]:
-        """Blocks for one version; torch's allocator keeps as much memory again for the next one."""
+        """For one version; torch's allocator keeps as much memory again for the next one."""
         with torch.cuda.device(self._device):
             blocks, _ = self._allocate(), self._allocate()
         return blocks

@@ -43,12 +43,11 @@ logger = serve_logger()
 class SerialQueue:
     """Runs calls one at a time, first come first served. A call that has begun runs to its end.
 
-    Workers cannot be stopped in the middle of a step or a round. If the caller disconnects, the call
-    continues, and the status tells a client that asks later what was done, so that it does not repeat a step.
-    A caller that disconnects while it waits is dropped.
+    Workers cannot be stopped in mid-step. If the caller disconnects, the call continues, and the status tells
+    a client that asks later what was done. A caller that disconnects while it waits is dropped.
 
-    Work runs in a new context: Ray finds by a context variable which actor call a task belongs to, and when a
-    caller disconnects Serve cancels every actor call made for its request, those to the workers included.
+    Work runs in a new context: Ray finds by a context variable which actor call a task belongs to, and Serve
+    cancels every actor call made for a request whose caller disconnected, those to the workers included.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,15 +58,10 @@ class SerialQueue:
 
     @property
     def doing_s(self) -> float:
-        """For how long; 0 while idle."""
         return round(self._clock() - self._since, 3) if self.doing is not None else 0.0
 
     async def run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Wait until earlier calls are done, then do the work.
-
-        Raises:
-            Exception: what the work raises.
-        """
+        """Wait until earlier calls are done, then do the work; raises what it raises."""
         await self._lock.acquire()
         task = asyncio.create_task(self._run(name, work), context=contextvars.Context())
         try:
@@ -152,15 +146,14 @@ _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker before the lease expires: meanwhile no other publisher
-    could publish, and no joiner load a stored version beside the open round.
+    """End the round and the lease of a dead worker: until its lease expires no other publisher could publish,
+    and no joiner load a stored version beside the open round.
 
     A new lease under the same name makes the dead worker's token stale. A closed round is left alone: it may
     still commit. A failure is logged; the lease then expires.
 
     Args:
-        shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect,
-            and the next worker needs it.
+        shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect.
     """
     try:
         if not shares_memory:
@@ -186,8 +179,6 @@ class Trainer:
     """Serve's deployment class of the trainer.
 
     Args:
-        spec: what the workers are started with.
-        controller: the fleet's controller.
         slots: their GPUs are shared by ranks and replicas; None: the ranks have GPUs of their own.
         ping_timeout_s: a worker that does not answer within it counts as hung.
 
@@ -231,10 +222,8 @@ class Trainer:
             )
 
     async def step(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
-        """One optimizer step; returns its metrics.
-
-        Args:
-            trajectories: in their JSON form, or as `trainers.trajectory_arrays`.
+        """One optimizer step on trajectories in their JSON form or as `trainers.trajectory_arrays`; returns
+        its metrics.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
@@ -293,11 +282,7 @@ class Trainer:
         return await self._queue.run("save", lambda: self._save(path))
 
     async def status(self) -> TrainerStatus:
-        """Answered at once, also during a step.
-
-        Raises:
-            FleetUnavailable: rank 0 does not answer.
-        """
+        """Answered at once, also during a step. Raises FleetUnavailable if rank 0 does not answer."""
         store = await self._group.store_status()
         return TrainerStatus(
             step=self._step,
@@ -319,15 +304,11 @@ class Trainer:
         )
 
     async def call_address(self) -> CallAddress:
-        """Where to call it directly; asked over Serve's handle."""
+        """Where to call it directly."""
         return await self._calls.address()
 
     async def check_health(self) -> None:
-        """Fails when a worker is gone; Serve then starts a new trainer.
-
-        Raises:
-            RuntimeError: a worker is gone.
-        """
+        """Fails when a worker is gone; Serve then starts a new trainer."""
         await self._group.ping()
 
     async def process_ids(self) -> list[int]:

@@ -53,7 +53,6 @@ class TrainerWorkerActor:
             self._worker = AdapterWorker(spec, rank, controller)
 
     def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker."""
         return getattr(self._worker, method)(*args)
 
     @ray.method(concurrency_group="control")
@@ -148,11 +147,7 @@ class WorkerGroup:
                 call.cancel()
 
     async def ping(self) -> None:
-        """Check that every worker answers.
-
-        Raises:
-            RuntimeError: a worker is gone.
-        """
+        """Raises RuntimeError if a worker is gone or hangs."""
         if self.broken is None:
             problems = await self._silent()
             if problems and self.broken is None:
@@ -177,11 +172,7 @@ class WorkerGroup:
         return problems
 
     async def store_status(self) -> StoreStatus:
-        """What rank 0 wrote to the store; answered also during a step.
-
-        Raises:
-            FleetUnavailable: rank 0 does not answer.
-        """
+        """Rank 0's; raises FleetUnavailable if it does not answer."""
         try:
             status = _result(self._workers[0].store_status.remote())
             return cast(StoreStatus, await asyncio.wait_for(status, self._ping_timeout_s))
@@ -194,13 +185,12 @@ class WorkerGroup:
             return list(await asyncio.gather(*[_result(each.process_id.remote()) for each in self._workers]))
 
     def kill(self) -> None:
-        """Kill all workers."""
         for worker in self._workers:
             ray.kill(worker)
 
 
 def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
-    """The options of a rank's Ray actor: its GPU, and the threads of its process."""
+    """The options of a rank's Ray actor."""
     threads = spec.config.cpu_threads
     if threads is None:
         threads = os.cpu_count() or 1

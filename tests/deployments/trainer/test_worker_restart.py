@@ -128,21 +128,6 @@ def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
 
 
 @pytest.mark.slow
-def test_master_weights_of_another_step_are_not_restored(
-    spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
-) -> None:
-    spec = with_config(spec, wire_dtype="bfloat16", checkpoint_every=2)
-    worker = trained(spec, controller, steps=3)
-    with caplog.at_level("INFO", "ray.serve"):
-        resumed = started(spec, controller)
-    assert lines(caplog) == [
-        "the trainer resumes from version 3, step 3; weights as stored, moments of step 2"
-    ]
-    assert equal(saved(resumed, tmp_path / "resumed"), rounded(saved(worker, tmp_path / "trained")))
-    assert resumed.step(BATCH)["step"] == 4
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("file", ["checkpoint.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("damage", [b"", b"not a state", None])
 def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
