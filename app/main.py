@@ -15,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from app.http.auth import Tokens, TokenSource, listening_host
 from app.http.ingress import Ingress
 from app.settings.config import AppConfig
-from app.settings.engine import check_engine_args
+from app.settings.engine import OWN_SETTINGS, check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
 from app.settings.models import model_name, resolve_model
 from app.settings.section import Device
@@ -228,24 +228,11 @@ def _single(name: str, deployed: type, **options: float) -> serve.Deployment:
 
 def engine_spec(args: AppConfig, model: str) -> EngineSpec:
     """The engine of each replica; `model` is a directory or a hub id."""
-    engine = args.engine
     arguments = {
-        "dtype": engine.dtype,
-        "max_model_len": engine.max_model_len,
-        "max_num_seqs": engine.max_num_seqs,
-        "seed": engine.seed,
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "data_parallel_size": engine.data_parallel_size,
-        "enable_expert_parallel": engine.enable_expert_parallel,
-        "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "enforce_eager": engine.enforce_eager,
-        "load_format": engine.load_format,
+        **args.engine.model_dump(exclude=OWN_SETTINGS),
         "trust_remote_code": args.trust_remote_code,
-        "quantization": engine.quantization,
-        "enable_sleep_mode": engine.enable_sleep_mode,
         **executor(args),
-        **engine.extra,
+        **args.engine.extra,
     }
     return EngineSpec(
         model=model,

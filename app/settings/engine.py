@@ -81,6 +81,12 @@ class EngineConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
+# All other settings of the section are vLLM's, under its names.
+OWN_SETTINGS = {
+    *("num_replicas", "min_replicas", "max_replicas", "downscale_delay_s", "drain_timeout_s"),
+    *("cpu_kv_cache_gib", "gpus_per_rank", "extra", "env"),
+}
+
 # Arguments of `vllm serve`, not of the engine: how a replica's server parses tool calls.
 TOOL_ARGUMENTS = (
     "enable_auto_tool_choice",

@@ -1,11 +1,12 @@
 import subprocess
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from app.settings.config import parse_config
-from app.settings.engine import EngineConfig, broken_tools, check_engine_args, unknown_names
+from app.settings.engine import OWN_SETTINGS, EngineConfig, broken_tools, check_engine_args, unknown_names
 from tests.app.settings.complaints import COLOCATED, complaint
 
 
@@ -67,6 +68,12 @@ def test_no_names_are_checked_without_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_settings_that_are_not_ours_are_vllms_arguments() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert set(EngineConfig.model_fields) - OWN_SETTINGS <= {each.name for each in fields(AsyncEngineArgs)}
 
 
 def test_tool_calls_are_arguments_of_the_server_and_accepted() -> None:
