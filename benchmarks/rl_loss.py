@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import yaml
 
-from app.client.options import parse
+from app.client.program_options import parse
 from app.jobs import grpo, metrics
 from app.jobs.options import Options
 from app.jobs.training import Training

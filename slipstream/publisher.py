@@ -9,7 +9,7 @@ A trainer that uses vLLM's `WeightTransferTrainerFactory` itself calls `register
 transports known to vLLM in this process.
 """
 
-from app.publisher import Publisher
+from app.external_publisher import Publisher
 from deployments.protocol.publishing import RoundReport
 from deployments.vllm_plugin import register
 

@@ -14,7 +14,7 @@ import typer
 
 from app.client import calls
 from app.client.connection import LOCAL_URL, Call, FleetClient, FleetError, token_from
-from app.client.options import Url
+from app.client.program_options import Url
 from app.command import deploy as deployment
 from app.command import launch, submit
 from deployments.protocol.responses import RoundStatus

@@ -30,8 +30,8 @@ from deployments.protocol.engine_state import WeightChecksums
 from deployments.protocol.errors import Conflict
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.responses import (
+    ChecksumComparison,
     Checksums,
-    Comparison,
     FleetStatus,
     Message,
     NewWeightVersion,
@@ -170,7 +170,7 @@ class WeightRoutes:
         await self._controller.set_label.remote(body.new_version)
         return NewWeightVersion(success=True, new_version=body.new_version)
 
-    async def weight_checker(self, body: WeightCheckerBody) -> Checksums | Comparison:
+    async def weight_checker(self, body: WeightCheckerBody) -> Checksums | ChecksumComparison:
         """Checksums of the weights that the replicas hold, or a comparison with a baseline.
 
         Raises:
@@ -182,7 +182,7 @@ class WeightRoutes:
             return Checksums(checksums=checksums)
         names = checksums.keys() | body.baseline.keys()
         differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
-        return Comparison(match=not differing, mismatches=differing)
+        return ChecksumComparison(match=not differing, mismatches=differing)
 
     async def _require_round(self, session: PublishSession, call: str) -> None:
         if session.round_id is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from app.client import calls
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
-from app.client.options import parse
+from app.client.program_options import parse
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.learning import learn, publish_best, resume

@@ -9,7 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from app.client.connection import LOCAL_URL
-from app.client.options import Url, json_object
+from app.client.program_options import Url, json_object
 from app.jobs.environments.environment import (
     BUILT_IN,
     Conversations,

@@ -22,7 +22,7 @@ import typer
 from app.client import calls
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
-from app.client.options import Url, json_object, parse
+from app.client.program_options import Url, json_object, parse
 from app.scenarios.comparison import Comparison, compare
 from app.scenarios.fresh_engine import ScoredTokens, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan

@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from app.client import calls
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, FleetClient, FleetError, token_from
-from app.client.options import Url, parse
-from app.publisher import Publisher
+from app.client.program_options import Url, parse
+from app.external_publisher import Publisher
 from deployments.weights.transports.registry import BACKENDS, TRANSPORTS
 
 ON_CPU = tuple(transport.backend for transport in TRANSPORTS.values() if transport.device == "cpu")

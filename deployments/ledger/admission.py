@@ -22,7 +22,7 @@ from deployments.ledger import (
 from deployments.ledger.state import Delivered, Member, MemberState, PendingCall, State, classify
 from deployments.protocol.engine_state import equivalent
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.poll import Call, CatchUp, Directive, JoinAnswer, Report, Unloadable
+from deployments.protocol.poll import CatchUp, Directive, JoinAnswer, Report, RunOperation, Unloadable
 
 # -- polls ------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def _copy(state: State, member: Member, report: Report) -> None:
     member.last_poll, member.last_report, member.version = state.now, report.number, report.version
     member.loading_version, member.adapters = report.loading_version, report.adapters
     member.updates_in_place, member.draining = report.updates_in_place, report.draining
-    if not member.has_queued(Call) and not equivalent(member.engine_state, report.condition):
+    if not member.has_queued(RunOperation) and not equivalent(member.engine_state, report.condition):
         member.engine_state = report.condition
     membership.on_draining(state, member)
     if report.leaving and not member.leaving:

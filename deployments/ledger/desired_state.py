@@ -42,7 +42,7 @@ from deployments.protocol.engine_state import (
     path_to,
 )
 from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable
-from deployments.protocol.poll import Call
+from deployments.protocol.poll import RunOperation
 
 LASTING = get_args(LastingOperation)
 
@@ -66,7 +66,7 @@ def call_fleet(state: State, operation: Operation) -> PendingCall:
     waits = isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT
     if isinstance(operation, LASTING) and not waits:
         _supersede(state, operation)
-    call = membership.expect(state, Call.name, state.serving(), on_complete=_called)
+    call = membership.expect(state, RunOperation.name, state.serving(), on_complete=_called)
     state.operations[call] = pending = PendingOperation(operation=operation)
     if waits:
         _drain(state, call, pending)
@@ -79,7 +79,7 @@ def _order(state: State, call: PendingCall, pending: PendingOperation) -> None:
     pending.draining = False
     for member in state.serving():
         if member in call.waiting:
-            membership.queue(state, member, Call(operation=pending.operation), call)
+            membership.queue(state, member, RunOperation(operation=pending.operation), call)
     # A replica may carry it out and this process exit before it learns so: weights that may be discarded
     # count as discarded.
     _make_durable(state)
@@ -148,12 +148,14 @@ def converge(state: State, member: Member) -> bool:
         return True
     steps = path_to(state.engine_state, member.engine_state)
     # What it has staged in a round would not survive a sleep: it waits for the round's end.
-    if member.has_queued(Call) or (state.round and any(isinstance(step, Sleep) for step in steps)):
+    if member.has_queued(RunOperation) or (state.round and any(isinstance(step, Sleep) for step in steps)):
         return False
     for step in steps:
         if isinstance(step, Pause | Sleep) and step.mode is InFlight.WAIT:
             step = replace(step, mode=InFlight.KEEP)  # a joiner has no requests to wait for
-        call = membership.send(state, Call.name, {member: Call(operation=step)}, on_complete=_called)
+        call = membership.send(
+            state, RunOperation.name, {member: RunOperation(operation=step)}, on_complete=_called
+        )
         state.operations[call] = PendingOperation(operation=step, of_one=True)
     return False
 
@@ -194,7 +196,7 @@ def _called(state: State, call: PendingCall) -> None:
     if pending.of_one:
         membership.fence_each(state, verdict.not_done, f"condition: {pending.operation.name}")
     else:
-        membership.fence_each(state, verdict.replica_failed, Call.name)
+        membership.fence_each(state, verdict.replica_failed, RunOperation.name)
     if isinstance(pending.operation, LASTING):
         _record(state, pending, call, verdict.done)
     if verdict.rejected:

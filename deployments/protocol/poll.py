@@ -158,7 +158,7 @@ class CatchUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class RunOperation:
     """Run an operation. Acknowledged with its result."""
 
     name: ClassVar[str] = "call"
@@ -195,7 +195,7 @@ Body = (
     | Release
     | Drop
     | CatchUp
-    | Call
+    | RunOperation
     | WriteVersion
     | Forget
     | ReceiveAdapter

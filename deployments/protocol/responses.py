@@ -210,7 +210,7 @@ class Checksums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ChecksumComparison:
     match: bool
     mismatches: Sequence[str]
 

@@ -26,7 +26,6 @@ from deployments.protocol.engine_state import (
 from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.poll import (
     Body,
-    Call,
     CatchUp,
     Commit,
     Connect,
@@ -39,6 +38,7 @@ from deployments.protocol.poll import (
     Receive,
     Release,
     Report,
+    RunOperation,
     Staged,
     StoreResult,
     Swapped,
@@ -188,7 +188,7 @@ class EngineMember(ABC):
                 await self.drop(body)
             case CatchUp():
                 await self._load(body)
-            case Call():
+            case RunOperation():
                 return await self.call(body)
             case WriteVersion():
                 await self.write_version(body)
@@ -205,7 +205,7 @@ class EngineMember(ABC):
                 await self._engine.adapters.drop(body.adapter_id)
         return None
 
-    async def call(self, body: Call) -> JsonValue:
+    async def call(self, body: RunOperation) -> JsonValue:
         return await carry_out(self._engine, body.operation)
 
     async def _load(self, body: CatchUp) -> None:

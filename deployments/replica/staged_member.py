@@ -11,7 +11,6 @@ from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
-    Call,
     Check,
     Commit,
     Connect,
@@ -20,6 +19,7 @@ from deployments.protocol.poll import (
     Forget,
     Outcome,
     Receive,
+    RunOperation,
     Staged,
     StoreResult,
     Swapped,
@@ -199,7 +199,7 @@ class StagedMember(EngineMember):
         await self._engine.workers("staging_drop")
         self._receiving = None
 
-    async def call(self, body: Call) -> JsonValue:
+    async def call(self, body: RunOperation) -> JsonValue:
         if isinstance(body.operation, Disconnect):
             await self._discard_leftover()  # vLLM keeps the connection while an update is active
         return await super().call(body)

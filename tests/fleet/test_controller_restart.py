@@ -13,7 +13,7 @@ import httpx
 import pytest
 from vllm.distributed.weight_transfer import ModuleSource
 
-from app.client.options import parse
+from app.client.program_options import parse
 from app.jobs import grpo, metrics
 from app.jobs.options import Options
 from tests.fleet.deployed import Fleet

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.client.options import parse
+from app.client.program_options import parse
 from app.main import engine_spec
 from app.scenarios.async_inflight import Options, scenario
 from app.scenarios.comparison import Comparison

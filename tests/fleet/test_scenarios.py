@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from app.client.options import parse
+from app.client.program_options import parse
 from app.scenarios.async_inflight import Options, scenario
 from tests.fleet.deployed import Fleet
 from tests.fleet.talk import ENGINE, ENVIRONMENT

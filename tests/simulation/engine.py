@@ -25,7 +25,6 @@ from deployments.protocol.engine_state import (
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     Body,
-    Call,
     CatchUp,
     Commit,
     Connect,
@@ -38,6 +37,7 @@ from deployments.protocol.poll import (
     Receive,
     Release,
     Report,
+    RunOperation,
     Staged,
     StoreResult,
     Swapped,
@@ -201,9 +201,9 @@ class SimMember(Mortal):
             case Forget():
                 if self.retained_version is not None and self.retained_version <= body.version:
                     self.retained_version = None
-            case Call(operation=Disconnect()):
+            case RunOperation(operation=Disconnect()):
                 self._discard()
-            case Call(operation=Pause() | Resume() | Sleep() | WakeUp() as operation):
+            case RunOperation(operation=Pause() | Resume() | Sleep() | WakeUp() as operation):
                 self.condition = apply(self.condition, operation)
                 await self._may_go_on()
             case LoadAdapter() | SetAdapters() | DropAdapter():

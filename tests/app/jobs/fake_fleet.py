@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from app.client.connection import AsyncFleetClient
-from app.client.options import parse
+from app.client.program_options import parse
 from app.jobs import metrics
 from app.jobs.environments.environment import Single
 from app.jobs.groups import Rollout

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from app.client.connection import AsyncFleetClient, FleetError
-from app.client.options import parse
+from app.client.program_options import parse
 from app.jobs.environments.environment import Single
 from app.jobs.grpo import require_fleet
 from app.jobs.options import Options

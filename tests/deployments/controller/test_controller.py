@@ -17,7 +17,7 @@ from deployments.protocol.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol.poll import Call, Outcome, Verification, Verify
+from deployments.protocol.poll import Outcome, RunOperation, Verification, Verify
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
 from tests.deployments.ledger.fake_replica import FakeReplica
 
@@ -202,7 +202,7 @@ async def test_a_call_returns_each_replicas_value_or_names_those_that_failed(fle
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
     assert await fleet.controller.call(Pause(mode=InFlight.KEEP)) == {"a": "pause on a", "b": "pause on b"}
-    fleet.replicas["b"].outcomes[Call] = Outcome.REPLICA_FAILED
+    fleet.replicas["b"].outcomes[RunOperation] = Outcome.REPLICA_FAILED
     with pytest.raises(ReplicaUnavailable, match="not done by b: replica_failed here"):
         await fleet.controller.call(Sleep())
     await fleet.until(lambda: fleet.replicas["b"].fenced is not None)

@@ -7,7 +7,6 @@ from deployments.protocol.engine_state import Disconnect, Sleep, SleepTag
 from deployments.protocol.poll import (
     Acknowledgement,
     Body,
-    Call,
     CatchUp,
     Check,
     Commit,
@@ -23,6 +22,7 @@ from deployments.protocol.poll import (
     Receive,
     Release,
     Report,
+    RunOperation,
     Staged,
     StoreResult,
     Swapped,
@@ -189,7 +189,7 @@ class FakeReplica(FakeScheduler):
                     self.write(body.version, body.label, body.directory)
             case Forget() if self.retained_version is not None and self.retained_version <= body.version:
                 self.retained_version = None
-            case Call():
+            case RunOperation():
                 return self._call(body)
             case Connect() if not self.updates_in_place:
                 self._discard()
@@ -273,7 +273,7 @@ class FakeReplica(FakeScheduler):
         self._begin_waiting()
         return Swapped(swap_s=0.01, gap_s=0.02)
 
-    def _call(self, body: Call) -> str:
+    def _call(self, body: RunOperation) -> str:
         operation = body.operation
         if isinstance(operation, Disconnect) and not (self.updates_in_place and self.verified):
             self._discard()

@@ -18,7 +18,7 @@ from deployments.protocol.engine_state import (
     SleepTag,
     WakeUp,
 )
-from deployments.protocol.poll import Call
+from deployments.protocol.poll import RunOperation
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
@@ -157,4 +157,4 @@ def condition(texts: list[str]) -> EngineState:
 
 def operations(replica: FakeReplica) -> list[str]:
     """The operations that it carried out."""
-    return [each.body.operation.name for each in replica.ran if isinstance(each.body, Call)]
+    return [each.body.operation.name for each in replica.ran if isinstance(each.body, RunOperation)]

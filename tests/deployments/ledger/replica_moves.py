@@ -8,14 +8,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from deployments.ledger.decisions import Committed, Decision, decode, encode
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import LedgerConfig
-from deployments.protocol.poll import Body, Call, CatchUp, Commit, CommitMode, Drop, JoinAnswer, Outcome
+from deployments.protocol.poll import (
+    Body,
+    CatchUp,
+    Commit,
+    CommitMode,
+    Drop,
+    JoinAnswer,
+    Outcome,
+    RunOperation,
+)
 from deployments.protocol.publishing import DrainFallback
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import STORE
 
 MAX_REPLICAS = 4
 HEARTBEAT_S = 10.0
-KINDS = st.sampled_from([each for each in get_args(Body) if each not in (Drop, Call)])
+KINDS = st.sampled_from([each for each in get_args(Body) if each not in (Drop, RunOperation)])
 FAULTS = st.sampled_from([Outcome.REJECTED, Outcome.TRANSFER_FAILED, Outcome.REPLICA_FAILED])
 
 

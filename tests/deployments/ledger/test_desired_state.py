@@ -15,7 +15,7 @@ from deployments.protocol.engine_state import (
     path_to,
 )
 from deployments.protocol.errors import Conflict
-from deployments.protocol.poll import Call, Outcome
+from deployments.protocol.poll import Outcome, RunOperation
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, condition, operations
@@ -96,7 +96,7 @@ def test_a_joiner_is_paused_before_it_takes_requests() -> None:
     joiner = scene.start()
     assert not joiner.admitted
     assert operations(joiner) == ["pause"]
-    assert joiner.ran[-1].body == Call(operation=Pause(mode=InFlight.KEEP, clear_cache=True))
+    assert joiner.ran[-1].body == RunOperation(operation=Pause(mode=InFlight.KEEP, clear_cache=True))
     scene.poll()
     assert joiner.admitted
     scene.call("resume")
@@ -122,7 +122,7 @@ def test_a_joiner_catches_up_before_it_sleeps() -> None:
 def test_nobody_is_admitted_while_the_condition_changes() -> None:
     scene = Scene(replicas=1)
     slow = scene.replicas[0]
-    slow.hangs_in.add(Call)
+    slow.hangs_in.add(RunOperation)
     task = scene.ask("pause keep")
     joiner = scene.start()
     scene.poll()
@@ -137,7 +137,7 @@ def test_a_joiner_changes_course_when_the_condition_changes() -> None:
     scene.call("pause keep")
     joiner = FakeReplica(replica_id="r1", incarnation="r1-1")
     scene.replicas.append(joiner)
-    joiner.hangs_in.add(Call)
+    joiner.hangs_in.add(RunOperation)
     scene.poll(1)
     scene.call("resume")
     joiner.hangs_in.clear()
@@ -149,7 +149,7 @@ def test_a_joiner_that_cannot_follow_is_fenced() -> None:
     scene = Scene(replicas=1)
     scene.call("sleep 1")
     joiner = FakeReplica(replica_id="r1", incarnation="r1-1")
-    joiner.outcomes[Call] = Outcome.REPLICA_FAILED
+    joiner.outcomes[RunOperation] = Outcome.REPLICA_FAILED
     scene.replicas.append(joiner)
     scene.poll(6)
     assert joiner.fenced == "condition: sleep: replica_failed here"
@@ -217,7 +217,7 @@ def test_a_joiner_that_an_earlier_controller_paused_is_not_admitted_paused() -> 
 
 def test_what_nobody_did_is_not_asked_of_joiners() -> None:
     scene = Scene(replicas=1)
-    scene.replicas[0].outcomes[Call] = Outcome.REJECTED
+    scene.replicas[0].outcomes[RunOperation] = Outcome.REJECTED
     assert scene.call("sleep 9").error is not None
     joiner = scene.start()
     scene.poll()

@@ -4,7 +4,7 @@ import pytest
 
 from deployments.protocol.engine_state import WakeUp
 from deployments.protocol.errors import Conflict
-from deployments.protocol.poll import Call, Commit, CommitMode, Outcome, Verify
+from deployments.protocol.poll import Commit, CommitMode, Outcome, RunOperation, Verify
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.ledger_scene import Scene, operation, operations, report_of
 
@@ -151,7 +151,7 @@ def test_a_joiner_does_not_sleep_while_it_takes_part_in_a_round() -> None:
     scene.call("sleep 2")
     scene.call("wake_up weights")
     scene.connect()
-    old.hangs_in.add(Call)
+    old.hangs_in.add(RunOperation)
     pausing = scene.ask("pause keep")  # nobody is admitted until it is through
     joiner = scene.start()
     joiner.hangs_in.add(Verify)
@@ -191,7 +191,7 @@ def test_discarded_weights_outlive_the_controller(compacted: bool) -> None:
 def test_a_sleep_counts_from_when_it_is_asked_for() -> None:
     scene = Scene(replicas=2)
     first, second = scene.replicas
-    second.hangs_in.add(Call)
+    second.hangs_in.add(RunOperation)
     sleeping = scene.ask("sleep 2")
     scene.poll()
     assert not sleeping.done and not first.memory.intact
@@ -206,7 +206,7 @@ def test_a_sleep_counts_from_when_it_is_asked_for() -> None:
 
 def test_a_sleep_that_nobody_did_leaves_nothing_to_a_successor() -> None:
     scene = Scene(replicas=1)
-    scene.replicas[0].outcomes[Call] = Outcome.REJECTED
+    scene.replicas[0].outcomes[RunOperation] = Outcome.REJECTED
     assert scene.call("sleep 2").error is not None
     scene.replicas[0].outcomes.clear()
     restart(scene)

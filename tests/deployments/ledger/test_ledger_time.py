@@ -10,7 +10,7 @@ from deployments.protocol.errors import (
     RoundAborted,
     StalePublisher,
 )
-from deployments.protocol.poll import Body, Call, Commit, Outcome, Receive, Release, Verify
+from deployments.protocol.poll import Body, Commit, Outcome, Receive, Release, RunOperation, Verify
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 
@@ -144,7 +144,7 @@ def test_calls_out_of_order_say_what_is_open() -> None:
 
 def test_a_rejected_call_is_the_callers_fault_and_fences_nobody() -> None:
     scene = Scene(replicas=2)
-    scene.replicas[0].outcomes[Call] = Outcome.REJECTED
+    scene.replicas[0].outcomes[RunOperation] = Outcome.REJECTED
     task = scene.ledger.call(Sleep(level=9), scene.now)
     scene.poll()
     assert isinstance(task.error, InvalidRequest) and "r0: rejected here" in task.error.message

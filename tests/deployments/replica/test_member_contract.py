@@ -14,7 +14,6 @@ from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.poll import (
     Body,
-    Call,
     CatchUp,
     Commit,
     Connect,
@@ -26,6 +25,7 @@ from deployments.protocol.poll import (
     Outcome,
     Receive,
     Release,
+    RunOperation,
     StagingOptions,
     Verify,
     WriteVersion,
@@ -102,10 +102,11 @@ DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(d
 ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={})
 W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
 PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
-    Call(operation=each) for each in (Pause(), Resume(), Sleep(), Sleep(level=0), WakeUp(), Disconnect())
+    RunOperation(operation=each)
+    for each in (Pause(), Resume(), Sleep(), Sleep(level=0), WakeUp(), Disconnect())
 )
-WAKE_WEIGHTS = Call(operation=WakeUp(tags=(SleepTag.WEIGHTS,)))
-WAKE_CACHE = Call(operation=WakeUp(tags=(SleepTag.KV_CACHE,)))
+WAKE_WEIGHTS = RunOperation(operation=WakeUp(tags=(SleepTag.WEIGHTS,)))
+WAKE_CACHE = RunOperation(operation=WakeUp(tags=(SleepTag.KV_CACHE,)))
 
 # What is told, what a staged member answers, what one does that updates in place.
 CASES: dict[str, tuple[Sequence[Body], str, str]] = {

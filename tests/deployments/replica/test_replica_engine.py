@@ -7,7 +7,7 @@ from fastapi import FastAPI
 
 from deployments.protocol.engine_state import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import Call, Commit, Draining, KvCache, Receive, StagingOptions
+from deployments.protocol.poll import Commit, Draining, KvCache, Receive, RunOperation, StagingOptions
 from deployments.replica import replica_engine
 from deployments.replica.engine_core import RESET_CACHES
 from deployments.replica.replica_engine import DRAIN_POLL_S, EngineDrain, ReplicaEngine
@@ -34,7 +34,7 @@ async def commit(engine: ReplicaEngine, *, hold: bool = False, in_flight: InFlig
 
 
 async def call(engine: ReplicaEngine, operation: Operation) -> None:
-    await StagedMember(engine).execute(Call(operation=operation))
+    await StagedMember(engine).execute(RunOperation(operation=operation))
 
 
 async def test_an_update_between_the_two_wake_ups_does_not_start_the_scheduler(engine: ReplicaEngine) -> None:

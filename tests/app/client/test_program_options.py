@@ -5,7 +5,7 @@ import pytest
 import typer
 
 from app.client.connection import LOCAL_URL
-from app.client.options import Url, json_object, parse
+from app.client.program_options import Url, json_object, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from app.publisher import whole_source
+from app.external_publisher import whole_source
 from tests.tiny_models import tiny_llama
 
 
