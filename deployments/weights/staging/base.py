@@ -20,12 +20,11 @@ class Staging(ABC):
     the others on the staging thread, while the engine decodes."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Start an update."""
+    def begin(self) -> None: ...
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Stage a chunk known from an earlier round and inspect its tensors; None if it is not known. Copies
-        are queued on the current stream, in whose order the chunk's memory is reused."""
+        """Stage and inspect a chunk known from an earlier round, else None. Its memory is reused in the order
+        of the current stream."""
         return None
 
     @abstractmethod
@@ -37,7 +36,7 @@ class Staging(ABC):
 
     @abstractmethod
     def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
-        """Finish loading: nothing more arrives. Returns the names of parameters that were not filled.
+        """Nothing more arrives. Returns the names of parameters that were not filled.
 
         Args:
             complete: every tensor of the checkpoint arrived, so what was not written is padding.
@@ -49,27 +48,21 @@ class Staging(ABC):
         """Make the staged version the live one, inside a pause of the scheduler. Queues it on a GPU."""
 
     def load(self, path: str) -> bool:
-        """Make a checkpoint directory the live model, as `swap` does; False leaves that to vLLM's reload.
-
-        Raises:
-            ValueError: the checkpoint is not complete.
-        """
+        """Make a checkpoint directory the live model; False leaves that to vLLM's reload."""
         return False
 
     def retire(self) -> None:  # noqa: B027
         """Free what the swap replaced."""
 
     @abstractmethod
-    def drop(self) -> None:
-        """Discard the staged version."""
+    def drop(self) -> None: ...
 
     def release(self) -> None:  # noqa: B027
-        """Drop references to memory of the connection, which closes."""
+        """Drop references to the connection's memory."""
 
 
 def second_instance_config(vllm_config: VllmConfig) -> VllmConfig:
-    """For another instance of the model: layers register by name in the compilation config, where the runner
-    looks up the live ones."""
+    """Layers register by name in the compilation config, where the runner looks up the live ones."""
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}

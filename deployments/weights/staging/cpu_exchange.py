@@ -1,9 +1,9 @@
 """What a swap on a CPU exchanges: the memory of parameters and buffers, and what vLLM made from the weights.
 
-Modules and parameters stay the same objects, which the KV cache, the runner and kernels refer to. Attributes
-that processing adds to a module (a function that holds packed weights, the halves of MLA's projection) or to
-its attention kernel (those halves, packed for AMX) are exchanged as references. They are found by comparing
-the live instance, before its first step, with one that was only constructed. Any other difference is refused.
+Modules and parameters stay the same objects, as the KV cache, the runner and kernels refer to them.
+Attributes that processing adds to a module or its attention kernel (functions and tensors that hold packed
+weights) are exchanged as references. They are found by comparing the live instance, before its first step,
+with one that was only constructed. Any other difference is refused.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,7 +23,6 @@ from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-# A kernel of experts refers to the parameters of its own layer, which stay the same objects.
 _KERNELS = ("moe_kernel", "moe_quant_config")
 _EXCHANGED = (torch.Tensor, FunctionType, BuiltinFunctionType)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -44,7 +43,7 @@ class _Attribute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Module:
-    """A live module, its counterpart, and what processing adds to it."""
+    """`attributes` and `parameters` are what processing adds."""
 
     path: str
     live: torch.nn.Module
@@ -54,11 +53,7 @@ class _Module:
 
 
 class Exchange:
-    """The live model, before its first step, and a second instance that was only constructed.
-
-    Raises:
-        ValueError: names the differences that a swap could not exchange.
-    """
+    """Raises ValueError, naming the differences that a swap could not exchange."""
 
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
         twins = dict(shadow.named_modules())
@@ -78,12 +73,8 @@ class Exchange:
         self._attributes: list[_Attribute] = []
 
     def collect(self, untouched: Collection[str]) -> None:
-        """The second instance is loaded and processed: find what the swap exchanges. The modules at the paths
-        `untouched` keep what they have.
-
-        Raises:
-            ValueError: names what does not fit.
-        """
+        """The second instance is loaded: find what to exchange. The modules at the paths `untouched` keep
+        what they have. Raises ValueError, naming what does not fit."""
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         attributes: list[_Attribute] = []
         problems: list[str] = []
@@ -178,7 +169,6 @@ def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _registered(module: _Module, problems: list[str]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Parameters and buffers, with their counterparts."""
     for group in ("_parameters", "_buffers"):
         theirs = vars(module.twin)[group]
         for name, tensor in vars(module.live)[group].items():

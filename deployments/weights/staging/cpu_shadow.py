@@ -1,9 +1,6 @@
-"""Staging on a CPU beside the live model: a second instance, loaded and packed while the engine decodes.
-
-add         vLLM's own loaders fill the second instance, which has memory only during a round
-finalize    vLLM packs it layer by layer, as at start-up, so the result is what a fresh engine loads
-swap        parameters and packed layers of the two are exchanged
-retire      the former version is freed
+"""Staging on a CPU: a second instance of the model, loaded and packed while the engine decodes, and exchanged
+with the live one. Loading and packing are vLLM's own, as at start-up, so the result is what a fresh engine
+loads. The second instance has memory only during a round.
 """
 
 from collections.abc import Callable
@@ -26,8 +23,6 @@ from deployments.weights.wire.chunk_layout import Chunk
 
 @dataclass(slots=True, kw_only=True)
 class BlankParameter:
-    """One parameter, as the model's constructor made it."""
-
     parameter: torch.nn.Parameter
     shape: torch.Size
     stride: tuple[int, ...]
@@ -65,7 +60,7 @@ class BlankParameter:
         return some, some and bool(missing.all())
 
     def pad(self) -> None:
-        """Zero what was not loaded: padding, which no checkpoint contains."""
+        """Zero what was not loaded."""
         data = self.parameter.data
         if data.dim() > 1:
             data[data[..., 0].isnan()] = 0  # the columns between were never written either
@@ -73,7 +68,7 @@ class BlankParameter:
 
 
 def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
-    """The parameters of a constructed instance. Their memory is freed."""
+    """The parameters of a constructed instance, whose memory is freed."""
     blanks: dict[int, BlankParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -86,11 +81,7 @@ def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
 
 
 class CpuShadowStaging(Staging):
-    """Fills a second instance and exchanges it with the live model.
-
-    Args:
-        model: loaded and processed, before its first step.
-        shadow: constructed and not loaded.
+    """For a model before its first step, and an instance that was only constructed.
 
     Raises:
         ValueError: a swap could not exchange the two, or memory does not suffice.
@@ -148,7 +139,7 @@ class CpuShadowStaging(Staging):
         self.retire()
 
     def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
-        """Paths of modules that keep what they have, and names of parameters that were not filled."""
+        """Paths of modules that keep their tensors, and names of parameters that were not filled."""
         states: dict[str, set[bool]] = {}  # by path: of its parameters, whether something was loaded
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
@@ -198,7 +189,6 @@ def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuSh
 
 
 def check_cpu_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Raises ValueError with all reasons why this engine's model cannot have a second instance."""
     reasons = []
     if vllm_config.compilation_config.mode != CompilationMode.NONE:
         reasons.append("it is compiled ('enforce_eager: true' compiles nothing)")
@@ -215,8 +205,7 @@ def check_cpu_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 
 def check_cpu_memory(vllm_config: VllmConfig, needed: int) -> None:
-    """Raises ValueError with the sizes in GiB if a second version does not fit beside the KV cache, allocated
-    later."""
+    """Raises ValueError if a second version does not fit beside the KV cache, which is allocated later."""
     cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
     available = get_memory_node_info().available_memory
     if needed + cache > available:

@@ -1,13 +1,10 @@
 """Staging on the device: a shadow of the live parameters, filled while the engine decodes.
 
-The shadow is a second instance of vLLM's own model, so vLLM's loaders treat the staged version as they did
-the live one. A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid. What the
-model does after loading decides how the shadow is filled:
+The shadow is a second instance of vLLM's own model. A swap copies tensor over tensor: addresses stay, and
+captured CUDA graphs stay valid. How it is filled depends on what the model does after loading:
 
-    direct      nothing: vLLM's loaders write into its parameters, and later rounds repeat the copies of the
-                first one without them (`load_plan`)
-    layerwise   weights are repacked or quantized (online fp8, MLA, some MoE kernels): by vLLM's layerwise
-                reload
+    direct      nothing: by vLLM's loaders, and in later rounds by their recorded copies (`load_plan`)
+    layerwise   repacks or quantizes weights (online fp8, MLA, some MoE kernels): by vLLM's layerwise reload
 
 What a layer derives from its weights is swapped too, or the engine refuses to start (`derived`).
 """
@@ -40,7 +37,7 @@ class DeviceStaging(Staging):
     """Built in the transfer engine's `__init__`: after the weights are loaded, before the KV cache is sized.
 
     Raises:
-        ValueError: the model cannot be staged on the device, or memory does not suffice.
+        ValueError: the model cannot be staged here, or memory does not suffice.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
@@ -77,7 +74,7 @@ class DeviceStaging(Staging):
 
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         if self._layerwise:
-            # The layerwise reload keeps tensors until their layer is complete, longer than a transport.
+            # The reload keeps tensors until their layer is complete, longer than a transport does.
             self._load([(name, tensor.clone()) for name, tensor in tensors])
             return
         self._received.add(chunk)
@@ -107,7 +104,7 @@ class DeviceStaging(Staging):
 
     def load(self, path: str) -> bool:
         # Not vLLM's reload of the live model: kernels that keep a parameter in a second place (scales of fp8
-        # experts) would refer to a copy of it, which no swap reaches.
+        # experts) would refer to a copy, which no swap reaches.
         torch.cuda.synchronize()  # a dropped round may still be copying
         self.begin()
         with torch.no_grad():
@@ -137,7 +134,7 @@ class DeviceStaging(Staging):
             with self._config():
                 initialize_layerwise_reload(self._shadow)
             return
-        # Without it, a layer that receives nothing would keep its old weights unnoticed.
+        # Else a layer that receives nothing would keep its old weights unnoticed.
         self._poison.apply()
 
     def _complete(self, complete: bool) -> list[str]:
@@ -177,7 +174,7 @@ class DeviceStaging(Staging):
         return unfilled
 
     def _abandon_layers(self) -> None:
-        """Give the shadow its own tensors back, whatever their content."""
+        """Give the shadow its own tensors back."""
         for layer in self._shadow.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -185,7 +182,7 @@ class DeviceStaging(Staging):
             info.reset()
 
     def _config(self) -> AbstractContextManager[Any]:
-        # vLLM's current config is one global for all threads, so it is set only where processing reads it.
+        # A global of all threads: set only where processing reads it.
         return set_current_vllm_config(self._vllm_config) if self._layerwise else nullcontext()
 
 
@@ -197,18 +194,12 @@ def _is_optional(name: str) -> bool:
 def checkpoint_tensors(
     vllm_config: VllmConfig, model: torch.nn.Module, path: str
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a directory by checkpoint name. The model's configuration names it from then on, as in
-    vLLM's reload.
-
-    Raises:
-        ValueError: the engine's load format has no files.
-    """
+    """The tensors of a directory, which the model's configuration names from then on, as in vLLM's reload."""
     loader = get_model_loader(vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise ValueError(
             f"a checkpoint cannot be loaded with load_format {vllm_config.load_config.load_format!r}"
         )
     model_config = vllm_config.model_config
-    # The other two belong to what the engine was loaded from.
     model_config.model, model_config.model_weights, model_config.revision = path, "", None
     return cast("Iterable[tuple[str, torch.Tensor]]", loader.get_all_weights(model_config, model))

@@ -56,8 +56,8 @@ class HostStaging(Staging):
         return lacking(self._model, self._tensors)
 
     def _check_tied(self) -> None:
-        """Raises ValueError if output embeddings that vLLM has tied, as the loaded checkpoint had both and
-        equal, differ from the input embeddings: the last one loaded would be both."""
+        """Raises ValueError if output embeddings that vLLM tied, because they were equal, differ from the
+        input embeddings: the last one loaded would be both."""
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
@@ -115,11 +115,9 @@ def _copying_refusal(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
-    """Around vLLM's layerwise reload of a model: what a CPU packed of the former weights is packed again.
-
-    vLLM packs experts only where it makes their kernel, which a reload keeps: it would read raw weights as
-    packed ones. It does not process tied output embeddings, as nothing is loaded into them.
-    """
+    """Around vLLM's layerwise reload: what a CPU packed of the former weights is packed again. vLLM packs
+    experts only where it makes their kernel, which a reload keeps, and does not process tied output
+    embeddings."""
     make_reloadable(model)
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
@@ -149,12 +147,12 @@ def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
     return [each for each in found if isinstance(each, ParallelLMHead) and id(each.weight) in weights]
 
 
-# With AMX, vLLM packs MLA's `kv_b_proj` weight and drops it. Its reload would copy the new weight into the
-# empty tensor that is left, and fail in the middle of the model.
+# With AMX, vLLM packs MLA's `kv_b_proj` weight and drops it. Its reload would copy into the empty tensor that
+# is left, and fail in the middle of the model.
 
 
 def make_reloadable(model: torch.nn.Module) -> None:
-    """Give the projections memory for a weight, of NaN: what is not loaded must not look like weights."""
+    """Give the projections a weight of NaN, which must not look like weights if it is not loaded."""
     for _, projection in _amx_projections(model):
         shape = (projection.output_size_per_partition, projection.input_size_per_partition)
         weight = torch.full(shape, torch.nan, dtype=projection.params_dtype)
@@ -162,8 +160,8 @@ def make_reloadable(model: torch.nn.Module) -> None:
 
 
 def lacking(model: torch.nn.Module, names: Collection[str]) -> list[str]:
-    """The projections' weights, all of which a reload needs, that are not among these checkpoint names. Their
-    prefix may be another than the model's own."""
+    """The projections' weights, all needed by a reload, that are not among these checkpoint names, whose
+    prefix may be another than the model's."""
     wanted = [f"{path}.weight" for path, _ in _amx_projections(model)]
     suffixes = {each: each[max(0, each.rfind("layers.")) :] for each in wanted}
     return [each for each in wanted if not any(name.endswith(suffixes[each]) for name in names)]

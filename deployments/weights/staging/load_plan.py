@@ -1,10 +1,9 @@
 """The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders.
 
-Loading tensor by tensor is Python beside the thread that decodes, and slows it down. Most loaders only copy
-views of received tensors to views of parameters. So all tensor operations of a chunk's first load are
-recorded. If all are such copies, they are the chunk's plan, and later rounds make them together with the
-digests, in a few calls. At the end of the first round each target must hold the bytes of its source. A chunk
-for which a loader did anything else has no plan: vLLM loads it in every round.
+Loaders are Python beside the thread that decodes. Most only copy views of received tensors to views of
+parameters; if a chunk's first load is nothing else, those copies are its plan, made in later rounds in a few
+calls, with the digests. At the end of the first round each target must hold the bytes of its source. Other
+chunks have no plan: vLLM loads them in every round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +26,6 @@ _CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # they
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCopy:
-    """From a view of a tensor of the chunk to a part of the model."""
-
     index: int  # of the tensor in the chunk
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,7 +33,6 @@ class PlannedCopy:
     target: torch.Tensor
 
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The view to copy from, of the chunk's tensors in order."""
         tensor = tensors[self.index]
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
@@ -49,7 +45,7 @@ class _Plan:
 
 
 class LoadPlans:
-    """The plans of the chunks received so far. Used on the staging thread, under its stream."""
+    """Used on the staging thread, under its stream."""
 
     def __init__(self) -> None:
         self._plans: dict[Chunk, _Plan] = {}
@@ -93,8 +89,8 @@ class LoadPlans:
         self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
     def confirm(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks is complete: confirm its plans where targets equal sources. Forgets other
-        chunks, whose layouts are no longer sent."""
+        """A round of these chunks is complete: keep its plans where targets equal sources, forget other
+        chunks."""
         for chunk, plan in self._unconfirmed.items():
             found = [_digest(copy.target) for copy in plan.copies]
             if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):
@@ -110,7 +106,7 @@ class LoadPlans:
         self._unconfirmed = {}
 
     def refuse(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks left parameters unfilled: remove their plans, which may be the cause."""
+        """A round left parameters unfilled: remove the plans of its chunks, which may be the cause."""
         self.discard()
         suspects = chunks & self._plans.keys()
         self.refused |= dict.fromkeys(suspects, "a round with it left parameters unfilled")
@@ -118,8 +114,7 @@ class LoadPlans:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every operation on this thread: `copies` out of `tensors`; `objection` names the first other
-    one."""
+    """Records this thread's operations: `copies` out of `tensors`; `objection` is the first other one."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -176,5 +171,5 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    # One at a time: a strided tensor is copied for its digest, and the copy is freed before the next.
+    # One at a time, to free the copy of a strided tensor before the next.
     return digest_tensor([tensor.contiguous()])

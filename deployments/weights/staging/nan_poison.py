@@ -1,8 +1,7 @@
 """NaN where loading has not written yet: poison in the first and the last column of every parameter.
 
-Shards are ranges of rows or whole tensors, so a missing shard leaves poison in its rows. Poisoning every
-element would cost two passes over the weights. One launch writes all of it and one searches for it: torch's
-fused calls process columns one parameter at a time (4 ms at 8B).
+Shards are ranges of rows or whole tensors, so a missing one leaves poison. One launch writes it and one
+searches for it: torch's fused calls take one parameter at a time (4 ms at 8B).
 """
 
 import numpy as np
@@ -23,7 +22,7 @@ _FORMATS = {
 
 
 class NanPoison:
-    """The poison in a shadow's parameters, whose addresses must not change. Integers get none."""
+    """The addresses of the shadow's parameters must not change. Integers get no poison."""
 
     def __init__(self, shadow: torch.nn.Module, model: torch.nn.Module) -> None:
         live = dict(model.named_parameters())
@@ -49,13 +48,12 @@ class NanPoison:
         self.remaining()
 
     def apply(self) -> None:
-        """Poison all parameters. Only queues the writes, on the current stream."""
         self._launch(self._table, SET=True)
         for columns in self._strided.values():
             columns.fill_(float("nan"))
 
     def remaining(self) -> list[str]:
-        """The parameters that still have poison; waits for what is queued."""
+        """The parameters that still have poison."""
         found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._table.device)
         self._launch(found, SET=False)
         for index, columns in self._strided.items():

@@ -33,18 +33,17 @@ from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest_tensor
 
 _SEED = 4321
-_LOADED: Any = 0.5  # more than nothing and less than everything: vLLM processes the layer at the end
+_LOADED: Any = 0.5  # a part: vLLM processes the layer at the end
 
 
 def load_in_place(shadow: torch.nn.Module, model_config: ModelConfig, device: torch.device) -> None:
-    """Load into the parameters as they are, for a model that does not process them afterwards."""
     for parameter in shadow.parameters():
         fill(parameter)
     process_weights_after_loading(shadow, model_config, device)
 
 
 def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Load as a round does, by vLLM's layerwise reload: layers get new tensors, which are then processed."""
+    """Load as a round does: layers get new tensors, which are then processed."""
     initialize_layerwise_reload(shadow)
     loaders: list[tuple[torch.Tensor, Any]] = []
     for layer in shadow.modules():
@@ -72,9 +71,8 @@ def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
 
 @torch.no_grad()
 def fill(param: torch.Tensor) -> None:
-    """A weight loader. Fills with numbers eight times as large as vLLM's dummy weights: a scale derived from
-    the largest must differ too, even as a power of two. Integers of one byte are packed weights and may be
-    anything; larger ones may be indices and become zero."""
+    """A weight loader: numbers eight times as large as vLLM's dummy weights, so that scales derived from them
+    differ, even as powers of two. Integers of one byte are packed weights; larger ones may be indices."""
     value = getattr(param, "dummy_weight_value", None)
     generator = torch.Generator(param.device).manual_seed(_SEED)
     if value is not None:
@@ -92,7 +90,6 @@ _RESERVE_BYTES = 1 << 30  # what loading needs beside the shadow itself
 
 
 def check_support(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
-    """Raises ValueError with all reasons why this engine's model cannot have a shadow."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"the engine runs on {device}, and a shadow needs a CUDA device")
@@ -108,7 +105,6 @@ def check_support(vllm_config: VllmConfig, device: torch.device, model: torch.nn
 
 
 def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
-    """Raises ValueError, with the sizes in GiB, if a second copy of the weights does not fit."""
     needed = sum({t.data_ptr(): t.numel() * t.itemsize for _, t in named_tensors(model)}.values())
     free, total = torch.cuda.mem_get_info(device)
     fraction = vllm_config.cache_config.gpu_memory_utilization
@@ -131,17 +127,13 @@ class Shadow:
 
 
 def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.Module) -> Shadow:
-    """The shadow of a loaded model.
-
-    Raises:
-        ValueError: names what the live model keeps of its weights that a round could not replace.
-    """
+    """Raises ValueError, naming what the live model keeps of its weights and a round could not replace."""
     config = second_instance_config(vllm_config)
     config.model_config = model_config = copy.copy(vllm_config.model_config)
     # vLLM ties embeddings where a checkpoint's two are equal. Those of a later version may differ.
     model_config.word_embeddings_untied_by_checkpoint = False
     before = observe(live)
-    # The first digest on a device builds tables for all later ones: not in the memory that sleeps.
+    # The first digest builds tables for all later ones: not in the memory that sleeps.
     digest_tensor([torch.zeros(1, device=device)])
     with (
         _memory_pool(model_config.enable_sleep_mode),
@@ -181,7 +173,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """New memory is NaN, or the largest integer, which tells scratch memory from what comes from weights."""
+    """New memory is NaN or the largest integer: unwritten memory does not come from weights."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -196,8 +188,8 @@ def _marked_memory() -> Iterator[None]:
 
 
 def _move_buffers(shadow: torch.nn.Module) -> None:
-    """Move all but the parameters out of the memory that sleeps, whose content is lost at level 2: no round
-    sends it, and vLLM saves only the live model's buffers."""
+    """Move all but the parameters out of the memory that sleeps: at level 2 its content is lost, and no round
+    sends it."""
     parameters = {id(parameter) for parameter in shadow.parameters()}
     for tensor in reachable(shadow).tensors.values():
         if id(tensor) not in parameters:
@@ -205,8 +197,8 @@ def _move_buffers(shadow: torch.nn.Module) -> None:
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Address, layout and digest of every parameter: equal if and only if nothing was processed. Buffers
-    count by name only: attention sets its scales to 1 in place, in every model."""
+    """Equal if and only if nothing was processed. Buffers count by name only: attention sets its scales to 1
+    in place, in every model."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters() if parameter.numel()}
     plain = {name: tensor for name, tensor in parameters.items() if tensor.is_cuda and tensor.is_contiguous()}
     digests = dict(zip(plain, digest_tensor(list(plain.values())).tolist(), strict=True)) if plain else {}
@@ -218,8 +210,7 @@ def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
 
 @contextmanager
 def _own_rotary_embeddings() -> Iterator[None]:
-    # vLLM caches these modules by their arguments. Loading a shadow layer by layer would replace the table of
-    # a module that it shares with the live model.
+    # vLLM caches these modules by their arguments; loading would replace the table of one that is shared.
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     live = dict(_ROPE_DICT)

@@ -22,10 +22,10 @@ _NOTHING = StagingState(payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFindings:
-    """Of one chunk of n tensors, still on the device."""
+    """Of one chunk, still on the device."""
 
     names: Sequence[str]
-    sent: torch.Tensor | None  # the publisher's digests, int64 [n]; None: it states none
+    sent: torch.Tensor | None  # the publisher's digests; None: it states none
     found: Findings
 
 
@@ -45,7 +45,7 @@ class StagedUpdate:
         self.state = replace(self.state, **changes)
 
     def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
-        """Whether nothing more will arrive. `one_payload`: a version that is sent is one payload."""
+        """Whether nothing more will arrive."""
         if schema is None:
             return one_payload and not self.from_files
         return not missing(schema, self.offered)
@@ -75,8 +75,7 @@ class StagedUpdate:
             self.note(outcome=Outcome.REPLICA_FAILED, message=f"{type(error).__name__}: {error}")
 
     def compare_digests(self) -> None:
-        """Compare the chunks since the last call, as `compare`. One read-back for all of them, which also
-        waits for the copies of the staging."""
+        """`compare` the chunks since the last call, with one read-back, which also waits for the staging."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -101,17 +100,8 @@ class StagedUpdate:
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:
-    """Compare digests, and refuse NaN and infinity.
-
-    Args:
-        names: of n tensors.
-        sent: the publisher's digests, [n].
-        found: the digests of what arrived, [n].
-        nonfinite: not zero where a tensor holds NaN or infinity, [n].
-
-    Raises:
-        ValueError: names the tensors whose digests differ, or those that hold NaN or infinity.
-    """
+    """Raises ValueError, naming the tensors whose digests differ, or where `nonfinite` is not zero those that
+    hold NaN or infinity. All have a value for each of `names`."""
     corrupted = [
         f"{names[i]!r} was sent with digest {sent[i]:016x} and arrived with {found[i]:016x}"
         for i in np.flatnonzero(sent != found)

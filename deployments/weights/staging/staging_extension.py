@@ -1,7 +1,5 @@
-"""What a replica can call in a vLLM worker beyond vLLM's own weight-transfer calls.
-
-vLLM mixes this class into its worker (`worker_extension_cls`); the replica calls it with `collective_rpc` and
-gets one answer per worker, in JSON types (`worker_reports`).
+"""What a replica can call in a vLLM worker, by `collective_rpc`, beyond vLLM's own calls. Arguments and
+results are JSON types.
 
     staging_*   the staged transports
     native_*    vLLM's own engines (`staging: none`), which load into the live model, inside a pause
@@ -44,13 +42,9 @@ class StagingWorkerExtension:
 
         Args:
             payload: one for all workers, or a list with one for each.
-            share: of the device's time, the most that staging may take, in (0, 1].
-            begins: the first payload of an update: calls vLLM's `start_weight_update` before.
-            retain_version: where `begins`, the first worker retains the update's tensors for the store, as
-                this version.
-
-        Raises:
-            RuntimeError: vLLM's, if an update is active and another one begins, or none is active.
+            share: of the device's time that staging may take, in (0, 1].
+            begins: an update: calls vLLM's `start_weight_update` before.
+            retain_version: where `begins`, the first worker retains the tensors for the store.
         """
         self._prepare(share, begins, retain_version)
         self.update_weights(payload)
@@ -81,7 +75,7 @@ class StagingWorkerExtension:
         return to_wire(self.weight_transfer_engine.staging.plans())
 
     def staging_verify(self) -> dict[str, Any]:
-        """A `StagingState`, after the check that the staged version is complete."""
+        """A `StagingState`."""
         return to_wire(self.weight_transfer_engine.verify())
 
     def staging_drop(self) -> None:
@@ -91,18 +85,14 @@ class StagingWorkerExtension:
     def staging_store(
         self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
     ) -> None:
-        """Begin to write the retained version to the store; `staging_store_state` reports on it.
-
-        Raises:
-            ValueError: the version is not retained here.
-        """
+        """Begin to write the retained version to the store. Raises ValueError if it is not retained here."""
         engine = self.weight_transfer_engine
         if engine.worker_index == 0:
             retained = engine.retained.committed(version, label, fleet_id, digest)
             engine.version_writer.put(retained, Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
-        """The `StoreResult` of this worker's last write; None if none is done."""
+        """The `StoreResult` of this worker's last write."""
         result = self.weight_transfer_engine.version_writer.result
         return None if result is None else to_wire(result)
 
@@ -122,12 +112,8 @@ class StagingWorkerExtension:
                 self.model_runner.reload_weights(weights_path=path)
 
     def native_check_connected(self) -> None:
-        """Check that an update over vLLM's own engine replaces the weights.
-
-        Raises:
-            RuntimeError: its reload would not replace all, or vLLM has disabled its NCCL communicator: it
-                then reports success for broadcasts that never happened.
-        """
+        """Raises RuntimeError if vLLM's reload would not replace all weights, or its NCCL communicator is
+        disabled: it then reports success for broadcasts that never happened."""
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
@@ -138,15 +124,13 @@ class StagingWorkerExtension:
             )
 
     def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """vLLM's `update_weights`, with CUDA IPC handles decoded from JSON types. The payload is one for all
-        workers, or a list with one for each. Raises ValueError as `decode_payload`."""
+        """vLLM's `update_weights`, with CUDA IPC handles decoded from JSON types."""
         if isinstance(payload, list):
             self.update_weights([decode_payload(part) for part in payload])
         else:
             self.update_weights(decode_payload(payload))
 
     def native_digest(self) -> str:
-        """The digest of the live parameters."""
         parameters = self.model_runner.get_model().named_parameters()
         tensors = {name: parameter.data.contiguous() for name, parameter in parameters if parameter.numel()}
         return version_digest(list(tensors), digests(list(tensors.values())))

@@ -19,8 +19,8 @@ _POLL_S = 0.0001
 
 
 class Throttle:
-    """Delays between chunks on a GPU. A chunk's cost is estimated from the fastest one so far, in seconds per
-    byte: others also waited for their sender. The engine's first chunk compiles kernels and has no delay."""
+    """Delays between chunks on a GPU. The cost per byte is that of the fastest chunk so far: others also
+    waited for their sender. The first one compiles kernels and has no delay."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class Throttle:
         self._since = clock()
 
     def begin(self, share: float) -> None:
-        """A payload begins. It may take this share of the device's time, in (0, 1]; 1 means no delays."""
+        """A payload begins, which may take this share of the device's time."""
         self._share = share
         self._since = self._clock()
 
@@ -44,7 +44,6 @@ class Throttle:
         return max(0.0, self._per_byte * size_bytes / self._share - elapsed)
 
     def resume(self) -> None:
-        """The next chunk begins."""
         self._since = self._clock()
 
 
@@ -69,7 +68,6 @@ class StagingThread:
             return work(*arguments)
 
     def run(self, work: Callable[..., None], *arguments: Any, limit_s: float) -> None:
-        """Submit it and wait. Raises RuntimeError if the thread hangs."""
         try:
             self.submit(work, *arguments).result(limit_s)
         except FutureTimeoutError as error:

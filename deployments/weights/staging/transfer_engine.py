@@ -6,8 +6,7 @@
     finish_weight_update    vLLM's: the swap, inside a pause of the scheduler
     drop                    the replica's: discards the update
 
-A transport adds how a payload becomes chunks (`receive`). All that may wait for a peer runs on the staging
-thread, while the engine decodes.
+All that may wait for a peer runs on the staging thread, while the engine decodes.
 """
 
 import time
@@ -50,16 +49,15 @@ Chunks = Callable[[], Iterator[ReceivedChunk]]
 
 logger = init_logger(__name__)
 
-# Methods of speculative decoding.
-_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
+_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
-    """Base of all transports on the replica's side. Called on the engine's thread."""
+    """Base of the transports' receivers. Called on the engine's thread."""
 
     supports_draft_weight_update = False
     one_payload = True  # a version is one payload; False: one per chunk
-    share = 1.0  # of the device's time, the most that staging may take while it receives
+    share = 1.0  # of the device's time that staging may take
 
     def __init__(
         self,
@@ -69,7 +67,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # Not `model_config.model`: for a replica that caught up, a stored version, which will be removed.
+        # Not `model_config.model`: a replica that caught up was loaded from a stored version.
         started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         loading = vllm_config.load_config
         checkpoint = cached(started_from, vllm_config.model_config.revision, loading.download_dir)
@@ -80,7 +78,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             write_files=partial(copy_model_files, self.checkpoint),
             share=SHARE_OF_A_CORE if self.device.type == "cpu" else 1.0,
         )
-        # A replica that caught up may lack the hub's files; its stored version is complete too.
+        # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
@@ -95,17 +93,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @property
     def worker_index(self) -> int:
-        """Among all workers of the replica."""
         parallel = self.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     @abstractmethod
     def connect(self, init_info: Init) -> None:
-        """Join the transfer group, on the staging thread.
-
-        Raises:
-            TransferFailed: a peer is gone, or did not join in time.
-        """
+        """Join the transfer group, on the staging thread. Raises TransferFailed if a peer does not."""
 
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
@@ -113,7 +106,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
         Raises:
             TransferFailed: a peer is gone, or sent nothing in time.
-            ValueError: the payload is wrong: what was expected and what was received.
+            ValueError: the payload is wrong.
         """
 
     def init_transfer_engine(self, init_info: Init) -> None:
@@ -161,14 +154,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self.receive(self.parse_update_info(update_info))
 
     def receive_files(self, update_info: dict[str, Any], directory: str) -> None:
-        """An update of its own, of one payload whose tensors are the bytes of files. The first worker writes
-        them; the model is not touched."""
+        """An update of one payload whose tensors are the bytes of files, which the first worker writes."""
         self._begin(update := StagedUpdate())
         files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
         self._submit(update, self._stage_files, partial(self._receive, update_info), files)
 
     def read_part(self, part: FilePart) -> None:
-        """`update_weights` from a file of this host. The transport's connection is not touched."""
+        """`update_weights` from a file of this host."""
         assert self._update is not None
         self._update.from_files = True
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
@@ -196,7 +188,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self._update.state
 
     def verify(self) -> StagingState:
-        """Check that the staged version is complete and is the model's."""
         update = self._update
         assert update is not None
         if update.state.outcome is Outcome.DONE and not update.state.digest:
@@ -205,15 +196,15 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return update.state
 
     def drop(self) -> None:
-        """Discard the update. `abort` stops a payload that still arrives, and may close the connection: not
-        where a file was read, even if it is dropped twice."""
+        """Discard the update. `abort` may close the connection: not after reading a file, even if called
+        twice."""
         self._update = None
         self.retained.begin()
         (self if self._reading is None else self._reading).abort()
         self._thread.run(self._drop_staging, limit_s=DROP_S)
 
     def _drop_staging(self) -> None:
-        """On the staging thread. Transports that hold memory of the publisher release it here."""
+        """On the staging thread. Transports release the publisher's memory here."""
         self.staging.drop()
 
     def abort(self) -> None:
@@ -312,7 +303,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
     """The configured staging. Raises ValueError if it is not possible for this model."""
-    # Not at the top: these load vLLM's layers, for five seconds, and a trainer imports its transport too.
+    # Not at the top: a trainer imports this module too, and vLLM's layers take five seconds to load.
     from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
     from deployments.weights.staging.host import HostStaging
 
@@ -333,14 +324,10 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 
 def check_draft(vllm_config: VllmConfig) -> None:
-    """Check that no draft model was loaded from the served model's checkpoint. A draft with one of its own is
-    no part of a version: the served model checks its proposals.
-
-    Raises:
-        ValueError: an update would leave the draft at the first version.
-    """
+    """Raises ValueError if a draft model was loaded from the served checkpoint: updates would not reach it.
+    One with a checkpoint of its own is no part of a version, as the served model checks its proposals."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_WEIGHTS:
+    if speculative is None or speculative.method in _DRAFTS_WITHOUT_WEIGHTS:
         return
     draft = speculative.draft_model_config
     if draft is not None and draft.model == vllm_config.model_config.model:

@@ -32,16 +32,14 @@ class StagingState:
     stage_s: float
     verify_s: float  # on a GPU the time to launch the digests
     outcome: Outcome
-    message: str = ""  # what was expected and what was received, when not DONE
+    message: str = ""  # when not DONE
     digest: str = ""  # of the whole version, once it is complete
-    checks: tuple[Check, ...] = ()  # that it has passed, once it is complete
-    missing_ranks: tuple[int, ...] = ()  # of the transfer group, where a transfer failed
+    checks: tuple[Check, ...] = ()  # passed, once it is complete
+    missing_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlanSummary:
-    """How much of a version is loaded by recorded plans instead of vLLM's loaders."""
-
     chunks: int = 0  # that have a plan
     refused: tuple[str, ...] = ()  # why other chunks have none, each reason once
 
@@ -73,7 +71,7 @@ _MAX_MESSAGE = 2000  # characters; JSON takes up to six bytes for each
 
 class ProgressPage(SharedWords):
     """The last report of each worker of a replica. A slot has a sequence number (odd while it is written),
-    the report's length, and the report as JSON; one process writes it and one reads it."""
+    the report's length, and the report as JSON."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         super().__init__(mapping)
@@ -89,7 +87,6 @@ class ProgressPage(SharedWords):
         return len(self._bytes) // SLOT_BYTES
 
     def write(self, index: int, state: StagingState | None) -> None:
-        """Write a worker's report, its message cut to fit; None erases it."""
         encoded = b""
         if state is not None:
             # A file name in an error may hold a lone surrogate, which UTF-8 cannot encode.
@@ -102,7 +99,7 @@ class ProgressPage(SharedWords):
         self._words[word] += 1
 
     def read(self, index: int) -> StagingState | None:
-        """A worker's last report; None if there is none, or if it is being written."""
+        """A worker's last report; None if there is none, or it is being written."""
         word, start = self._slot(index)
         sequence = self._words[word]
         encoded = bytes(self._bytes[start : start + self._words[word + 1]])
@@ -112,6 +109,5 @@ class ProgressPage(SharedWords):
         return state
 
     def _slot(self, index: int) -> tuple[int, int]:
-        """Where the slot begins, in words, and its report, in bytes."""
         offset = index * SLOT_BYTES
         return offset // self._words.itemsize, offset + _HEADER_BYTES

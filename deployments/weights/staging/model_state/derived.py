@@ -1,8 +1,8 @@
 """What a model derives from its weights and keeps beside its parameters: found, and brought along by a swap.
 
-Three states are compared: the live instance, its shadow with other weights, and the shadow loaded again with
-others. What is equal in all three is constant. What differs must follow the weights, so a second load has to
-renew its counterpart; otherwise the engine does not start.
+Three states are compared: the live instance, its shadow, and the shadow loaded again, each with other
+weights. What is equal in all is constant. What differs must follow the weights, so a second load has to renew
+it.
 """
 
 from collections.abc import Mapping
@@ -41,10 +41,7 @@ class Moving:
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """Find what must follow the weights, from the live model, its shadow, and the shadow loaded again.
-
-    Args:
-        layerwise: rounds process weights after loading them.
+    """Find what must follow the weights. `layerwise`: rounds process them after loading.
 
     Raises:
         ValueError: names what cannot follow, and why.
@@ -95,8 +92,8 @@ def classify(live: Observation, first: Observation, second: Observation, *, laye
 
 
 def keep_constants(live: Observation, moving: Moving, device: torch.device) -> None:
-    """Move the live model's constants out of the memory that sleeps: at level 2 its content is lost, no round
-    replaces them, and vLLM saves only buffers. Before anything is captured: addresses change."""
+    """Move the live model's constants out of the memory that sleeps, whose content level 2 loses. Before
+    anything is captured: addresses change."""
     for path in live.tensors.keys() - set(moving.tensors):
         tensor = live.tensors[path].object()
         if tensor is not None and tensor.device == device:
@@ -110,7 +107,7 @@ class Derived:
         self, model: torch.nn.Module, shadow: torch.nn.Module, moving: Moving, *, baked: bool
     ) -> None:
         self._model, self._shadow, self._moving, self._baked = model, shadow, moving, baked
-        # Held here: captured graphs refer to this memory, whatever happens to the layer's attributes.
+        # Held here: captured graphs refer to this memory.
         self._live: Mapping[AccessPath, torch.Tensor] = {
             path: tensor_at(model, path) for path in moving.tensors
         }

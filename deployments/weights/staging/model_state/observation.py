@@ -30,21 +30,14 @@ class Content:
         return (self.layout, self.digest) != (other.layout, other.digest)
 
     def is_older(self, later: "Content") -> bool:
-        """Whether the later state of the same instance is another tensor or has other content."""
         return self.differs(later) or self.object() is not later.object() or self.address != later.address
 
 
 @dataclass(slots=True, kw_only=True)
 class Observation:
-    """What one instance held.
-
-    Attributes:
-        tensors: neither parameters nor buffers, nor views of them.
-        buffers: the non-persistent ones: no checkpoint contains them.
-    """
-
+    # Neither parameters nor buffers, nor views of them.
     tensors: dict[AccessPath, Content] = field(default_factory=dict)
-    buffers: dict[AccessPath, Content] = field(default_factory=dict)
+    buffers: dict[AccessPath, Content] = field(default_factory=dict)  # the non-persistent ones
     parameters: dict[AccessPath, Content] = field(default_factory=dict)
     numbers: dict[AccessPath, Number] = field(default_factory=dict)
     closed: dict[AccessPath, str] = field(default_factory=dict)
@@ -107,8 +100,6 @@ def same(one: Number, other: Number) -> bool:
 
 
 class _Ranges:
-    """The memory of tensors."""
-
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._by_storage: dict[int, list[tuple[int, int]]] = {}
         for tensor in tensors:

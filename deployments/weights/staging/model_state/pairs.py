@@ -15,21 +15,17 @@ Place = tuple[int, Layout]  # address, and how it is laid out there
 
 @dataclass
 class Pairs:
-    """Live tensors and their shadows, of equal dtype, shape and strides.
-
-    Attributes:
-        tied: names and tensors of the shadow that are one tensor of the live model.
-    """
+    """Live tensors and their shadows, of equal layout."""
 
     large: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
     )
+    # Names and tensors of the shadow that are one tensor of the live model.
     tied: list[tuple[str, str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        # The driver's copy of a large tensor reaches the memory's bandwidth; the fused copy of many saves
-        # launches, and reaches two thirds of it.
+        # A large tensor's copy reaches the memory's bandwidth; the fused copy of many two thirds of it.
         if live.numel() * live.itemsize >= _LARGE_BYTES and live.is_contiguous():
             self.large.append((live, shadow))
         else:
@@ -59,11 +55,8 @@ class Pairs:
 
 
 def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
-    """Pair every parameter and buffer once, however many names it has (tied weights).
-
-    Raises:
-        ValueError: names the live tensors without a counterpart of their own and of the same layout.
-    """
+    """Pair every parameter and buffer once, however many names it has (tied weights). Raises ValueError,
+    naming those without a counterpart of their own and of the same layout."""
     shadows = dict(named_tensors(shadow))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs, problems = Pairs(), []
@@ -100,7 +93,6 @@ def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
 
 
 def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             # A wrapper of other tensors has no memory of its own: `derived` copies what it wraps.

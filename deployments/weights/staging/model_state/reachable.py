@@ -1,8 +1,7 @@
 """Everything a model computes with: the tensors and numbers reachable from it, and the path to each.
 
-vLLM's layers keep what they derive from weights in plain attributes, lists, quantization methods, kernels,
-wrappers of other libraries, closures and Python floats; the walk visits all of them. Two instances of one
-model have the same paths, so a path found in one leads to the same thing in the other.
+vLLM's layers keep what they derive from weights in attributes, lists, quantization methods, kernels, wrappers
+of other libraries, closures and floats. In another instance of the model the path leads to the same thing.
 """
 
 import functools
@@ -31,7 +30,7 @@ class Attribute:
     name: str
 
     def get(self, owner: Any) -> Any:
-        # Not getattr alone: a property of the same name would compute something else.
+        # Not getattr alone: a property may have the same name.
         own = getattr(owner, "__dict__", {})
         return own[self.name] if self.name in own else getattr(owner, self.name)
 
@@ -58,7 +57,7 @@ class Item:
         return f"[{self.key!r}]"
 
 
-IN_SET = Item(...)  # cannot be followed: a set has no order, so nothing of another instance corresponds
+IN_SET = Item(...)  # cannot be followed: a set has no order
 AccessPath = tuple[Attribute | Item, ...]
 
 
@@ -78,7 +77,7 @@ def resolve(root: Any, path: AccessPath) -> Any:
 
 
 def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
-    """The tensor at the path, detached, or numpy's array as one. Raises LookupError if there is none."""
+    """The tensor at the path, detached. Raises LookupError if there is none."""
     found = resolve(root, path)
     if isinstance(found, np.ndarray):
         return torch.from_numpy(found)
@@ -163,7 +162,6 @@ def reachable(model: torch.nn.Module) -> Reachable:
 
 
 def _visit(path: AccessPath, value: Any, found: Reachable) -> list[tuple[AccessPath, Any]]:
-    """Note what the value is; returns its parts."""
     tensor = value if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value) else None
     if isinstance(value, np.ndarray) and value.size and value.dtype != object:
         tensor = torch.from_numpy(value)
@@ -182,7 +180,6 @@ def _visit(path: AccessPath, value: Any, found: Reachable) -> list[tuple[AccessP
 
 
 def _parts(path: AccessPath, value: Any) -> list[tuple[AccessPath, Any]]:
-    """What an object consists of, the last part first."""
     below: list[tuple[Attribute | Item, Any]] = [*_items(value), *_attributes(value)]
     return [((*path, step), part) for step, part in reversed(below)]
 
