@@ -31,14 +31,7 @@ class AdapterRoutes:
         ]
 
     async def load(self, body: LoadAdapterBody) -> PlainTextResponse:
-        """Load an adapter into every replica, as the next version of its name.
-
-        Raises:
-            InvalidRequest: the name is live and `load_inplace` is false; the files do not fit this model.
-            NotFound: there is no such directory.
-            Conflict: the name is being loaded, or some replicas rejected the files. No replica has it.
-            FleetUnavailable: too few replicas serve, or the controller was lost.
-        """
+        """Load an adapter into every replica, as the next version of its name."""
         full_name = await self._load(body, in_place=body.load_inplace)
         return PlainTextResponse(
             f"Success: LoRA adapter '{body.lora_name}' added successfully.",
@@ -46,12 +39,7 @@ class AdapterRoutes:
         )
 
     async def unload(self, body: UnloadAdapterBody) -> PlainTextResponse:
-        """Unload all versions of a name, or the one of a full name; running requests finish on theirs.
-
-        Raises:
-            NotFound: there is none.
-            Conflict: it is being loaded.
-        """
+        """Unload all versions of a name, or the one of a full name; running requests finish on theirs."""
         await self._controller.unload_adapter.remote(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

@@ -38,8 +38,8 @@ class DirectoryPublisher:
     """Publishes one directory at a time, since the fleet has one lease.
 
     Args:
-        roots: every published directory is below one of them.
-        disk_s: time limit for reading the headers, and for each part.
+        roots: published directories are below one of them.
+        disk_s: time limit for all headers, and for each part.
     """
 
     def __init__(

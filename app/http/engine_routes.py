@@ -62,11 +62,7 @@ class EngineRoutes:
         ]
 
     async def pause(self, mode: InFlightQuery = InFlight.ABORT, clear_cache: bool = True) -> Status:
-        """Stop generating; requests that arrive wait.
-
-        Raises:
-            Conflict: with mode `wait`, requests ran for too long, or another call came; nothing changed.
-        """
+        """Stop generating; requests that arrive wait."""
         await self._call(Pause(mode=mode, clear_cache=clear_cache))
         return Status(status="paused")
 
@@ -97,9 +93,6 @@ class EngineRoutes:
 
         At level 1 the weights wait in host memory; at level 2 they are discarded, and a round has to bring
         new ones before the KV cache wakes. Refused while a round is open.
-
-        Raises:
-            Conflict: a round is open; or, with mode `wait`, as for a pause.
         """
         chosen = next(each for each in (level, body.level, 1) if each is not None)
         await self._call(Sleep(level=chosen, mode=mode or body.mode or InFlight.ABORT))
@@ -113,9 +106,6 @@ class EngineRoutes:
         """Wake all parts, or those in `tags`.
 
         Refused if the fleet would compute with weights that a sleep at level 2 discarded.
-
-        Raises:
-            Conflict: the weights are discarded, and no round has brought new ones.
         """
         # A repeated tag fails in the middle of vLLM's bookkeeping.
         named = tags or body.tags

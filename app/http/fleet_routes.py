@@ -95,20 +95,11 @@ class FleetRoutes:
         """Make the weights of a checkpoint directory the fleet's next version, as an ordinary round.
 
         `/fleet` says meanwhile how far it is: `round.sent_bytes` of `round.file_bytes`.
-
-        Raises:
-            InvalidRequest: it is outside the configured roots, or no whole checkpoint of this model.
-            Conflict: another publisher holds the lease, or the weights sleep.
-            RoundAborted: it changed while it was read, or not every replica can read it.
         """
         return await self._directories.publish(body.path, body.label)
 
     async def rollback(self, body: RollbackBody) -> RoundReport:
-        """Publish a stored version again, as an ordinary round. A trainer continues from it.
-
-        Raises:
-            InvalidRequest: the version is not in the store, or is damaged.
-        """
+        """Publish a stored version again, as an ordinary round. A trainer continues from it."""
         if self._trainer is None:
             path: str = await self._controller.rollback_source.remote(body.version)
             return await self._directories.publish(path, f"rollback to {body.version}")
@@ -116,12 +107,7 @@ class FleetRoutes:
         return report
 
     async def scale(self, body: ScaleBody) -> SizeStatus:
-        """Set the number of replicas, or follow the load. Answers before they have started.
-
-        Raises:
-            Conflict: the number is fixed.
-            InvalidRequest: outside the configured bounds, or more than the cluster's GPUs hold.
-        """
+        """Set the number of replicas, or follow the load. Answers before they have started."""
         wanted = None if body.replicas == "auto" else body.replicas
         size: SizeStatus = await self._controller.scale.remote(wanted)
         return size

@@ -29,9 +29,6 @@ class TrainRoutes:
         """One optimizer step on a batch of trajectories; answers its metrics.
 
         The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
-
-        Raises:
-            InvalidRequest: no trainer, or a batch that it cannot learn from.
         """
         metrics: StepMetrics = await self._handle().step.remote(body.trajectories)
         return metrics
@@ -40,31 +37,17 @@ class TrainRoutes:
         """Move the fleet to the trainer's weights; answers the round's report.
 
         A trainer of an adapter publishes the next version of its name; the answer has name and version.
-
-        Raises:
-            InvalidRequest: no trainer, or the replicas rejected the adapter.
-            Conflict: the adapter's name is taken, or the fleet has another base than the trainer.
-            OtherStep: the trainer has not done `step` optimizer steps: it was rolled back.
-            RoundAborted: the fleet still serves the old version; try again.
         """
         report: RoundReport | AdapterReport = await self._handle().publish.remote(body.label, body.step)
         return report
 
     async def save(self, body: SaveBody) -> SavedCheckpoint:
-        """Write a Hugging Face checkpoint, or an adapter's files as peft does.
-
-        Raises:
-            InvalidRequest: no trainer.
-        """
+        """Write a Hugging Face checkpoint, or an adapter's files as peft does."""
         saved: SavedCheckpoint = await self._handle().save.remote(body.path)
         return saved
 
     async def status(self) -> TrainerStatus:
-        """Steps done, the version published last, and what the trainer does now.
-
-        Raises:
-            InvalidRequest: no trainer.
-        """
+        """Steps done, the version published last, and what the trainer does now."""
         status: TrainerStatus = await self._handle().status.remote()
         return status
 

@@ -76,11 +76,7 @@ class WeightRoutes:
         ]
 
     async def init(self, body: InitEngineBody) -> Message:
-        """Connect every replica to the publisher's transfer group.
-
-        Raises:
-            Conflict: another publisher holds the lease, or a round is open.
-        """
+        """Connect every replica to the publisher's transfer group."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"{_open(session)} before the engine is initialized again")
@@ -88,11 +84,7 @@ class WeightRoutes:
         return Message(message="Weight transfer initialized")
 
     async def start(self) -> Message:
-        """Open a round.
-
-        Raises:
-            Conflict: another publisher holds the lease, or a round is open.
-        """
+        """Open a round."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"start_weight_update was called twice: {_open(session)}")
@@ -104,11 +96,6 @@ class WeightRoutes:
         """Send one payload of the open round: one for all workers, or a list with one for each.
 
         With `weight_dir` instead it is a whole round, with the weights of a directory: `/fleet/publish`.
-
-        Raises:
-            Conflict: another publisher holds the lease, or no round is open.
-            InvalidRequest: the payload has pickled handles that are not allowed.
-            RoundAborted: the transfer failed.
         """
         if body.weight_dir is not None:
             await self._directories.publish(body.weight_dir, None)
@@ -126,11 +113,6 @@ class WeightRoutes:
         """Close the round: every replica serves the new weights, or none.
 
         If the controller dies meanwhile, its successor reports the outcome.
-
-        Raises:
-            Conflict: another publisher holds the lease, or no round is open.
-            InvalidRequest: every replica rejected what was sent.
-            RoundAborted: the fleet still serves the old version.
         """
         async with self._session(of_round=True) as session:
             await self._require_round(session, "finish_weight_update")
@@ -138,11 +120,7 @@ class WeightRoutes:
         return Message(message="Weight update finished")
 
     async def shutdown(self) -> Message:
-        """Disconnect every replica from the publisher's transfer group.
-
-        Raises:
-            Conflict: another publisher holds the lease, or a round is open.
-        """
+        """Disconnect every replica from the publisher's transfer group."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(
@@ -171,11 +149,7 @@ class WeightRoutes:
         return NewWeightVersion(success=True, new_version=body.new_version)
 
     async def weight_checker(self, body: WeightCheckerBody) -> Checksums | ChecksumComparison:
-        """Checksums of the weights that the replicas hold, or a comparison with a baseline.
-
-        Raises:
-            Conflict: the replicas differ.
-        """
+        """Checksums of the weights that the replicas hold, or a comparison with a baseline."""
         answers = await self._controller.call.remote(WeightChecksums())
         checksums = agreed(_CHECKSUMS.validate_python(answers))
         if body.action == "checksum" or body.baseline is None:

@@ -1,11 +1,10 @@
 """What one router remembers of where it sent requests: homes of sessions, and prefixes that replicas cache.
 
-An estimate of the engines' prefix caches: a replica caches a prompt that it was sent until its weights change
-or it evicts it. Blocks belong to one weight version. The least recently used entries are forgotten first.
+It estimates the engines' prefix caches, per weight version, and forgets the least recently used entries
+first.
 
-A prefix is a chain of hashes over the bytes of the JSON value, not over the text: nothing is parsed, and a
-client writes the same prompt in the same way again. `hash` has a secret in each process, so clients cannot
-make two prompts collide.
+A prefix is a chain of hashes over the bytes of the JSON value: nothing is parsed, and clients write the same
+prompt in the same way again. `hash` has a secret in each process, so clients cannot make prompts collide.
 """
 
 import re
@@ -32,10 +31,9 @@ BLOCK_ENDS = _ends()  # in bytes of the prompt; less than a hundred
 
 
 def block_hashes(body: bytes) -> list[int]:
-    """One hash for each block of the prompt in a request body, over all bytes up to the block's end.
+    """One hash for each whole block of the prompt in a request body, over all bytes up to the block's end.
 
-    Two lists share as many hashes as the prompts share whole blocks. The model's name is hashed first, since
-    adapters have KV caches of their own. Empty if no prompt is found, or if it is shorter than a block.
+    The model's name is hashed first, since adapters have KV caches of their own.
     """
     found = _PROMPT.search(body, 0, HEAD_BYTES)
     if found is None:

@@ -49,26 +49,18 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A request, or a part of one, as a replica gets it.
-
-    Attributes:
-        target: path and query.
-        headers: without the fleet's key.
-        blocks: hashes of the beginning of its prompt, see `affinity`.
-        identity: of the client's whole request.
-    """
+    """A request, or a part of one, as a replica gets it."""
 
     method: str
-    target: str
-    headers: CIMultiDict[str]
+    target: str  # path and query
+    headers: CIMultiDict[str]  # without the fleet's key
     body: bytes
     sequences: int
-    identity: RequestIdentity
-    blocks: Sequence[int] = ()
+    identity: RequestIdentity  # of the client's whole request
+    blocks: Sequence[int] = ()  # `affinity.block_hashes`
 
     @property
     def load(self) -> int:
-        """What it adds to the load of a replica."""
         return load_of(self.sequences, self.body)
 
 
@@ -86,16 +78,12 @@ class AttemptHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedResponse:
-    """A replica's response whose head has arrived. Closing `connection` early aborts the request.
-
-    Attributes:
-        whole: the body if it has arrived; None: it is a stream.
-    """
+    """A replica's response whose head has arrived."""
 
     replica_id: str
     response: ReplicaResponse
-    whole: bytes | None
-    connection: AsyncExitStack
+    whole: bytes | None  # the body if it has arrived; None: it is a stream
+    connection: AsyncExitStack  # closing it early aborts the request
 
     async def body(self) -> bytes:
         """The whole body. Raises `ResponseLost`."""
@@ -183,11 +171,7 @@ class Forwarder:
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def count_loss(self, request: Outgoing, attempts: AttemptHistory, replica_id: str, reason: str) -> None:
-        """A replica was lost under a request; returns if the request may be retried.
-
-        Raises:
-            DeadlyRequest: it may not.
-        """
+        """A replica was lost under a request; raises `DeadlyRequest` if that may not be retried."""
         attempts.lost.append(replica_id)
         attempts.avoid(replica_id)
         try:

@@ -30,11 +30,10 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def parse_object(text: bytes) -> dict[str, bytes]:
-    """The fields of a JSON object, each as JSON. The last one of a name counts, as in `json.loads`.
+    """The fields of a JSON object, each as JSON; of two with one name the last, as in `json.loads`.
 
     Raises:
         msgspec.DecodeError: not standard JSON, or no object.
-        RecursionError: nested too deeply.
     """
     return {name: bytes(value) for name, value in _OBJECT.decode(text).items()}
 
@@ -46,20 +45,12 @@ def parse_list(text: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
-    """A request that can be split.
+    """A request that can be split."""
 
-    Attributes:
-        rest: the other fields of the body, as JSON without braces.
-        field: the name of the list in the body.
-        prompts: each as JSON.
-        completions: choices for each prompt.
-        streams: whether the response is a server-sent stream.
-    """
-
-    rest: bytes
-    field: str
-    prompts: Sequence[bytes]
-    completions: int
+    rest: bytes  # the other fields of the body, as JSON without braces
+    field: str  # name of the list
+    prompts: Sequence[bytes]  # each as JSON
+    completions: int  # choices for each prompt
     streams: bool
 
     def part(self, start: int, stop: int) -> bytes:
@@ -68,13 +59,9 @@ class PromptList:
 
 
 def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptList | None:
-    """The list of prompts of a request; None if one replica answers the request.
+    """The list of prompts in a body with these fields; None if the request is not to be split.
 
     What vLLM would reject is not split, so that its error is about what the client has sent.
-
-    Args:
-        path: without Serve's route prefix.
-        fields: the body's, each as JSON.
     """
     field = {COMPLETIONS: "prompt", BATCH_CHAT: "messages"}.get(path)
     if method != "POST" or field is None or not fields.get(field, b"").startswith(b"["):
@@ -134,14 +121,12 @@ def split_prompts(
     """Divide a list of prompts so that the loads of the replicas are level afterwards.
 
     A share is a run of neighbours in the list: they are often the same prompt, whose prefix is computed once.
-    A replica that is too busy for a share of `least` sequences gets none.
+    A replica that is too busy for a share of `least` sequences gets none. Empty if the list is not to be
+    split.
 
     Args:
         completions: for each prompt; they stay together.
         loads: sequences in flight, by replica.
-
-    Returns:
-        Shares that cover the list in its order; none if it is not to be split.
     """
     total = prompts * completions
     ordered = sorted(loads, key=lambda replica_id: (loads[replica_id], replica_id))
@@ -209,11 +194,7 @@ class MergedStream:
         self._last: dict[str, Any] | None = None  # the event that has the usage
 
     def add(self, part: int, event: bytes) -> bytes:
-        """What the client gets of an event, which is given without the empty line at its end; maybe nothing.
-
-        Raises:
-            PartFailed: the event is an error.
-        """
+        """What the client gets of an event, if anything. Raises `PartFailed` for an error event."""
         if not event.startswith(_EVENT):
             return event + b"\n\n"  # a comment
         data = event[len(_EVENT) :]

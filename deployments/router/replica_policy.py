@@ -1,7 +1,6 @@
 """The choice of a replica for a request: pure, without Ray.
 
-It uses each replica's version and admission as of its last routing statistics. The replica checks both again,
-and its decision is final.
+Versions and admission are as of each replica's last routing statistics. The replica's own check is final.
 """
 
 import random
@@ -40,8 +39,7 @@ class Candidate:
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
     """The load of each replica that may answer.
 
-    A replica that is older than the demanded version counts: it may reach it in time. Else all prompts would
-    go to the first replica that reports an update.
+    Replicas older than the demanded version count, else all prompts would go to the first that is updated.
     """
     return {
         candidate.replica_id: _load(candidate, demand)
@@ -53,11 +51,10 @@ def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str,
 def order_candidates(
     candidates: Sequence[Candidate], demand: Demand, sample: Sample = random.sample
 ) -> list[list[str]]:
-    """Groups of replica ids, in the order in which they are to be tried; at most two in a group.
+    """Groups of at most two replica ids, in the order in which they are to be tried.
 
-    Replicas that are not admitted are left out. Those older than the demanded version come after the current
-    ones: they may reach it in time. Those that refused the request come last. Among equals see `_best`. A
-    preferred replica comes first, unless it refused.
+    Admitted replicas only: the preferred one, unless it refused; those at the demanded version; those that
+    may reach it in time; those that refused the request. Among equals see `_best`.
     """
     groups: dict[tuple[bool, bool], list[Candidate]] = {}
     for candidate in candidates:
@@ -121,7 +118,7 @@ def _holders(
 
 
 def _load(candidate: Candidate, demand: Demand) -> int:
-    """What the asking router has there now, and what the others had as of the last statistics."""
+    """The asking router's load there, and that of the others as of the last statistics."""
     return candidate.in_flight + demand.in_flight.get(candidate.replica_id, 0)
 
 
