@@ -30,8 +30,7 @@ class Publisher:
                 train(model, batch)
                 print(publisher.publish().version)
 
-    The fleet runs without a trainer deployment. Replicas receive and check the tensors while requests run;
-    then all swap, or none.
+    The fleet runs without a trainer deployment.
 
     Args:
         url: the fleet's.

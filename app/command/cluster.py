@@ -1,13 +1,12 @@
 """A private Ray cluster on this machine: started, deployed to, and stopped completely.
 
-Every process inherits a mark in its environment, and `stop` ends exactly the processes that carry it; `ray
-stop` would also end those of other users. Ray 2.60's own means do not suffice:
+Every process inherits a mark in its environment, and `stop` ends the processes that carry it; `ray stop`
+would end those of other users too. Ray 2.60's own means do not suffice:
 
-- Fate sharing (PR_SET_PDEATHSIG on the children of `ray start --block`) is incomplete. 25 s after SIGKILL of
-  `ray start`, the dashboard agent and the runtime environment agent still ran.
-- `ray.init(address="local")` does not take the ports of the node manager, the object manager and the
-  dashboard agent, so two fleets on one machine collide at 52365. It also installs Ray's SIGTERM handler.
-- Neither sets HAProxy's files and ports, which come from the environment (`_proxy`).
+- Fate sharing is incomplete: 25 s after SIGKILL of `ray start --block`, two of its agents still ran.
+- `ray.init(address="local")` does not take all ports, so two fleets on one machine collide at 52365. It also
+  installs Ray's SIGTERM handler.
+- Neither sets HAProxy's files and ports (`_proxy`).
 """
 
 import importlib.util

@@ -19,10 +19,9 @@ class PortBlock:
 
     The first port is bound as long as the block is held.
 
-    Serve's defaults are the same for every cluster of a machine, which is worse than a start that fails:
-    HAProxy sends requests to the fallback proxy's port while its router does not respond, and Serve's proxies
-    share a port (SO_REUSEPORT). A fleet whose router stalled was seen to answer with the weights of the fleet
-    beside it. Likewise another fleet's router may take the port of a router that is gone.
+    Serve's defaults are the same for every cluster of a machine. HAProxy sends requests to the fallback
+    proxy's port while its router does not respond, and Serve's proxies share a port (SO_REUSEPORT): a fleet
+    whose router stalled was seen to answer with another fleet's weights.
 
     Raises:
         OSError: no block is free.

@@ -51,16 +51,8 @@ def cache_directory() -> Path:
 
 
 def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) -> Path:
-    """The built-in model's directory; converts the model if it does not exist yet.
-
-    The directory is complete once it exists. Only one of several concurrent callers converts.
-
-    Args:
-        convert: fills a directory with the converted model.
-
-    Raises:
-        ValueError: the package with its weights is not installed.
-    """
+    """The built-in model's directory, which `convert` fills if it does not exist yet. Only one of several
+    concurrent callers converts. Raises ValueError: the package with its weights is not installed."""
     target = cache / "models" / f"{model.name}-r{model.revision}"
     if target.is_dir():
         return target

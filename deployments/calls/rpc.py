@@ -3,11 +3,10 @@
     CallHandle.method.remote(...) ──► first: the address, over Serve's handle
                                   ──► POST /method, pickled arguments ──► CallServer ──► the method
 
-Serve's own calls do not suffice. `DeploymentHandle.remote` sends a streaming generator
-(`handle_request_with_rejection`); when it ends, Ray 2.60 blocks the callee's event loop until the caller has
-confirmed what it got (`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`), so one stopped caller stops
-the controller for all. And an actor call costs the controller about a millisecond, while each of a thousand
-replicas polls eight times a round.
+Serve's own calls do not suffice. At the end of `DeploymentHandle.remote`'s streaming generator, Ray 2.60
+blocks the callee's event loop until the caller has confirmed what it got
+(`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`), so one stopped caller stops the controller. And
+an actor call costs the controller a millisecond, while each of a thousand replicas polls eight times a round.
 
 Serve passes the random key along with the address. Nothing is unpickled before the key has been checked.
 

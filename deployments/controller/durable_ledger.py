@@ -6,10 +6,9 @@
     ticker   deadlines and leases
     watcher  whether the processes of silent members still exist
 
-An answer waits for every decision that it may depend on, so no caller learns of a decision that is not on
-disk. The event loop never waits for the disk: replicas are served while it is slow. While it is full, a
-publisher's call is refused before it changes the ledger. If it fails or hangs, every call fails and so does
-the health check; the next process recovers from what is written.
+An answer waits until every decision that it may depend on is on disk; the event loop never does. While the
+disk is full, a publisher's call is refused before it changes the ledger. If it fails or hangs, every call and
+the health check fail; the next process recovers from what is written.
 """
 
 import asyncio
@@ -49,8 +48,7 @@ def open_journal(state_dir: Path) -> Journal:
 class Waits:
     """Waits for the ledger. Each is woken only when its own condition holds.
 
-    A look evaluates one condition per wait. Waking a thousand coroutines for each heartbeat of each of a
-    thousand replicas would cost ten times that.
+    Waking a thousand coroutines for each heartbeat of a thousand replicas would cost ten times as much.
     """
 
     def __init__(self) -> None:

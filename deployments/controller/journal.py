@@ -3,14 +3,12 @@
 A decision is committed and synced before anyone acts on it. Superseded ones are deleted in the same
 transaction, so the file does not grow.
 
-sqlite runs in EXCLUSIVE locking mode: one process uses the file, the kernel releases its lock however that
-process exits, and no memory is shared, so the file may be on a network file system.
+In sqlite's EXCLUSIVE locking mode one process uses the file, the kernel releases its lock when it exits, and
+no memory is shared, so the file may be on a network file system.
 
-A full disk does not stop serving. The file has spare pages and the write-ahead log keeps its length, so the
-ledger's own decisions (a member joins, is fenced, a round ends) are still written; publishers are refused.
-
-A file that is moved or removed while it is open is written again: a successor without it would start from
-the first checkpoint.
+On a full disk, spare pages and a write-ahead log of constant length hold the ledger's own decisions (a member
+joins, is fenced, a round ends); publishers are refused. A file that is moved or removed while it is open is
+written again: a successor without it would start from the first checkpoint.
 """
 
 import os

@@ -33,11 +33,7 @@ logger = serve_logger()
 class Removal(Generic[T]):
     """Removes what is no longer needed, off the critical path, one pass at a time.
 
-    Args:
-        what: named in the log if some cannot be removed.
-        listed: what is there; runs in a thread.
-        removable: the ids that may go; runs on the event loop.
-        remove: runs in a thread. Raises OSError.
+    `listed` and `remove` run in a thread, `removable` on the event loop. `what` is named in the log.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """One exception per decision that a caller can make.
 
-Clients repeat a POST on 500, 502 and 503 by themselves. So 503 means that the call may be sent again as it
-is; a call that failed for good, or may have been carried out, is 409.
+Clients retry a POST on 500, 502 and 503. So 503 means that the call may be sent again as it is; a call that
+failed for good, or may have been carried out, is 409.
 
 SlipstreamError               a response to a caller, with an HTTP status
 ├── InvalidRequest            fix the call: what was expected and what came        400

@@ -4,14 +4,13 @@
     trainer rank r               an actor in bundle r, with the trainer's share of that GPU
     replica                      takes a free slot i: the bundles [i * R, (i + 1) * R) of R GPUs
 
-Serve cannot place a replica in an existing placement group, and removes a group of its own with its replica,
-which would kill the trainer's actors in it. So the replica reserves nothing. It starts one `GpuHolder` in
-each bundle of its slot: an actor that holds the engine's share of the GPU and reports the GPU's id. The name
-of the first holder is the slot's lock. The replica's process owns the holders: when it exits, Ray frees the
-slot. Neither a replica's nor a trainer's exit affects the other.
+Serve cannot place a replica in an existing placement group, and a group of its own would take the trainer's
+actors along when the replica exits. So the replica reserves nothing, and starts a `GpuHolder` in each bundle
+of its slot, an actor that holds the engine's share of the GPU and reports its id. The name of the first
+holder is the slot's lock. The replica's process owns the holders: when it exits, Ray frees the slot.
 
-Everything is on one host: trainer ranks reach their replica by CUDA IPC, and an engine's processes run on its
-replica's host. Larger fleets use `placement: separate` with transport `nccl`.
+Everything is on one host: trainer ranks reach their replica by CUDA IPC. Larger fleets use `placement:
+separate` with transport `nccl`.
 """
 
 import asyncio
