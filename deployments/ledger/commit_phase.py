@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from deployments.ledger import membership
-from deployments.ledger.decisions import KEPT_ROUNDS, Aborted, Committed, Ended, Finished
+from deployments.ledger.decisions import KEPT_ROUNDS, Committed, Ended
 from deployments.ledger.state import (
     Member,
     MemberState,
@@ -241,7 +241,6 @@ def _released(state: State, call: PendingCall, *, current: Round) -> None:
 def _finish(state: State, current: Round) -> None:
     membership.forget_drain(state, drain_of_round(current.round_id))
     weights_replaced(state)
-    state.decide(Finished(round_id=current.round_id))
     report = _end(state, current, RoundPhase.COMMITTED, "")
     if current.close is not None:
         current.close.finish(result=report)
@@ -271,7 +270,6 @@ def enter(state: State, current: Round, phase: RoundPhase, reason: str = "") -> 
 
 def abort(state: State, current: Round, error: SlipstreamError) -> None:
     """End an undecided round; calls that wait for it fail with the error."""
-    state.decide(Aborted(round_id=current.round_id, reason=error.message))
     state.round_errors[current.round_id] = error
     while len(state.round_errors) > KEPT_ROUNDS:
         state.round_errors.popitem(last=False)

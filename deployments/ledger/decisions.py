@@ -52,12 +52,6 @@ class LeaseIssued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochChanged:
-    epoch: int
-    kind: Literal["epoch_changed"] = "epoch_changed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """A round id is used up. Otherwise a replica's leftovers could be taken for a new round's."""
 
@@ -100,23 +94,8 @@ class Labelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """Every participant of a committed round serves its version, or is certain not to serve."""
-
-    round_id: int
-    kind: Literal["finished"] = "finished"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aborted:
-    round_id: int
-    reason: str
-    kind: Literal["aborted"] = "aborted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A round's entry in the history: nothing is decided by it."""
+    """A round is aborted, or every participant of a committed one serves its version or is certain not to."""
 
     report: RoundReport
     kind: Literal["ended"] = "ended"
@@ -154,6 +133,7 @@ class Admitted:
     """It takes requests from now on, also while the controller restarts."""
 
     member: Participant
+    epoch: int
     kind: Literal["admitted"] = "admitted"
 
 
@@ -164,6 +144,7 @@ class Fenced:
     replica_id: str
     incarnation: str
     reason: str
+    epoch: int
     told: bool  # it knows, or is gone; until then it may still take a request
     kind: Literal["fenced"] = "fenced"
 
@@ -201,16 +182,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStateChanged:
-    """Users paused the fleet or put it to sleep. A later `Finished` makes discarded weights intact."""
+    """Users paused the fleet or put it to sleep. The end of a later committed round makes discarded weights
+    intact."""
 
     steps: tuple[Step, ...]
     kind: Literal["engine_state_changed"] = "engine_state_changed"
 
     @classmethod
-    def of(cls, condition: EngineState) -> Self:
-        return cls(steps=tuple(Step(operation=each.name, arguments=asdict(each)) for each in condition))
+    def of(cls, engine_state: EngineState) -> Self:
+        return cls(steps=tuple(Step(operation=each.name, arguments=asdict(each)) for each in engine_state))
 
-    def condition(self) -> EngineState:
+    def engine_state(self) -> EngineState:
         return tuple(step.restored() for step in self.steps)
 
 
@@ -222,12 +204,9 @@ Decision = (
     Started
     | Founded
     | LeaseIssued
-    | EpochChanged
     | Opened
     | Committed
     | Labelled
-    | Finished
-    | Aborted
     | Ended
     | Stored
     | Pinned

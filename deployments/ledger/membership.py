@@ -11,7 +11,7 @@ member's fence cannot re-enter the code that fenced it.
 
 from collections.abc import Callable, Iterable, Mapping
 
-from deployments.ledger.decisions import KEPT_FENCES, Admitted, EpochChanged, Fenced, Participant
+from deployments.ledger.decisions import KEPT_FENCES, Admitted, Fenced, Participant
 from deployments.ledger.state import (
     UNKNOWN,
     Member,
@@ -231,8 +231,8 @@ def check_returned(state: State) -> None:
 
 def admit(state: State, member: Member) -> None:
     member.state = MemberState.SERVING
-    state.decide(Admitted(member=member.participant))
-    _change_epoch(state)
+    state.epoch += 1
+    state.decide(Admitted(member=member.participant, epoch=state.epoch))
     state.record("admit", replica=member.replica_id, version=member.version, epoch=state.epoch)
 
 
@@ -267,8 +267,8 @@ def leave(state: State, member: Member) -> None:
     member.state, member.reason = MemberState.LOST, "it left in order"
     member.fence_delivered = True
     member.queue.clear()
+    state.epoch += 1
     _decide_fence(state, member)  # a successor must not wait for it
-    _change_epoch(state)
     _stop_waiting_for(state, member, certain=True)
     del state.members[member.replica_id]
     state.record("left", replica=member.replica_id, epoch=state.epoch)
@@ -321,8 +321,8 @@ def count_failed_transfers(state: State, verdict: Verdict, action: str, missing:
 def _forbid(state: State, member: Member, reason: str) -> None:
     member.state, member.reason = MemberState.FENCED, reason
     member.queue.clear()
+    state.epoch += 1
     _decide_fence(state, member)
-    _change_epoch(state)
     _stop_waiting_for(state, member, certain=False)
 
 
@@ -331,17 +331,13 @@ def _decide_fence(state: State, member: Member) -> None:
         replica_id=member.replica_id,
         incarnation=member.incarnation,
         reason=member.reason,
+        epoch=state.epoch,
         told=member.fence_delivered,
     )
     state.decide(fenced)
     state.fences[member.incarnation] = fenced
     while len(state.fences) > KEPT_FENCES:
         state.fences.popitem(last=False)
-
-
-def _change_epoch(state: State) -> None:
-    state.epoch += 1
-    state.decide(EpochChanged(epoch=state.epoch))
 
 
 # -- drains -----------------------------------------------------------------------------------

@@ -9,20 +9,18 @@ from collections.abc import Iterable
 
 from deployments.ledger import commit_phase, membership
 from deployments.ledger.decisions import (
-    Aborted,
     Admitted,
     Cataloged,
     Committed,
     Decision,
     Ended,
     EngineStateChanged,
-    EpochChanged,
     Fenced,
-    Finished,
     Founded,
     Labelled,
     LeaseIssued,
     Opened,
+    Participant,
     Pinned,
     Scaled,
     Started,
@@ -39,26 +37,26 @@ def recover(state: State, decisions: Iterable[Decision], new_fleet_id: str) -> N
     generation = 0
     committed: Committed | None = None  # and not finished
     open_round: int | None = None
-    end: tuple[RoundPhase, str] | None = None  # of the last round, and why
-    admitted: list[Admitted] = []
+    admitted: list[Participant] = []
     for decision in decisions:
         match decision:
             case Started():
                 generation = decision.generation
             case Admitted():
-                admitted.append(decision)
+                admitted.append(decision.member)
+                state.epoch = max(state.epoch, decision.epoch)
             case Opened():
                 state.last_round_id = open_round = decision.round_id
-                end = None
             case Committed():
-                committed, open_round, end = decision, None, None
+                committed, open_round = decision, None
                 state.committed_version, state.label = decision.version, decision.label
                 state.persist = decision.persist
-            case Aborted():
-                open_round, end = None, (RoundPhase.ABORTED, decision.reason)
-            case Finished():
-                committed, end = None, (RoundPhase.COMMITTED, "")
-                commit_phase.weights_replaced(state)
+            case Ended():
+                open_round = None
+                commit_phase.keep(state, decision.report)
+                if decision.report.phase == RoundPhase.COMMITTED:
+                    committed = None
+                    commit_phase.weights_replaced(state)
             case _:
                 _fold(state, decision)
     generation += 1
@@ -69,16 +67,11 @@ def recover(state: State, decisions: Iterable[Decision], new_fleet_id: str) -> N
         state.founded = Founded(fleet_id=new_fleet_id)
         state.decide(state.founded)
     state.record("start", generation=generation, version=state.committed_version)
-    if end is not None:
-        _recover_end(state, *end)
     if open_round is not None:
-        reason = commit_phase.CONTROLLER_RESTARTED
-        state.decide(Aborted(round_id=open_round, reason=reason))
-        _recover_end(state, RoundPhase.ABORTED, reason)
-        state.record("round", round_id=open_round, phase="aborted", version=None, reason=reason)
+        _abort(state, open_round)
     for each in admitted:
         version = state.committed_version
-        member = membership.recover_member(state, each.member, version=version, was_serving=True)
+        member = membership.recover_member(state, each, version=version, was_serving=True)
         if member is not None:
             member.engine_state = state.engine_state  # like every replica that served
     if committed is not None:
@@ -91,10 +84,9 @@ def _fold(state: State, decision: Decision) -> None:
             state.founded = decision
         case LeaseIssued():
             state.publisher.last_token = decision.token
-        case EpochChanged():
-            state.epoch = decision.epoch
         case Fenced():
             state.fences[decision.incarnation] = decision
+            state.epoch = max(state.epoch, decision.epoch)
         case Stored():
             state.stored = decision
         case Pinned():
@@ -104,29 +96,25 @@ def _fold(state: State, decision: Decision) -> None:
         case Labelled():
             if decision.version == state.committed_version:
                 state.label = decision.label
-        case Ended():
-            commit_phase.keep(state, decision.report)
         case EngineStateChanged():
-            state.engine_state = state.durable_engine_state = decision.condition()
+            state.engine_state = state.durable_engine_state = decision.engine_state()
         case Scaled():
             state.desired = DesiredReplicas(wanted=decision.wanted, number=decision.number)
         case Cataloged():
             state.adapters.catalog, state.adapters.recovered = decision.catalog, True
 
 
-def _recover_end(state: State, phase: RoundPhase, reason: str) -> None:
-    """The last round has ended, and its predecessor may not have written its entry in the history."""
-    if commit_phase.ended(state, state.last_round_id) is not None:
-        return
-    committed = phase is RoundPhase.COMMITTED
+def _abort(state: State, round_id: int) -> None:
+    """The round that the predecessor had open."""
     report = RoundReport(
-        round_id=state.last_round_id,
-        version=state.committed_version + (0 if committed else 1),
-        label=state.label if committed else None,
+        round_id=round_id,
+        version=state.committed_version + 1,
+        label=None,
         epoch=state.epoch,
-        phase=phase.value,
-        reason=reason,
+        phase=RoundPhase.ABORTED.value,
+        reason=commit_phase.CONTROLLER_RESTARTED,
         duration_s=0.0,
     )
     commit_phase.keep(state, report)
     state.decide(Ended(report=report))
+    state.record("round", round_id=round_id, phase="aborted", version=None, reason=report.reason)

@@ -18,9 +18,7 @@ from deployments.ledger.decisions import (
     Committed,
     Decision,
     Ended,
-    EpochChanged,
     Fenced,
-    Finished,
     LeaseIssued,
     Opened,
     Participant,
@@ -46,29 +44,6 @@ COMMITTED = Committed(
     kv_cache=KvCache.KEEP,
     in_flight=InFlight.WAIT,
 )
-DECISIONS: list[Decision] = [
-    Started(generation=1),
-    LeaseIssued(token=4, publisher="trainer"),
-    EpochChanged(epoch=3),
-    Admitted(member=MEMBER),
-    Opened(round_id=1),
-    COMMITTED,
-    Stored(version=1, path="/store/v1", label=None),
-    Finished(round_id=1),
-    Fenced(replica_id="q", incarnation="j", reason="late", told=False),
-]
-GONE = Fenced(replica_id="r", incarnation="i", reason="lost", told=True)
-HOLDER = """
-import sys, time
-from pathlib import Path
-from deployments.controller.journal import Journal
-from deployments.ledger.decisions import Opened
-journal = Journal(Path(sys.argv[1]))
-for number in range(int(sys.argv[2])):
-    journal.append([Opened(round_id=number)])
-    print(number, flush=True)
-time.sleep(60)
-"""
 
 
 def ended(number: int, reason: str = "no") -> Ended:
@@ -83,6 +58,30 @@ def ended(number: int, reason: str = "no") -> Ended:
             duration_s=0.5,
         )
     )
+
+
+DECISIONS: list[Decision] = [
+    Started(generation=1),
+    LeaseIssued(token=4, publisher="trainer"),
+    Admitted(member=MEMBER, epoch=3),
+    Opened(round_id=1),
+    COMMITTED,
+    Stored(version=1, path="/store/v1", label=None),
+    ended(1),
+    Fenced(replica_id="q", incarnation="j", reason="late", epoch=4, told=False),
+]
+GONE = Fenced(replica_id="r", incarnation="i", reason="lost", epoch=4, told=True)
+HOLDER = """
+import sys, time
+from pathlib import Path
+from deployments.controller.journal import Journal
+from deployments.ledger.decisions import Opened
+journal = Journal(Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    journal.append([Opened(round_id=number)])
+    print(number, flush=True)
+time.sleep(60)
+"""
 
 
 def holder(directory: Path, count: int, stderr: int | None = None) -> subprocess.Popen[bytes]:
@@ -124,7 +123,7 @@ def test_power_loss_at_any_byte_leaves_the_transactions_before_it(tmp_path: Path
         if reserves:
             journal.reserve()
         former = log = (tmp_path / "state" / f"{NAME}-wal").read_bytes()
-        for batch in ([Opened(round_id=2)], [GONE, EpochChanged(epoch=4)], [ended(2, "x" * 9000)]):
+        for batch in ([Opened(round_id=2)], [GONE, Opened(round_id=3)], [ended(2, "x" * 9000)]):
             journal.append(batch)
             every += batch
             before, log = log, (tmp_path / "state" / f"{NAME}-wal").read_bytes()
@@ -350,9 +349,13 @@ def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
                 batch += [
                     Opened(round_id=number),
                     Pinned(replica_id="p", incarnation=f"p{number}", version=1, path="/v1"),
-                    Admitted(member=Participant(replica_id="p", incarnation=f"p{number}", world_size=1)),
+                    Admitted(
+                        member=Participant(replica_id="p", incarnation=f"p{number}", world_size=1), epoch=1
+                    ),
                     Unpinned(incarnation=f"p{number}"),
-                    Fenced(replica_id="p", incarnation=f"p{number}", reason="lost", told=number % 5 > 0),
+                    Fenced(
+                        replica_id="p", incarnation=f"p{number}", reason="lost", epoch=4, told=number % 5 > 0
+                    ),
                     ended(number, "no" * 1000),
                 ]
             journal.append(batch)
@@ -371,15 +374,15 @@ def test_compaction_keeps_the_last_rounds_of_the_history() -> None:
 
 def test_compaction_keeps_the_last_fences() -> None:
     fences = [
-        Fenced(replica_id="r", incarnation=f"{number}", reason="lost", told=True)
+        Fenced(replica_id="r", incarnation=f"{number}", reason="lost", epoch=4, told=True)
         for number in range(KEPT_FENCES + 20)
     ]
     assert compact(fences) == fences[20:]
 
 
 def test_compaction_keeps_the_last_of_each_and_forgets_members_that_are_gone() -> None:
-    longer = [*DECISIONS, Opened(round_id=2), EpochChanged(epoch=4), GONE]
+    longer = [*DECISIONS, Opened(round_id=2), GONE]
     kept = compact(longer)
-    assert Opened(round_id=1) not in kept and EpochChanged(epoch=3) not in kept
-    assert Admitted(member=MEMBER) not in kept and GONE in kept and COMMITTED in kept
+    assert Opened(round_id=1) not in kept and Opened(round_id=2) in kept
+    assert Admitted(member=MEMBER, epoch=3) not in kept and GONE in kept and COMMITTED in kept
     assert compact(kept) == kept

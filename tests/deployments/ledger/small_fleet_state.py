@@ -6,9 +6,8 @@ in their order alone. Sequence numbers count by their place in a queue, and a pr
 
 from typing import Any
 
-from deployments.ledger.decisions import Aborted, Admitted, Committed, Finished, Opened
+from deployments.ledger.decisions import Admitted, Committed, Ended, Opened
 from deployments.ledger.state import Member, PendingCall
-from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.small_fleet import Seat, SmallFleet
 
 
@@ -73,8 +72,13 @@ def _fleet(fleet: SmallFleet, pending: list[PendingCall]) -> Any:
 
 def _journal(fleet: SmallFleet) -> Any:
     """What a restarted controller would know of rounds."""
-    rounds = (each for each in fleet.journal if isinstance(each, Opened | Committed | Finished | Aborted))
-    return tuple((each.kind, each.round_id) for each in compact(rounds))  # type: ignore[union-attr]
+    rounds = [each for each in fleet.journal if isinstance(each, Opened | Committed | Ended)]
+    return tuple(
+        (each.kind, each.report.round_id, each.report.phase)
+        if isinstance(each, Ended)
+        else (each.kind, each.round_id)
+        for each in rounds[-3:]
+    )
 
 
 def _remembered(fleet: SmallFleet) -> Any:

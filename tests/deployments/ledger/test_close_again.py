@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.ledger.decisions import Ended, decode, encode
+from deployments.ledger.decisions import decode, encode
 from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import Conflict, RoundAborted, StalePublisher, TransferAborted
 from deployments.protocol.poll import Commit, Verify
@@ -122,26 +122,3 @@ def test_a_round_is_known_by_its_number_and_not_by_its_version() -> None:
     assert isinstance(close_again(scene, old_token, 1).error, TransferAborted)
     with pytest.raises(StalePublisher):  # what is not in the record needs the lease
         close_again(scene, old_token, 3)
-
-
-@pytest.mark.parametrize("decided", [True, False])
-def test_a_round_whose_entry_in_the_history_was_not_written_is_known_all_the_same(decided: bool) -> None:
-    scene = Scene(replicas=1)
-    if not decided:
-        scene.replicas[0].digest = ""
-    scene.publish(label="one")
-    scene.connect()
-    if not decided:
-        scene.ledger.abort_round(scene.token, scene.receive(), "by its publisher", scene.now)
-        scene.poll(1)
-    scene.journal += scene.ledger.take_decisions()
-    last = max(index for index, each in enumerate(scene.journal) if isinstance(each, Ended))
-    del scene.journal[last:]  # a torn end
-    scene.restart()
-    call = close_again(scene, scene.token, 1, "one") if decided else close_again(scene, scene.token, 2)
-    if decided:
-        assert report_of(call).version == 1 and report_of(call).label == "one"
-    else:
-        assert isinstance(call.error, RoundAborted) and "by its publisher" in call.error.message
-    scene.restart()
-    assert len(scene.ledger.history()) == (1 if decided else 2)

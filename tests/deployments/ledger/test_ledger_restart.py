@@ -2,7 +2,7 @@
 
 import pytest
 
-from deployments.ledger.decisions import Committed, Finished, decode, encode
+from deployments.ledger.decisions import Committed, Ended, decode, encode
 from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import Commit, CommitMode, Outcome, Verify
 from deployments.protocol.publishing import RoundOptions
@@ -62,9 +62,9 @@ def test_a_decided_round_is_finished_after_a_restart(commit: CommitMode, swapped
     scene.poll(6)
     assert [each.version for each in scene.replicas] == [1, 1]
     assert all(each.admitted and not each.held for each in scene.replicas)
-    assert [type(each) for each in scene.journal if isinstance(each, Committed | Finished)] == [
+    assert [type(each) for each in scene.journal if isinstance(each, Committed | Ended)] == [
         Committed,
-        Finished,
+        Ended,
     ]
 
 

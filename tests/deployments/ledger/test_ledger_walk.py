@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from deployments.ledger.decisions import Committed, Finished
+from deployments.ledger.decisions import Committed, Ended
 from deployments.protocol.engine_state import equivalent
 from deployments.protocol.poll import CommitMode
 from tests.deployments.ledger.checked_ledger import CheckedLedger
@@ -56,8 +56,9 @@ class Walk(LedgerMoves):
             self.together_means_one_version_at_a_time()
         assert self.ledger.status(self.now).round is None, "a round never ended"
         decided = [each.round_id for each in self.journal if isinstance(each, Committed)]
-        finished = [each.round_id for each in self.journal if isinstance(each, Finished)]
-        assert decided[-1:] == finished[-1:]
+        ended = [each.report for each in self.journal if isinstance(each, Ended)]
+        committed = [each.round_id for each in ended if each.phase == "committed"]
+        assert decided[-1:] == committed[-1:]
         for replica in self.serving():
             assert replica.version == self.ledger.committed_version
             assert not replica.drains, "it begins no request, for nobody"
