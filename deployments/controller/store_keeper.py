@@ -17,13 +17,17 @@ from deployments.host.logs import serve_logger
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.adapters import AdapterFiles
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError, NotFound
-from deployments.weights.store.adapter_store import AdapterStore, CannotWrite, Incomplete
+from deployments.weights.store.adapter_store import (
+    LAG_S,
+    AdapterStore,
+    CannotWrite,
+    Incomplete,
+    until_complete,
+)
 from deployments.weights.store.versions import Store
 
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
 THREADS = 8  # a disk that hangs blocks one of them for each adapter
-LAG_S = 10.0  # a shared file system may show a directory this much later than its writer
-RETRY_S = 0.1
 
 Owners = Mapping[int, str | None]
 T = TypeVar("T")
@@ -173,9 +177,9 @@ class AdapterKeeper:
         self._roots = tuple(roots)
         self._lag_s = lag_s
         self._disk_s = disk_s
+        self._clock = clock
         # Threads of its own: if the disk hangs, the event loop's threads stay free.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
-        self._clock = clock
         self.removal = Removal(  # asks again before each: one may be needed by then
             "adapters",
             self._store.ids,
@@ -197,21 +201,17 @@ class AdapterKeeper:
         """
         if not path or "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
-        until = self._clock() + self._lag_s
-        while True:
-            try:
-                copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
-                return await self._on_disk(copying, path)
-            except (Incomplete, FileNotFoundError) as error:  # it may be written or replaced just now
-                if self._clock() > until:
-                    there = await self._on_disk(Path(path).is_dir, path)
-                    kind = InvalidRequest if there else NotFound
-                    raise kind(f"lora_path: {error} (waited {self._lag_s:g} s)") from error
-            except CannotWrite as error:
-                raise _no_space(error) from error
-            except (OSError, ValueError) as error:
-                raise InvalidRequest(str(error)) from error
-            await asyncio.sleep(RETRY_S)
+        copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
+        try:
+            return await until_complete(lambda: self._on_disk(copying, path), self._lag_s, self._clock)
+        except Incomplete as error:
+            there = await self._on_disk(Path(path).is_dir, path)
+            kind = InvalidRequest if there else NotFound
+            raise kind(f"lora_path: {error}") from error
+        except CannotWrite as error:
+            raise _no_space(error) from error
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(str(error)) from error
 
     async def complete(self, adapter_id: int) -> None:
         """Make the copy durable. Raises FleetUnavailable, or Conflict as `copy`."""

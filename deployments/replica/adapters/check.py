@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.lora.peft_helper import PEFTHelper
 
 from deployments.protocol.adapters import Adapter
-from deployments.weights.store.adapter_store import CONFIG, TENSORS, adapter_digest
+from deployments.weights.store.adapter_store import CONFIG, TENSORS, Incomplete, adapter_digest
 from deployments.weights.store.hub import read_schema
 from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec, join_reasons
 from deployments.weights.wire.digest import is_finite
@@ -18,24 +18,20 @@ from deployments.weights.wire.digest import is_finite
 _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
 
 
-class FilesLag(ValueError):
-    """The files are missing or differ from the fleet's copy: a shared file system may lag."""
-
-
 def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
     """Compare the files with their digest, the limits and the base model; arguments as `inspect`.
 
     Raises:
-        FilesLag: missing, or another digest.
+        Incomplete: missing, or another digest.
         ValueError: they do not fit; the message names the first few tensors.
     """
     directory = Path(adapter.path)
     try:
         digest, problem = inspect(directory, base, lora_config)
     except OSError as error:
-        raise FilesLag(f"{directory} cannot be read: {error}") from error
+        raise Incomplete(f"{directory} cannot be read: {error}") from error
     if digest != adapter.digest:
-        raise FilesLag(f"{directory} must have the digest {adapter.digest}, and has {digest}")
+        raise Incomplete(f"{directory} must have the digest {adapter.digest}, and has {digest}")
     if problem:
         raise ValueError(f"{adapter.full_name}: {problem}")
 

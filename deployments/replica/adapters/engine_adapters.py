@@ -21,9 +21,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.adapters.reading import LAG_S, AdapterReader, last_line
+from deployments.replica.adapters.reading import AdapterReader, last_line
 from deployments.replica.adapters.worker_calls import WorkerCalls, Workers
 from deployments.replica.spans import RECORDER
+from deployments.weights.store.adapter_store import LAG_S
 
 
 class Uses:

@@ -7,7 +7,6 @@ arrived  files that a transport received into this host's memory: read ahead, be
 
 import asyncio
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.adapters.check import FilesLag, check_adapter, inspect
+from deployments.replica.adapters.check import check_adapter, inspect
 from deployments.replica.adapters.worker_calls import Workers
+from deployments.weights.store.adapter_store import LAG_S, until_complete
 from deployments.weights.store.hub import cached, complete_schema
 from deployments.weights.wire.checkpoint_schema import Schema
 
@@ -48,8 +48,6 @@ class ReceivedAdapter:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-LAG_S = 10.0  # a shared file system may show the fleet's copy so much later
-RETRY_S = 0.1
 READ_POLL_S = 0.01
 
 logger = serve_logger()
@@ -160,18 +158,18 @@ class AdapterReader:
 
     async def _check(self, adapter: Adapter) -> bool:
         """Wait for the files; whether the first attempt found them."""
-        began, at_once = time.monotonic(), True
-        while True:
-            try:
-                await asyncio.to_thread(check_adapter, adapter, *await self._limits())
-                return at_once
-            except FilesLag as error:
-                if time.monotonic() >= began + self._lag_s:
-                    raise PayloadRejected(f"{error} (waited {self._lag_s:g} s)") from error
-            except (OSError, ValueError) as error:
-                raise PayloadRejected(str(error)) from error
-            at_once = False
-            await asyncio.sleep(RETRY_S)
+        attempts = 0
+
+        async def check() -> None:
+            nonlocal attempts
+            attempts += 1
+            await asyncio.to_thread(check_adapter, adapter, *await self._limits())
+
+        try:
+            await until_complete(check, self._lag_s)
+        except (OSError, ValueError) as error:
+            raise PayloadRejected(str(error)) from error
+        return attempts == 1
 
     async def _limits(self) -> tuple[Schema | None, Any]:
         """The schema of the base model, if known on this host, and the engine's `LoRAConfig`."""

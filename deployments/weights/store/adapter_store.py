@@ -10,6 +10,7 @@ The digest is the SHA-256 of each file's size and of the SHA-256 of each of its 
 compute: on one thread it took longer than everything else that a load does with the bytes.
 """
 
+import asyncio
 import hashlib
 import json
 import mmap
@@ -17,14 +18,15 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from deployments.host.durable_files import sync
 from deployments.protocol.adapters import AdapterFiles
@@ -34,13 +36,30 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PART_BYTES = 8 << 20
 THREADS = 4
 MAX_CONFIG_BYTES = 1 << 20
+LAG_S = 10.0  # a shared file system may show files this much later than their writer
+_RETRY_S = 0.1
 _NAME = re.compile(r"a(\d{8,})|\.a(\d{8,})\.partial")
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
 _Buffers = SimpleQueue[memoryview]
+T = TypeVar("T")
 
 
 class Incomplete(ValueError):
-    """The files are not complete, perhaps because they are being written: worth another try."""
+    """The files are not complete, perhaps because they are being written or a file system lags."""
+
+
+async def until_complete(
+    attempt: Callable[[], Awaitable[T]], lag_s: float, clock: Callable[[], float] = time.monotonic
+) -> T:
+    """Repeat an attempt while the files are incomplete. Raises Incomplete after `lag_s`."""
+    deadline = clock() + lag_s
+    while True:
+        try:
+            return await attempt()
+        except (Incomplete, FileNotFoundError) as error:
+            if clock() >= deadline:
+                raise Incomplete(f"{error} (waited {lag_s:g} s)") from error
+        await asyncio.sleep(_RETRY_S)
 
 
 class CannotWrite(OSError):

@@ -27,7 +27,7 @@ async def test_files_that_do_not_come_are_an_error_of_the_caller(tmp_path: Path)
     with pytest.raises(NotFound, match="does not exist"):
         await keeper.copy(str(tmp_path / "a"), 1)
     (save_tiny_adapter(tmp_path / "a", 1) / "adapter_model.safetensors").write_bytes(b"half")
-    with pytest.raises(InvalidRequest, match="no whole safetensors header") as raised:
+    with pytest.raises(InvalidRequest, match="no safetensors header") as raised:
         await keeper.copy(str(tmp_path / "a"), 1)
     assert not isinstance(raised.value, NotFound)
 

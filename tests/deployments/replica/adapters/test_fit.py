@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.replica.adapters.check import FilesLag, check_adapter
+from deployments.replica.adapters.check import check_adapter
+from deployments.weights.store.adapter_store import Incomplete
 from deployments.weights.store.hub import read_schema
 from tests.deployments.replica.adapters.fake_llm import CONFIG, FIRST, adapter, changed
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
@@ -33,7 +34,7 @@ def test_what_does_not_fit_is_named(
     directory = save_tiny_adapter(tmp_path / "a", 1, tensors=tensors)
     with pytest.raises(ValueError, match=phrase) as raised:
         check_adapter(adapter(directory), read_schema(Path(model)), CONFIG)
-    assert not isinstance(raised.value, FilesLag)
+    assert not isinstance(raised.value, Incomplete)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_what_vllm_does_not_compute_is_refused(
 def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model: str) -> None:
     expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
     save_tiny_adapter(tmp_path / "a", 2)
-    with pytest.raises(FilesLag, match="digest"):
+    with pytest.raises(Incomplete, match="digest"):
         check_adapter(expected, read_schema(Path(model)), CONFIG)
 
 
@@ -63,5 +64,5 @@ def test_half_a_file_is_not_there_yet_whatever_else_is_wrong_with_it(
 ) -> None:
     expected = adapter(directory := save_tiny_adapter(tmp_path / "a", 1))
     (directory / name).write_bytes((directory / name).read_bytes()[:length])
-    with pytest.raises(FilesLag):
+    with pytest.raises(Incomplete):
         check_adapter(expected, read_schema(Path(model)), CONFIG)
