@@ -71,9 +71,8 @@ class WeightsConfig(Section):
     # A trainer rank holds two chunks on its GPU (ipc, nccl), a replica on another one holds one (ipc) or two
     # (nccl). None: the transport's default.
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
-    # The share of a GPU's or one core's time that staging may take while requests run. Below 1 it pauses
-    # between chunks: decoding stays fast, an update takes longer. None: the transport's default. An idle
-    # replica never pauses.
+    # The share of a GPU's time that staging may take while requests run. Below 1 it pauses between chunks:
+    # decoding stays fast, an update takes longer. None: the transport's default. Not if the replica is idle.
     staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
     # CUDA IPC handles can only arrive pickled; a restricted unpickler reads them.
     allow_pickled_ipc_over_http: bool = False

@@ -24,7 +24,7 @@ class EngineSpec:
         checkpoint: the fleet's initial checkpoint, if `model` is a version in the store.
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none | automatic (device if this engine can, else host).
-        staging_share: share of the device's (or a core's) time for staging while requests run, in (0, 1].
+        staging_share: share of a GPU's time for staging while requests run, in (0, 1].
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 

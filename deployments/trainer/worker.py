@@ -13,7 +13,6 @@ from pydantic import JsonValue
 
 from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
-from deployments.host.thread_priority import YieldingThread
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import StoreResult
 from deployments.protocol.publishing import RoundReport
@@ -25,7 +24,7 @@ from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
 from deployments.trainer.stored_weights import StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
 from deployments.weights.store.hub import downloaded
-from deployments.weights.store.version_writer import SHARE_OF_A_CORE, CommittedVersion, VersionWriter
+from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
@@ -38,7 +37,6 @@ from trainers.trajectory_arrays import from_bytes
 
 CHECKPOINTS_KEPT = 2  # the older one, in case the newest cannot be read
 STORED_TIMEOUT_S = 60.0
-NICE = 10  # a publish on a CPU: streams of tokens come first
 logger = serve_logger()
 
 
@@ -194,7 +192,6 @@ class TrainerWorker(TrainerRank):
         super().__init__(spec, rank, controller)
         self._merged = spec.config.lora
         self._base_version = 0  # of the adapter; 0: the model
-        self._publish_thread = YieldingThread(NICE)
         self._digest: str | None = None  # of the version published last; on rank 0
         self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
 
@@ -226,7 +223,6 @@ class TrainerWorker(TrainerRank):
             write_files=partial(self._write_files, dtype=spec.config.wire_dtype),
             on_stored=self._report_stored,
             on_failed=self._report_failed,
-            share=SHARE_OF_A_CORE if spec.device == "cpu" else 1.0,
         )
         untrained = summary([*self._frozen])
         if untrained and self._rank == 0:
@@ -251,8 +247,15 @@ class TrainerWorker(TrainerRank):
         Raises:
             SlipstreamError: as `WeightPublisher.publish`; the fleet is as it was.
         """
-        publish = partial(self._publish, label)
-        return publish() if self._spec.device != "cpu" else self._publish_thread.run(publish)
+        if self._spec.device != "cpu":
+            return self._publish(label)
+        # A copy on every core delays every matrix product of the engines on this host.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._publish(label)
+        finally:
+            torch.set_num_threads(threads)
 
     def _publish(self, label: str | None) -> RoundReport | None:
         report = self._publisher.publish(label)

@@ -35,12 +35,12 @@ class Staging(ABC):
         return LoadPlanSummary()
 
     @abstractmethod
-    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         """Nothing more arrives. Returns the names of parameters that were not filled.
 
         Args:
             complete: every tensor of the checkpoint arrived, so what was not written is padding.
-            rest: to be called between two units of work on the host.
+            check_open: called between two units of work on the host; raises once the update is dropped.
         """
 
     @abstractmethod

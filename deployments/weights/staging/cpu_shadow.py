@@ -106,7 +106,7 @@ class CpuShadowStaging(Staging):
         with disable_mtp_completeness_check():  # a chunk is a part
             self._shadow.load_weights(tensors)
 
-    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         if not self._open:
             return [name for blank in self._blanks for name in blank.names]
         untouched, unfilled = self._untouched(complete)
@@ -119,7 +119,7 @@ class CpuShadowStaging(Staging):
                     if isinstance(method, UnquantizedFusedMoEMethod):
                         method.moe_kernel = None  # vLLM packs experts only where it makes their kernel
                     method.process_weights_after_loading(module)
-                    rest()
+                    check_open()
             for path, module in self._shadow.named_modules():
                 if is_deferred_attention_layer(module) and path not in untouched:
                     module.process_weights_after_loading(self._vllm_config.model_config.dtype)

@@ -85,7 +85,7 @@ class DeviceStaging(Staging):
         reasons = tuple(sorted(set(self._plans.refused.values())))
         return LoadPlanSummary(chunks=len(self._plans), refused=reasons)
 
-    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         if not self._open:
             return self._poison.names
         unfilled = self._complete(complete)

@@ -48,7 +48,7 @@ class HostStaging(Staging):
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
-    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         # Here too: an engine whose base cannot be replaced may still serve adapters.
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)

@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from torch._C import set_num_threads  # vLLM's CPU worker replaces torch's own name for it
 
-from deployments.host.thread_priority import yield_to_others
-
 VERIFY_S = 120.0  # loads the last layers, and reads all digests back
 DROP_S = 15.0  # the engine does not decode meanwhile
-NICE = 3  # on a CPU: about a third of a core where the engine's threads occupy all of them
 _POLL_S = 0.0001
 
 
@@ -80,13 +77,13 @@ class StagingThread:
 
     def _new_executor(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="staging", initializer=None if self.stream else self._yield
+            max_workers=1,
+            thread_name_prefix="staging",
+            initializer=None if self.stream else self._limit_threads,
         )
 
-    def _yield(self) -> None:
-        """On a CPU: leave the cores to the threads that decode. Their parallel operations wait for the
-        slowest, so a fully shared core would cost twice its time."""
-        yield_to_others(NICE)
+    def _limit_threads(self) -> None:
+        """On a CPU: the engine's parallel operations wait for their slowest thread."""
         set_num_threads(max(1, self._threads // 4))
 
 

@@ -28,7 +28,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.logger import init_logger
 
-from deployments.host.thread_priority import CoreShare
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, FilePart, Outcome
 from deployments.weights.staging.base import Staging
@@ -37,7 +36,7 @@ from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, Staging
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, copy_model_files, schema_of
-from deployments.weights.store.version_writer import SHARE_OF_A_CORE, RetainedVersions, VersionWriter
+from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
 from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import inspect
@@ -76,7 +75,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.retained = RetainedVersions()
         self.version_writer = VersionWriter(
             write_files=partial(copy_model_files, self.checkpoint),
-            share=SHARE_OF_A_CORE if self.device.type == "cpu" else 1.0,
         )
         # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
@@ -89,7 +87,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
-        self._core_share = CoreShare()
 
     @property
     def worker_index(self) -> int:
@@ -191,7 +188,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update = self._update
         assert update is not None
         if update.state.outcome is Outcome.DONE and not update.state.digest:
-            self._core_share.begin(1.0)  # nothing decodes meanwhile
             self._thread.run(update.run, partial(self._finalize, update), limit_s=VERIFY_S)
         return update.state
 
@@ -234,11 +230,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)
-        self._core_share.begin(self.share)
         for received in chunks():
             self._stage_chunk(update, received)
             if self._stream is None:
-                self._rest(update)
+                self._check_open(update)
             elif self.share < 1.0:
                 wait_for(self._stream.record_event())
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
@@ -247,11 +242,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         if update.has_all(self.schema, one_payload=self.one_payload):
             self._finalize(update)  # not in `verify`, for which the engine waits
 
-    def _rest(self, update: StagedUpdate) -> None:
-        """Between two units of work on a CPU."""
+    def _check_open(self, update: StagedUpdate) -> None:
         if update is not self._update:  # `drop` waits for this thread
             raise TransferFailed("the update was dropped")
-        self._core_share.rest()
 
     def _stage_files(self, update: StagedUpdate, chunks: Chunks, files: ReceivedFiles) -> None:
         try:
@@ -293,7 +286,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         complete = self.schema is not None
         if not complete:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
-        unfilled = self.staging.finalize(complete=complete, rest=partial(self._rest, update))
+        unfilled = self.staging.finalize(complete=complete, check_open=partial(self._check_open, update))
         if unfilled:
             raise ValueError(
                 join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])

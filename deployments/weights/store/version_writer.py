@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import _TYPES
 
 from deployments.host.logs import serve_logger
-from deployments.host.thread_priority import CoreShare, yield_to_others
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store.versions import Store, StoredTensor, VersionManifest
 from deployments.weights.wire.digest import digest
@@ -26,23 +25,16 @@ from deployments.weights.wire.digest_definition import version_digest
 
 ALIGNMENT = 8
 NAMES = {dtype: name for name, dtype in _TYPES.items()}
-WRITE_BYTES = 4 << 20  # some milliseconds
-NICE = 5  # decoding and training take precedence over the store
-SHARE_OF_A_CORE = 0.25  # for fleets on a CPU; see `VersionWriter`
+WRITE_BYTES = 4 << 20  # some milliseconds without the interpreter lock
 logger = serve_logger()
 _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 
 
-def write_safetensors(
-    tensors: Mapping[str, torch.Tensor], path: Path, rest: Callable[[], None] = lambda: None
-) -> None:
+def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors of any shape, by name and on the CPU, to one safetensors file.
 
     Unlike `safetensors.torch.save_file` it copies one tensor at most (if it is not contiguous) and releases
     the interpreter lock while it writes: an engine decodes, or a trainer steps, in the same process.
-
-    Args:
-        rest: called after every few MiB.
 
     Raises:
         ValueError: the format has no name for a dtype.
@@ -69,7 +61,6 @@ def write_safetensors(
             data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
             for start in range(0, len(data), WRITE_BYTES):
                 file.write(data[start : start + WRITE_BYTES])
-                rest()
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -107,7 +98,6 @@ class VersionWriter:
         on_stored: called on the thread for every version that is complete on the disk. What it raises becomes
             the problem of that version.
         on_failed: called on the thread for every version that could not be written.
-        share: the share of a core's time that writing may take unless somebody waits for it; 1: no delays.
     """
 
     def __init__(
@@ -116,14 +106,10 @@ class VersionWriter:
         write_files: Callable[[Path], None],
         on_stored: Callable[[StoreResult], None] | None = None,
         on_failed: Callable[[StoreResult], None] | None = None,
-        share: float = 1.0,
     ) -> None:
         self._write_files = write_files
         self._on_stored = on_stored
         self._on_failed = on_failed
-        self._share = share
-        self._core_share = CoreShare()
-        self._awaited = 0  # callers of `wait`
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
@@ -144,21 +130,15 @@ class VersionWriter:
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing waits or is being written; False after `timeout_s`."""
         with self._changed:
-            self._awaited += 1
-            try:
-                return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
-            finally:
-                self._awaited -= 1
+            return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
 
     def _run(self) -> None:
-        yield_to_others(NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting is not None)
                 assert self._waiting is not None
                 version, store = self._waiting
                 self._waiting, self._writing = None, True
-            self._core_share.begin(self._share)
             self._write(version, store)
             del version  # its tensors, before the next one is taken
             with self._changed:
@@ -167,7 +147,7 @@ class VersionWriter:
 
     def _write(self, version: CommittedVersion, store: Store) -> None:
         try:
-            path = write_version(version, store, self._write_files, self._rest)
+            path = write_version(version, store, self._write_files)
             result = _result(version, path=str(path))
             if self._on_stored is not None:
                 self._on_stored(result)
@@ -182,16 +162,9 @@ class VersionWriter:
                 self._on_failed(result)
         self.result = result
 
-    def _rest(self) -> None:
-        if not self._awaited:
-            self._core_share.rest()
-
 
 def write_version(
-    version: CommittedVersion,
-    store: Store,
-    write_files: Callable[[Path], None],
-    rest: Callable[[], None] = lambda: None,
+    version: CommittedVersion, store: Store, write_files: Callable[[Path], None]
 ) -> Path:
     """Write a checkpoint directory with its manifest, and return it.
 
@@ -200,29 +173,25 @@ def write_version(
 
     Args:
         write_files: writes the config and tokenizer files beside the weights.
-        rest: called after every few MiB.
 
     Raises:
         ValueError: a tensor is not what arrived or was committed, or its dtype cannot be stored, or the store
             has other weights of this version.
         OSError: the directory cannot be written.
     """
-    manifest = _manifest(version, rest)
+    manifest = _manifest(version)
     try:
         with store.writing(manifest) as directory:
             write_files(directory)
-            write_safetensors(version.tensors, directory / "model.safetensors", rest)
+            write_safetensors(version.tensors, directory / "model.safetensors")
     except FileExistsError:
         _check_same(store.manifest_of(version.version), manifest)
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 
 
-def _manifest(version: CommittedVersion, rest: Callable[[], None]) -> VersionManifest:
-    digests = {}
-    for name, tensor in version.tensors.items():
-        digests[name] = digest(tensor.contiguous())  # a copy is freed before the next one is made
-        rest()
+def _manifest(version: CommittedVersion) -> VersionManifest:
+    digests = {name: digest(tensor.contiguous()) for name, tensor in version.tensors.items()}
     combined = version_digest(list(digests), list(digests.values()))
     if version.digest not in (None, combined):
         raise ValueError(

@@ -46,7 +46,7 @@ class Transport:
         native: vLLM has an engine of this name, chosen with `staging: none` or `wire: vllm`.
         rendezvous: all members form one group of ranks at an address, and a lost member breaks it.
         chunk_bytes: default. On a GPU each chunk interrupts decoding, so chunks are large.
-        staging_share: default share of the device's time (on a CPU: of one core) that staging may take while
+        staging_share: default share of a GPU's time that staging may take while
             requests run. Staging that pauses between chunks costs fewer tokens in all than staging at full
             speed, and slows decoding by less than a tenth (benchmarks/RESULTS.md).
     """
@@ -57,7 +57,7 @@ class Transport:
     same_gpu: SameGpu = SameGpu.NO_GPU
     rendezvous: bool = False
     chunk_bytes: int = 64 << 20
-    staging_share: float = 0.5
+    staging_share: float = 1.0
 
     @property
     def backend(self) -> str:

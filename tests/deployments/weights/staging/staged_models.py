@@ -133,7 +133,7 @@ class StagedModel:
             if self._staging.replay(received) is None:
                 self._staging.add(chunk, received.named())
         if finalize:
-            unfilled = self._staging.finalize(complete=True, rest=lambda: None)
+            unfilled = self._staging.finalize(complete=True, check_open=lambda: None)
             assert not unfilled, unfilled
 
     def drop(self) -> None:

@@ -57,7 +57,7 @@ def stage(staging: CpuShadowStaging, value: float, names: list[str], *, complete
     staging.begin()
     with torch.no_grad():
         staging.add(chunk, tensors)
-        return staging.finalize(complete=complete, rest=lambda: None)
+        return staging.finalize(complete=complete, check_open=lambda: None)
 
 
 ALL = ["one.weight", "one.bias", "two.weight", "two.bias"]
@@ -100,7 +100,7 @@ def test_what_does_not_arrive_is_named_where_nobody_knows_that_it_need_not(
     assert stage(staging, 2.0, ALL[:3], complete=False) == ["two.bias"]
     staging.drop()
     staging.begin()
-    assert staging.finalize(complete=False, rest=lambda: None) == ALL
+    assert staging.finalize(complete=False, check_open=lambda: None) == ALL
     assert live.values() == dict.fromkeys(ALL, 0.0)
 
 

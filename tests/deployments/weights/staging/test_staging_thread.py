@@ -33,9 +33,9 @@ def test_work_runs_in_order_and_its_error_is_the_callers() -> None:
 class Endless(HostStaging):
     """Has always one more layer to prepare."""
 
-    def finalize(self, *, complete: bool, rest: Callable[[], None]) -> list[str]:
+    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         while True:
-            rest()
+            check_open()
             time.sleep(0.001)
 
 

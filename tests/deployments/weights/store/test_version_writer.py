@@ -4,7 +4,6 @@ import gc
 import logging
 import re
 import threading
-import time
 import weakref
 from functools import partial
 from pathlib import Path
@@ -148,28 +147,6 @@ def test_put_returns_at_once_and_the_result_has_the_path(store: Store) -> None:
     assert writer.wait(TIMEOUT_S)
     expected = StoreResult(version=3, label="v3", path=str(store.path_of(3)), problem="")
     assert (writer.result, writer.newest, results) == (expected, 3, [expected])
-
-
-@pytest.mark.slow
-def test_writer_takes_its_share_of_a_core_unless_it_is_waited_for(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rests: list[bool] = []  # whether somebody waited
-    gate = Gate()
-    writer = VersionWriter(write_files=gate, share=0.25)
-    monkeypatch.setattr(writer._core_share, "rest", lambda: rests.append(gate.opened.is_set()))
-    writer.put(version_of(1, {str(number): torch.zeros(8) for number in range(10)}), store)
-    assert gate.entered.wait(TIMEOUT_S)
-    assert rests == [False] * 10, "after each digest"
-    opener = threading.Timer(0.3, gate.opened.set)
-    opener.start()
-    assert writer.wait(TIMEOUT_S)
-    assert rests == [False] * 10, "the files are written without a rest"
-    writer.put(version_of(2), store)
-    deadline = time.monotonic() + TIMEOUT_S
-    while writer.newest != 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert rests == [*[False] * 10, True, True], "one tensor: its digest, and its bytes"
 
 
 def test_waiting_version_is_replaced_by_a_newer_one(store: Store) -> None:
