@@ -7,9 +7,7 @@ import os
 import re
 import select
 import shutil
-import threading
 import uuid
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -167,13 +165,12 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
         os.close(descriptor)
 
 
-def open_mapping(name: str, access: int, size_bytes: int | None = None, *, lock: bool = False) -> mmap.mmap:
+def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
     """Map an existing segment.
 
     Args:
         access: one of mmap's ACCESS_ constants.
         size_bytes: the size that it must have; None accepts any.
-        lock: the mapping holds a shared lock; see `SegmentPool`.
 
     Raises:
         ValueError: no such segment, one of another size, or a name that is not of a Slipstream segment.
@@ -185,23 +182,12 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None, *, lock:
     except FileNotFoundError as error:
         raise ValueError(f"segment {name!r} does not exist on this host") from error
     try:
-        if lock and not _locked(name, descriptor):
-            raise ValueError(f"segment {name!r} does not exist on this host any more")
         actual = os.fstat(descriptor).st_size
         if size_bytes is not None and actual != size_bytes:
             raise ValueError(f"segment {name!r} must have {size_bytes} bytes, it has {actual}")
-        return mmap.mmap(descriptor, actual, access=access)  # duplicates the descriptor, which keeps the lock
+        return mmap.mmap(descriptor, actual, access=access)
     finally:
         os.close(descriptor)
-
-
-def _locked(name: str, descriptor: int) -> bool:
-    """Lock a segment; False if it was renamed since it was opened: its sender may refill it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return os.path.samestat(os.stat(DIRECTORY / name), os.fstat(descriptor))
-    except (BlockingIOError, FileNotFoundError):
-        return False
 
 
 class SharedWords:
@@ -223,83 +209,3 @@ class SharedWords:
 def remove_segment(name: str) -> None:
     """Remove a segment's name, if it exists; mappings stay valid."""
     (DIRECTORY / name).unlink(missing_ok=True)
-
-
-# A sender refills its segments in the next round, unless a receiver still maps them. New memory in /dev/shm
-# costs more than writing to it: for 538 MB the kernel's pages took 0.6 s of a core, the copy 0.06 s.
-#
-#     sender     take ── fill ── send the name ── rename, once all receivers have opened it
-#     receiver   open, lock, map: the lock is shared, and lasts as long as the mapping
-#
-# A receiver that still reads a segment or retains its tensors holds the lock; the sender then takes a new
-# segment. Each name is sent once: a late receiver finds no file, and never the next version under it.
-
-
-class Segment:
-    """A segment of this process, mapped for writing; others open it by `name`. Raises OSError: not enough
-    shared memory; the message has the sizes."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.name, self.mapping = create_mapping(size_bytes)
-        self._descriptor = os.open(DIRECTORY / self.name, os.O_RDONLY | os.O_CLOEXEC)
-        self._naming = threading.Lock()
-        self._process = os.getpid()
-
-    def is_free(self) -> bool:
-        """Whether no receiver maps it. One that opens a former name fails to map it."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return True
-
-    def rename(self, former: str) -> None:
-        """Give it an unknown name, unless `former` is no longer its name. Mappings stay valid."""
-        with self._naming, suppress(FileNotFoundError):  # it is closed
-            if self.name == former:
-                name = owner().name(uuid.uuid4().hex)
-                os.rename(DIRECTORY / former, DIRECTORY / name)
-                self.name = name
-
-    def close(self) -> None:
-        with self._naming:
-            if os.getpid() == self._process:
-                remove_segment(self.name)
-            os.close(self._descriptor)
-
-
-class SegmentPool:
-    """A sender's segments by chunk index. They are removed with it."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
-        weakref.finalize(self, _close, self._segments).atexit = False  # at exit the owner removes the names
-
-    def take(self, index: int, size_bytes: int) -> Segment:
-        """The segment of a chunk, to be filled, under a name that no receiver knows yet. Raises OSError:
-        not enough shared memory; the message has the sizes."""
-        kept = self._segments.get(index)
-        if kept is not None:
-            kept.rename(kept.name)  # an abandoned call may still send the old one
-            if len(kept.mapping) == size_bytes and kept.is_free():
-                return kept
-            self._segments.pop(index).close()
-        self._segments[index] = new = Segment(size_bytes)
-        return new
-
-    def close(self) -> None:
-        """Remove all of them; mappings stay valid."""
-        _close(self._segments)
-
-
-def _close(segments: dict[int, Segment]) -> None:
-    while segments:
-        segments.popitem()[1].close()
-
-
-def open_locked(name: str, size_bytes: int) -> mmap.mmap:
-    """Map a sender's segment, which the sender does not refill while it is mapped. Writes stay private.
-    Raises ValueError: as `open_mapping`."""
-    # Not ACCESS_READ: torch requires writable memory. Nothing is written, so no page is copied.
-    return open_mapping(name, mmap.ACCESS_COPY, size_bytes, lock=True)

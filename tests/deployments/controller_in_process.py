@@ -62,15 +62,14 @@ class ReadingReplica(FakeReplica):
 
 def _read(payload: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a payload, by name. Its segment is gone if the publisher has given the round up."""
-    import torch
 
-    from deployments.host.shared_memory import open_locked
+    from deployments.weights.transports.shm import open_segment
     from deployments.weights.wire.chunk_layout import parse, plan_chunks
 
     metadata = parse(payload["names"], payload["dtype_names"], payload["shapes"])
     (chunk,) = plan_chunks(metadata, chunk_bytes=1 << 62)
     try:
-        block = torch.frombuffer(open_locked(payload["segment"], chunk.size_bytes), dtype=torch.uint8)
+        block = open_segment(payload["segment"], chunk.size_bytes)
     except (OSError, ValueError) as error:
         raise Failure(Outcome.TRANSFER_FAILED, str(error)) from error
     return {

@@ -163,9 +163,7 @@ class VersionWriter:
         self.result = result
 
 
-def write_version(
-    version: CommittedVersion, store: Store, write_files: Callable[[Path], None]
-) -> Path:
+def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
     """Write a checkpoint directory with its manifest, and return it.
 
     A version that is in the store already, with these weights, stays as it is: its writer crashed before it

@@ -1,11 +1,11 @@
 """Transport `shm`: processes of one host, CPU. One named segment of shared memory per chunk.
 
 The publisher writes a chunk into a segment and sends its name. Every replica maps the same pages, so a
-version is in host memory once for all of them. A mapping stays valid after the name is gone: the publisher
-renames each segment as soon as all replicas have opened it, and its death costs the replicas nothing. A
-segment that no replica maps any more is filled again in the next round (`SegmentPool`).
+version is in host memory once for all of them. Mappings outlive the name, which is removed once all replicas
+have opened the segment.
 """
 
+import mmap
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deployments.host.shared_memory import Segment, SegmentPool, open_locked, remove_orphans
+from deployments.host.shared_memory import create_mapping, open_mapping, remove_orphans, remove_segment
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.weight_sender import WeightSender
@@ -73,7 +73,7 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
     init_info_cls = ShmTrainerInitInfo
 
     def connect(self, init_info: ShmTrainerInitInfo) -> None:
-        self._segments = SegmentPool()
+        self._segments: set[str] = set()  # names
         if self.is_sender:
             remove_orphans()
             self.client.init_weight_transfer_engine({})
@@ -84,33 +84,32 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
             return
         receiving: Future[None] | None = None
         for index, chunk in enumerate(self.packer.chunks):
-            segment = self._segments.take(index, chunk.size_bytes)
-            self.packer.pack(index, block_of(segment))
+            segment, mapping = create_mapping(chunk.size_bytes)
+            self._segments.add(segment)
+            self.packer.pack(index, torch.frombuffer(mapping, dtype=torch.uint8))
             if receiving is not None:
                 receiving.result()
-            receiving = calls.submit(self._send_segment, segment, segment.name, chunk)
+            receiving = calls.submit(self._send_segment, segment, chunk)
         if receiving is not None:
             receiving.result()
 
     def abandon_round(self) -> None:
-        self._segments.close()
+        while self._segments:  # a late receiver finds none
+            remove_segment(self._segments.pop())
 
     def shutdown(self) -> None:
-        self._segments.close()
+        self.abandon_round()
 
-    def _send_segment(self, segment: Segment, name: str, chunk: Chunk) -> None:
+    def _send_segment(self, segment: str, chunk: Chunk) -> None:
         described = describe([(entry.name, entry.dtype, entry.shape) for entry in chunk.entries])
         try:
-            self.client.update_weights(asdict(ShmUpdateInfo(segment=name, **described)))
+            self.client.update_weights(asdict(ShmUpdateInfo(segment=segment, **described)))
         finally:
-            segment.rename(name)
-
-
-def block_of(segment: Segment) -> torch.Tensor:
-    """The bytes of a segment (uint8 [size])."""
-    return torch.frombuffer(segment.mapping, dtype=torch.uint8)
+            remove_segment(segment)
+            self._segments.discard(segment)
 
 
 def open_segment(name: str, size_bytes: int) -> torch.Tensor:
     """Map a segment for reading (uint8 [size_bytes]); the tensor outlives the name. Raises ValueError."""
-    return torch.frombuffer(open_locked(name, size_bytes), dtype=torch.uint8)
+    # Not ACCESS_READ: torch requires writable memory. Nothing is written, so no page is copied.
+    return torch.frombuffer(open_mapping(name, mmap.ACCESS_COPY, size_bytes), dtype=torch.uint8)

@@ -69,21 +69,19 @@ def test_connection_carries_several_rounds(transport: str, fleet: Fleet, kind: s
     engine.shutdown()
 
 
-def test_unmapped_shared_memory_is_reused(checkpoint: Path) -> None:
+def test_no_segment_name_outlives_its_round(checkpoint: Path) -> None:
     others = own_segments()  # of tests before this one
     fleet = make_fleet("shm", checkpoint, count=2)
     source = ListSource(weights(1))
     engine = connect("shm", fleet, source)
-    rounds = []
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         source.tensors = weights(seed)
         engine.send_weights()
         assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
         held = [receiver.staged() for receiver in fleet.receivers]  # its tensors are in that memory
         assert held == [digest_of(source.tensors)] * 2
         end_round("shm", fleet)
-        rounds.append(own_segments() - others)
-    assert len(rounds[0]) >= 1 and rounds[1:] == rounds[:1] * 2, "of the first round"
+        assert not own_segments() - others
     source.tensors = [(name, tensor[:1]) for name, tensor in weights(4)]
     with pytest.raises(ValueError, match="declared"):
         engine.send_weights()
