@@ -21,7 +21,6 @@ from ray.serve.schema import ApplicationStatus
 from deployments.calls.http_server import HttpServer
 from deployments.calls.rpc import CallHandle
 from deployments.host.fork_server.use import warn_if_not_forked
-from deployments.host.freed_memory import keeping_freed_memory
 from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.poll import JoinAnswer, Unloadable
@@ -110,7 +109,6 @@ class Replica:
         spec = engine if answer.path is None else engine.at(answer.path)
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
-            os.environ |= keeping_freed_memory()
         own_engine()
         warn_if_not_forked(logger)
         self._engine = await ReplicaEngine.start(spec, version=answer.version)

@@ -16,7 +16,6 @@ from ray.util.placement_group import get_placement_group
 
 from deployments.calls.rpc import CallHandle
 from deployments.host.fork_server.use import forked_worker
-from deployments.host.freed_memory import keeping_freed_memory
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.serve.placement import SlotPlan, in_bundle
@@ -199,7 +198,6 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
     forked = {}
     if spec.device == "cpu":
-        environment |= keeping_freed_memory()
         forked = forked_worker()
     options: dict[str, Any] = {
         "num_cpus": 0,

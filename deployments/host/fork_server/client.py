@@ -38,8 +38,13 @@ ANSWER_S = 20.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Variables that the fork can still apply, or that no import reads. All others select the server.
 PER_PROCESS = {
-    *("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"),
-    *("VLLM_NO_USAGE_STATS", "VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_CPU_OMP_THREADS_BIND"),
+    *(
+        "OMP_NUM_THREADS",
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_API_KEY",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_CPU_OMP_THREADS_BIND",
+    ),
     *("CUDA_VISIBLE_DEVICES", "PWD", "OLDPWD", "SHLVL", "_"),
 }
 PER_PROCESS_PREFIXES = ("RAY_", "SLIPSTREAM_", "PYTEST_")
@@ -134,9 +139,8 @@ def _accepts(directory: str) -> bool:
 
 
 def _start_server(directory: str, lock: int) -> None:
-    # SWITCH comes first: see `_take_environment` in server.py. One arena: a fork that must keep its freed
-    # memory (deployments/host/freed_memory.py) would take one that an import's thread has left.
-    environment = {SWITCH: directory, **os.environ, "MALLOC_ARENA_MAX": "1"}
+    # SWITCH comes first: see `_take_environment` in server.py.
+    environment = {SWITCH: directory, **os.environ}
     environment[SWITCH] = directory
     with open(f"{directory}/{LOG}", "wb") as log:
         server = subprocess.Popen(

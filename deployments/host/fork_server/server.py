@@ -311,12 +311,6 @@ def _apply_what_imports_have_read() -> None:
     if "torch" in sys.modules:
         threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
         sys.modules["torch"].set_num_threads(int(threads))
-    options = {"MALLOC_ARENA_MAX": -8, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_MMAP_THRESHOLD_": -3}  # malloc.h
-    for name, option in options.items():
-        if name in os.environ:
-            value = int(os.environ[name])
-            # mallopt takes an int; -1 is the largest size.
-            ctypes.CDLL(None).mallopt(option, value if value < 2**31 else -1)
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.host.freed_memory import SETTINGS
 from deployments.protocol.errors import FleetUnavailable
-from deployments.trainer.worker_group import WorkerGroup, resources
-from tests.deployments.trainer.trainer_specs import trainer_spec
+from deployments.trainer.worker_group import WorkerGroup
 
 
 class FakeWorker:
@@ -55,11 +53,3 @@ async def test_a_worker_that_is_lost_is_named_in_one_line_and_the_group_is_broke
 async def test_a_hung_worker_does_not_hold_the_question_for_process_ids() -> None:
     with pytest.raises(TimeoutError):
         await WorkerGroup([FakeWorker("hangs")], ping_timeout_s=0.05).process_ids()
-
-
-@pytest.mark.parametrize(("device", "transport"), [("cpu", "shm"), ("cuda", "nccl")])
-def test_only_a_trainer_on_a_cpu_keeps_the_memory_that_it_frees(device: str, transport: str) -> None:
-    options = resources(trainer_spec(device=device, transport=transport), 0, None)
-    environment = options["runtime_env"]["env_vars"]
-    assert SETTINGS.items() & environment.items() == (SETTINGS.items() if device == "cpu" else set())
-    assert "OMP_NUM_THREADS" in environment
