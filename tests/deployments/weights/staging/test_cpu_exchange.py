@@ -48,7 +48,7 @@ def load(shadow: torch.nn.Module, value: float) -> None:
         layer.process()
 
 
-def test_parameters_and_what_was_made_of_them_are_exchanged(
+def test_parameters_and_derived_attributes_are_exchanged(
     live: torch.nn.Module, shadow: torch.nn.Module
 ) -> None:
     weights = [layer.weight for layer in live]
@@ -64,9 +64,7 @@ def test_parameters_and_what_was_made_of_them_are_exchanged(
     assert live[0].kv_cache is cache
 
 
-def test_modules_of_which_nothing_was_loaded_keep_what_they_have(
-    live: torch.nn.Module, shadow: torch.nn.Module
-) -> None:
+def test_untouched_modules_keep_their_tensors(live: torch.nn.Module, shadow: torch.nn.Module) -> None:
     exchange = Exchange(live, shadow)
     load(shadow, 5.0)
     exchange.collect({"1"})
@@ -74,9 +72,7 @@ def test_modules_of_which_nothing_was_loaded_keep_what_they_have(
     assert content(live) == [(5.0, 5.0), (2.0, 2.0)]
 
 
-def test_after_the_release_nothing_of_a_version_is_left(
-    live: torch.nn.Module, shadow: torch.nn.Module
-) -> None:
+def test_release_frees_the_version(live: torch.nn.Module, shadow: torch.nn.Module) -> None:
     exchange = Exchange(live, shadow)
     load(shadow, 5.0)
     exchange.release()
@@ -97,9 +93,7 @@ def test_a_parameter_of_another_shape_is_refused_and_nothing_is_exchanged(
     assert content(live) == [(1.0, 1.0), (2.0, 2.0)]
 
 
-def test_one_tensor_of_the_live_model_takes_two_only_if_they_are_equal(
-    live: torch.nn.Module, shadow: torch.nn.Module
-) -> None:
+def test_tied_weights_must_arrive_equal(live: torch.nn.Module, shadow: torch.nn.Module) -> None:
     live[1].weight = live[0].weight
     exchange = Exchange(live, shadow)
     load(shadow, 5.0)
@@ -146,7 +140,7 @@ def another_module(live: Any, shadow: Any) -> None:
         (another_module, "'0' is a Layer and there a Identity"),
     ],
 )
-def test_what_else_differs_is_refused_by_name(
+def test_other_differences_are_refused_by_name(
     change: Callable[[Any, Any], None], message: str, live: torch.nn.Module, shadow: torch.nn.Module
 ) -> None:
     change(live, shadow)
@@ -173,7 +167,7 @@ class Attention(Layer):
         self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
 
-def test_what_a_kernel_packed_is_exchanged_and_freed_and_what_else_differs_is_refused() -> None:
+def test_tensors_packed_by_an_attention_kernel_are_exchanged_and_freed() -> None:
     live, shadow = torch.nn.Sequential(Attention(1.0)), torch.nn.Sequential(Attention())
     live[0].process()
     live[0].weight.data = live[0].weight.data.to(torch.bfloat16)  # empty: the type says nothing

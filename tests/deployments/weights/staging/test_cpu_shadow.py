@@ -63,18 +63,14 @@ def stage(staging: CpuShadowStaging, value: float, names: list[str], *, complete
 ALL = ["one.weight", "one.bias", "two.weight", "two.bias"]
 
 
-def test_nothing_changes_before_the_swap_and_everything_with_it(
-    live: Model, staging: CpuShadowStaging
-) -> None:
+def test_live_weights_change_only_at_the_swap(live: Model, staging: CpuShadowStaging) -> None:
     assert stage(staging, 2.0, ALL) == []
     assert live.values() == dict.fromkeys(ALL, 0.0)
     staging.swap()
     assert live.values() == dict.fromkeys(ALL, 2.0)
 
 
-def test_a_version_that_was_dropped_leaves_nothing_to_the_next_one(
-    live: Model, staging: CpuShadowStaging
-) -> None:
+def test_a_dropped_version_leaves_nothing_to_the_next_one(live: Model, staging: CpuShadowStaging) -> None:
     assert stage(staging, 2.0, ALL) == []
     staging.drop()
     assert not any(parameter.numel() for parameter in staging._shadow.parameters())
@@ -83,9 +79,7 @@ def test_a_version_that_was_dropped_leaves_nothing_to_the_next_one(
     assert live.values() == {"one.weight": 3.0, "one.bias": 3.0, "two.weight": 0.0, "two.bias": 0.0}
 
 
-def test_a_parameter_that_does_not_arrive_keeps_its_numbers_beside_one_that_does(
-    live: Model, staging: CpuShadowStaging
-) -> None:
+def test_a_missing_parameter_keeps_its_live_values(live: Model, staging: CpuShadowStaging) -> None:
     assert stage(staging, 2.0, ALL) == []
     staging.swap()
     staging.retire()
@@ -94,7 +88,7 @@ def test_a_parameter_that_does_not_arrive_keeps_its_numbers_beside_one_that_does
     assert live.values() == {"one.weight": 3.0, "one.bias": 2.0, "two.weight": 2.0, "two.bias": 2.0}
 
 
-def test_what_does_not_arrive_is_named_where_nobody_knows_that_it_need_not(
+def test_missing_parameters_are_named_if_the_version_may_be_incomplete(
     live: Model, staging: CpuShadowStaging
 ) -> None:
     assert stage(staging, 2.0, ALL[:3], complete=False) == ["two.bias"]
@@ -137,7 +131,7 @@ def blanks() -> list[BlankParameter]:
 
 
 @torch.no_grad()
-def test_what_was_loaded_of_each_parameter_is_known(blanks: list[BlankParameter]) -> None:
+def test_unloaded_parts_of_a_parameter_are_detected(blanks: list[BlankParameter]) -> None:
     [weight, bias] = blanks
     assert weight.names == ["first.weight", "second.weight"]
     assert [blank.lacks() for blank in blanks] == [(True, True)] * 2
@@ -160,7 +154,7 @@ def test_padding_is_zero(rows: bool, blanks: list[BlankParameter]) -> None:
 
 
 @torch.no_grad()
-def test_what_processing_made_is_replaced_and_has_no_memory_afterwards() -> None:
+def test_release_frees_processed_parameters() -> None:
     model = Tied()
     [weight, bias] = blank_parameters(model)
     assert model.first.weight.numel() == 0

@@ -27,7 +27,7 @@ def test_a_second_instance_is_swapped_completely(family: str, found: dict[tuple[
     assert found[family, "torch"]["behind"] == []
 
 
-def test_calibrated_scales_of_the_cache_follow_as_tensors_and_as_python_floats(
+def test_kv_cache_scales_are_swapped_as_tensors_and_floats(
     found: dict[tuple[str, str], Any],
 ) -> None:
     result = found["kv-scales", "torch"]
@@ -48,9 +48,7 @@ def test_a_dense_model_has_nothing_beside_its_parameters(
 
 
 @pytest.mark.parametrize("family", ["dense", "experts", "mla", "gpt-oss", "kv-scales"])
-def test_weights_that_a_library_packed_into_memory_of_its_own_are_refused_by_name(
-    family: str, found: dict[tuple[str, str], Any]
-) -> None:
+def test_onednn_packed_weights_are_refused_by_name(family: str, found: dict[tuple[str, str], Any]) -> None:
     # oneDNN's handlers on a CPU: the address of the packed weights is all that can be seen of them.
     if not has_onednn():
         assert found[family, "onednn"]["behind"] == [], "vLLM took torch's kernels"

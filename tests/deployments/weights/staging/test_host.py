@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, UnquantizedL
 from deployments.weights.staging.host import lacking, make_reloadable, reload_refusal, replacing_all
 
 
-def test_experts_that_a_failed_reload_did_not_come_to_have_their_kernels_again() -> None:
+def test_a_failed_reload_restores_the_kernels_of_experts_it_did_not_reach() -> None:
     method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
     torch.nn.Module.__init__(method)
     kernel = torch.nn.Identity()
@@ -57,7 +57,7 @@ def test_a_projection_gets_memory_that_does_not_look_like_weights() -> None:
         ([], ["layers.0.kv_b_proj.weight"]),
     ],
 )
-def test_what_a_part_of_a_version_lacks_is_named(names: list[str], expected: list[str]) -> None:
+def test_missing_amx_projections_are_named(names: list[str], expected: list[str]) -> None:
     assert lacking(model(), names) == expected
 
 

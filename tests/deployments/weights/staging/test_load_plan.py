@@ -105,7 +105,7 @@ def copies_from_elsewhere(model: Model, tensors: Tensors) -> None:
         (copies_from_elsewhere, "aten.copy_.default writes something other than a copy of a received tensor"),
     ],
 )
-def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
+def test_a_loader_that_computes_runs_in_every_round(
     chunk: Chunk, load: Callable[[Model, Tensors], None], reason: str
 ) -> None:
     plans, model, expected = LoadPlans(), Model(), Model()
@@ -117,7 +117,7 @@ def test_a_loader_that_does_more_than_copy_is_run_in_every_round(
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
-def test_a_change_past_torch_is_found_by_the_bytes(chunk: Chunk) -> None:
+def test_a_write_outside_torch_is_found_by_digest(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
     received = packed_chunk(chunk, block_of(chunk, version(1)))
     with plans.record(chunk, received.named()):
@@ -148,7 +148,7 @@ def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) ->
     assert not one_round(plans, chunk, 3, model.load)
 
 
-def test_chunks_that_are_no_longer_sent_are_forgotten(chunk: Chunk) -> None:
+def test_plans_of_former_layouts_are_forgotten(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
     one_round(plans, chunk, 1, model.load)
     plans.confirm({chunk})

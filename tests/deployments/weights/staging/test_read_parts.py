@@ -56,7 +56,7 @@ def live(worker: MemoryWorker) -> dict[str, torch.Tensor]:
     return worker.model.tensors()
 
 
-def test_what_is_read_is_staged_and_swapped_like_what_is_sent(tmp_path: Path, worker: MemoryWorker) -> None:
+def test_a_file_is_staged_and_swapped_like_a_payload(tmp_path: Path, worker: MemoryWorker) -> None:
     state = read(worker, parts_of(tmp_path / "new", weights(2.0)))
     assert (state.outcome, state.message, state.payloads_done) == (Outcome.DONE, "", 2)
     assert len(state.digest) == 32
@@ -116,7 +116,7 @@ SPOILED: dict[str, tuple[Callable[[Path, list[FilePart]], list[FilePart]], str]]
 
 
 @pytest.mark.parametrize("case", SPOILED)
-def test_what_is_not_what_the_publisher_read_is_rejected_and_the_next_round_is_not_affected(
+def test_files_other_than_the_publishers_are_rejected(
     tmp_path: Path, worker: MemoryWorker, case: str
 ) -> None:
     spoil, message = SPOILED[case]
@@ -143,7 +143,7 @@ OWN = {"model_type": "llama", "rope": {"theta": 1e4, "dtype": "float32"}, "rms_n
         (None, ""),
     ],
 )
-def test_the_configuration_must_be_the_fleets_where_both_state_it(
+def test_a_config_of_another_model_is_rejected(
     tmp_path: Path, worker: MemoryWorker, config: object, message: str
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(OWN | {"pad_token_id": 0}))
@@ -151,7 +151,7 @@ def test_the_configuration_must_be_the_fleets_where_both_state_it(
     assert (message in state.message) and (state.outcome is Outcome.REJECTED) is bool(message)
 
 
-def test_a_reading_ends_when_its_update_is_dropped(tmp_path: Path) -> None:
+def test_dropping_the_update_stops_the_read(tmp_path: Path) -> None:
     (part, _) = parts_of(tmp_path / "new", weights(2.0))
     reading = FileRead(part, tmp_path, torch.device("cpu"))
     reading.abort()
@@ -159,9 +159,7 @@ def test_a_reading_ends_when_its_update_is_dropped(tmp_path: Path) -> None:
         list(reading.chunks())
 
 
-def test_a_dropped_reading_leaves_the_connection_of_a_transport_alone(
-    tmp_path: Path, worker: MemoryWorker
-) -> None:
+def test_dropping_a_read_does_not_abort_the_transport(tmp_path: Path, worker: MemoryWorker) -> None:
     aborts: list[str] = []
     worker.engine.abort = lambda: aborts.append("x")  # type: ignore[method-assign]
     read(worker, parts_of(tmp_path / "new", weights(2.0))[:1])

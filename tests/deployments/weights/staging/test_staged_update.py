@@ -42,7 +42,7 @@ def test_the_digest_of_a_version_does_not_depend_on_its_chunks() -> None:
     assert update.state.digest == other.state.digest == expected
 
 
-def test_a_tensor_that_changed_on_the_way_is_named_with_both_digests() -> None:
+def test_a_corrupted_tensor_is_named_with_both_digests() -> None:
     changed = TENSORS["a"].clone()
     changed[5] = -1.0
     update = StagedUpdate(pending=[findings_of("b"), findings_of("ac", a=changed)])

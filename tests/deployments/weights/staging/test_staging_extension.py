@@ -75,7 +75,7 @@ def test_a_version_without_one_of_its_tensors_is_rejected(worker: MemoryWorker) 
 
 
 def test_a_payload_of_another_publisher_is_rejected(worker: MemoryWorker) -> None:
-    """A publisher that stood still posts its next payload into the round of its successor."""
+    """A publisher that stalled posts its next payload into its successor's round."""
     (name, ours), second = weights(2.0)
     receive(worker, [(name, ours)])
     receive(worker, weights(-1.0)[:1], "stale", begins=False)
@@ -92,7 +92,7 @@ def test_a_payload_before_the_first_one_is_refused(worker: MemoryWorker) -> None
         receive(worker, weights(2.0), begins=False)
 
 
-def test_an_update_that_was_not_dropped_must_end_before_the_next_begins(worker: MemoryWorker) -> None:
+def test_an_active_update_refuses_the_next_one(worker: MemoryWorker) -> None:
     receive(worker, weights(2.0))
     with pytest.raises(RuntimeError, match="already active"):
         receive(worker, weights(3.0))
@@ -152,7 +152,7 @@ def device_lost() -> Iterator[ReceivedChunk]:
         (device_lost, Outcome.REPLICA_FAILED, "RuntimeError: CUDA error"),
     ],
 )
-def test_what_goes_wrong_is_the_outcome_and_ends_the_update(
+def test_an_error_becomes_the_outcome_and_stops_the_update(
     worker: MemoryWorker, payload: Any, outcome: Outcome, message: str
 ) -> None:
     worker.engine.payloads["bad"] = payload
@@ -165,14 +165,14 @@ def test_what_goes_wrong_is_the_outcome_and_ends_the_update(
     assert verify(worker) == after
 
 
-def test_arguments_that_the_transport_does_not_know_are_rejected(worker: MemoryWorker) -> None:
+def test_unknown_transport_arguments_are_rejected(worker: MemoryWorker) -> None:
     worker.staging_receive({"segment": "x"}, share=1.0, begins=True, retain_version=None)
     state = progress_of(worker)
     assert state.outcome is Outcome.REJECTED
     assert state.message.startswith("Invalid update_info for MemoryTransferEngine")
 
 
-def test_each_worker_takes_its_own_of_a_list_of_payloads(checkpoint: Path) -> None:
+def test_each_worker_takes_its_own_payload_of_a_list(checkpoint: Path) -> None:
     worker = MemoryWorker(checkpoint, index=1)
     payloads = [{"payload": "for another"}, worker.offer("own", weights(2.0))]
     worker.staging_receive(payloads, share=1.0, begins=True, retain_version=None)
@@ -180,8 +180,7 @@ def test_each_worker_takes_its_own_of_a_list_of_payloads(checkpoint: Path) -> No
     worker.engine.shutdown()
 
 
-def test_the_worker_goes_on_while_a_payload_arrives(worker: MemoryWorker) -> None:
-    """The engine's thread decodes meanwhile."""
+def test_the_engine_decodes_while_a_payload_arrives(worker: MemoryWorker) -> None:
     arrives = threading.Event()
 
     def late() -> Iterator[ReceivedChunk]:
@@ -195,7 +194,7 @@ def test_the_worker_goes_on_while_a_payload_arrives(worker: MemoryWorker) -> Non
     assert progress_of(worker).digest == digest_of(weights(2.0))
 
 
-def test_a_connection_is_reported_when_it_stands(worker: MemoryWorker) -> None:
+def test_a_connection_is_reported_once_established(worker: MemoryWorker) -> None:
     joined = threading.Event()
     worker.engine.on_connect = lambda: joined.wait(TIMEOUT_S) and None
     worker.init_weight_transfer_engine({})
@@ -214,7 +213,7 @@ def test_a_connection_is_reported_when_it_stands(worker: MemoryWorker) -> None:
         (OSError("no such host"), Outcome.REPLICA_FAILED),
     ],
 )
-def test_a_connection_that_fails_is_reported_with_its_reason(
+def test_a_failed_connection_is_reported_with_its_reason(
     worker: MemoryWorker, error: Exception, outcome: Outcome
 ) -> None:
     def fail() -> None:

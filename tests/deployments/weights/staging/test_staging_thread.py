@@ -16,7 +16,7 @@ from tests.deployments.weights.staging.memory_worker import MemoryWorker, weight
 HANGS = r"^the staging thread did not finish within 0\.2 s$"
 
 
-def test_work_runs_in_order_and_its_error_is_the_callers() -> None:
+def test_work_runs_in_order_and_raises_to_the_caller() -> None:
     order: list[int] = []
     thread = StagingThread(torch.device("cpu"))
     thread.submit(order.append, 1)
@@ -39,7 +39,7 @@ class Endless(HostStaging):
             time.sleep(0.001)
 
 
-def test_a_version_that_is_dropped_is_not_prepared_any_further(tmp_path: Path) -> None:
+def test_dropping_an_update_stops_its_preparation(tmp_path: Path) -> None:
     worker = MemoryWorker(write_checkpoint(tmp_path / "model"))
     worker.engine.staging = Endless(worker.model, worker.vllm_config.model_config)
     worker.staging_receive(worker.offer("p", weights(2.0)), 0.5, True, None)
@@ -48,7 +48,7 @@ def test_a_version_that_is_dropped_is_not_prepared_any_further(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("call", ["drop", "shutdown"])
-def test_a_worker_whose_staging_hangs_says_so_and_goes_on(
+def test_a_hung_staging_thread_is_reported(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "DROP_S", 0.2)
@@ -112,7 +112,7 @@ def throttle(clock: Clock) -> Throttle:
         (0.25, [4.0, 0.5], 1000, [0.0, 1.5]),
     ],
 )
-def test_chunks_take_the_share_and_time_that_they_were_waited_for_counts_as_delay(
+def test_delays_keep_staging_within_its_share(
     share: float,
     chunks: list[float],
     size_bytes: int,
@@ -125,7 +125,7 @@ def test_chunks_take_the_share_and_time_that_they_were_waited_for_counts_as_dela
     assert delays(throttle, clock, *chunks, size_bytes=size_bytes) == pytest.approx(expected)
 
 
-def test_the_first_chunk_of_an_engine_which_compiles_kernels_delays_nothing(clock: Clock) -> None:
+def test_the_first_chunk_has_no_delay(clock: Clock) -> None:
     throttle = Throttle(clock)
     throttle.begin(0.1)
     assert delays(throttle, clock, 1.2, 0.01, 0.01) == pytest.approx([0.0, 0.09, 0.09])

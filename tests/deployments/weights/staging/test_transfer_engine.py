@@ -38,7 +38,7 @@ def test_a_model_that_cannot_be_constructed_twice_is_refused() -> None:
     assert "compiled" not in str(e.value)
 
 
-def test_an_engine_whose_staging_is_not_configured_takes_the_other_one_then() -> None:
+def test_automatic_staging_falls_back_to_host() -> None:
     assert isinstance(make_staging(configured("automatic"), torch.device("cpu"), Model()), HostStaging)
 
 
@@ -94,7 +94,7 @@ def test_an_update_without_one_tensor_is_rejected(
     assert state.outcome is Outcome.REJECTED and state.message.startswith("'b' is missing")
 
 
-def test_one_that_caught_up_where_the_hubs_files_are_not_asks_its_version_in_the_store(
+def test_a_replica_without_hub_files_takes_the_schema_of_its_stored_version(
     tmp_path: Path, hub: FakeHub, start: Start
 ) -> None:
     worker = start(loaded=write_checkpoint(tmp_path / "v00000001"))

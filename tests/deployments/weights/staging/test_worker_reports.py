@@ -103,7 +103,7 @@ def test_the_longest_message_stays_in_its_slot(page: tuple[str, ProgressPage], c
     assert ours.read(1) == state(7)
 
 
-def test_a_message_that_is_not_unicode_is_written_without_its_wrong_characters(
+def test_lone_surrogates_in_a_message_are_replaced(
     page: tuple[str, ProgressPage],
 ) -> None:
     _, ours = page

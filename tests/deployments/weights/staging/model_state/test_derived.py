@@ -136,7 +136,7 @@ def prepared(hide: Hide) -> tuple[Model, Model, Moving]:
 
 
 @pytest.mark.parametrize("hide", HIDING, ids=lambda hide: hide.__name__)
-def test_a_swap_brings_along_what_is_hidden(hide: Hide) -> None:
+def test_derived_state_is_swapped(hide: Hide) -> None:
     live, shadow, moving = prepared(hide)
     pairs = pair(live, shadow)
     derived = Derived(live, shadow, moving, baked=False)
@@ -151,7 +151,7 @@ def test_a_swap_brings_along_what_is_hidden(hide: Hide) -> None:
         assert len(found.tensors) == len(expected.tensors)
 
 
-def test_tensors_stay_where_they_are_because_captured_graphs_refer_to_them() -> None:
+def test_a_swap_keeps_addresses_for_captured_graphs() -> None:
     live, shadow, moving = prepared(wrapped)
     layer: Any = live.layers[0]
     address = layer.w13.storage.data.data_ptr()
@@ -163,7 +163,7 @@ def test_tensors_stay_where_they_are_because_captured_graphs_refer_to_them() -> 
     assert torch.equal(layer.w13.storage.data, Model(wrapped, 4).layers[0].weight * 2)  # type: ignore[operator]
 
 
-def test_what_does_not_come_from_weights_is_left_alone() -> None:
+def test_state_independent_of_weights_is_constant() -> None:
     def hide(layer: Any, weight: torch.Tensor) -> None:
         layer.__dict__.setdefault("cos_sin", torch.arange(8.0))
         layer.__dict__.setdefault("scratch", torch.full((3,), torch.nan))
@@ -175,7 +175,7 @@ def test_what_does_not_come_from_weights_is_left_alone() -> None:
     live.layers[0].kv_cache = torch.zeros(5)  # allocated later: nobody asks about it
 
 
-def test_a_constant_survives_the_loss_of_the_memory_that_it_was_loaded_into() -> None:
+def test_constants_survive_sleep_level_2() -> None:
     def hide(layer: Any, weight: torch.Tensor) -> None:
         if not hasattr(layer, "constant"):  # made once: what a load makes anew counts as derived
             layer.constant = torch.arange(6.0)
@@ -252,7 +252,7 @@ def in_both_instances(layer: Any, weight: torch.Tensor) -> None:
         (in_both_instances, "'layers.0.shared' is one tensor of both, and loading changes it"),
     ],
 )
-def test_what_cannot_follow_the_weights_is_refused_by_name(hide: Any, message: str) -> None:
+def test_derived_state_that_cannot_be_renewed_is_refused_by_name(hide: Any, message: str) -> None:
     if hide in (in_the_first_instance_alone, of_another_size):
         hide = functools.partial(hide, instances=[])
     pattern = r"^staging 'device' is not possible: .*; use 'host' or 'none'$"
@@ -272,12 +272,12 @@ def collected(hide: Hide, *, baked: bool) -> str:
     return str(error.value)
 
 
-def test_a_number_that_compiled_code_contains_rejects_the_version() -> None:
+def test_a_changed_number_in_compiled_code_rejects_the_version() -> None:
     message = collected(as_a_float, baked=True)
     assert "'layers.0._k_scale_float' changed from 0." in message and "use enforce_eager" in message
 
 
-def test_a_number_that_cannot_be_set_rejects_the_version() -> None:
+def test_an_immutable_number_rejects_the_version() -> None:
     def hide(layer: Any, weight: torch.Tensor) -> None:
         layer.scales = (float(weight.max()),)
 

@@ -15,7 +15,7 @@ class Tied(torch.nn.Module):
             self.head.weight = self.embed.weight
 
 
-def test_two_tensors_that_serve_as_one_must_be_staged_as_equals() -> None:
+def test_tied_live_weights_must_be_staged_equal() -> None:
     live, shadow = Tied(True), Tied(False)
     pairs = pair(live, shadow)
     with torch.no_grad():
@@ -26,6 +26,6 @@ def test_two_tensors_that_serve_as_one_must_be_staged_as_equals() -> None:
         pairs.check_tied()
 
 
-def test_one_tensor_of_the_shadow_for_two_that_serve_is_refused() -> None:
+def test_a_shadow_with_tied_weights_is_refused_if_the_live_ones_are_not() -> None:
     with pytest.raises(ValueError, match=r"'head\.weight' and 'embed\.weight' are one tensor there"):
         pair(Tied(False), Tied(True))

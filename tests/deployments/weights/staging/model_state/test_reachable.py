@@ -8,7 +8,7 @@ import torch
 from deployments.weights.staging.model_state.reachable import path_name, reachable
 
 
-def test_a_way_has_the_name_that_python_would_write() -> None:
+def test_path_names_are_python_expressions() -> None:
     model = torch.nn.Module()
     model.config = {"w": [(torch.ones(2),)], ("a", 1): torch.ones(3)}  # type: ignore[assignment]
     model.layer = SimpleNamespace(scale=torch.ones(1))  # type: ignore[assignment]
@@ -19,7 +19,7 @@ def test_a_way_has_the_name_that_python_would_write() -> None:
     ]
 
 
-def test_numbers_of_numpy_count() -> None:
+def test_numpy_numbers_are_found() -> None:
     model = torch.nn.Module()
     model.scale = np.float32(0.5)  # type: ignore[assignment]
     assert "scale" in map(path_name, reachable(model).numbers)
