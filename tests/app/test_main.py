@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ray.serve import Application, Deployment
 
-from app.main import build
+from app.main import IN_ENGINE_PROCESS, THREADS_BIND, build, executor, staging, trainer_spec
 from app.settings.config import parse_config
+from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
+from tests.app.settings.complaints import COLOCATED, SEPARATE
 from tests.tiny_models import save_tiny_llama
 
 SERVE_WAITS_S = 2.0  # for calls, before it lets a replica end (graceful_shutdown_wait_loop_s)
@@ -64,3 +67,70 @@ def test_an_engine_asks_for_no_key_of_its_own_and_runs_no_code_of_a_checkpoint(t
     assert environment["VLLM_API_KEY"] == "", "the routers keep the tokens, and send none"
     (spec, *_) = made._replica_config.init_args
     assert spec.arguments["trust_remote_code"] is False
+
+
+@pytest.mark.parametrize(
+    ("device", "engine", "chosen"),
+    [
+        ("cpu", {}, IN_ENGINE_PROCESS),
+        ("cpu", {"env": {THREADS_BIND: "0-1"}}, None),  # threads that are bound need a process of their own
+        ("cpu", {"tensor_parallel_size": 2}, "mp"),
+        ("cuda", {}, None),
+    ],
+)
+def test_the_executor_follows_device_and_ranks(
+    device: str, engine: dict[str, Any], chosen: str | None
+) -> None:
+    transport = {"cpu": "shm", "cuda": "ipc"}[device]
+    document = {"model": "m", "device": device, "engine": engine, "weights": {"transport": transport}}
+    assert executor(parse_config(document)).get("distributed_executor_backend") == chosen
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "automatic"),
+        ({"engine": {"extra": {"enable_lora": True}}}, "host"),
+        ({"device": "cuda", "weights": {"transport": "nccl"}}, "host"),
+        ({"weights": {"staging": "host"}}, "host"),
+        ({"weights": {"staging": "device"}}, "device"),
+        (COLOCATED, "device"),
+        (SEPARATE | {"weights": {"transport": "nccl", "staging": "none"}}, "none"),
+    ],
+)
+def test_the_staging_is_the_configured_one_or_that_of_the_device(
+    settings: dict[str, Any], expected: str
+) -> None:
+    assert staging(parse_config({"model": "m", **settings})) == expected
+
+
+def test_a_trainers_spec_comes_from_all_sections() -> None:
+    store = {"path": "v", "keep": 5}
+    config = parse_config(
+        {"model": "m", **SEPARATE, "state_dir": "/s", "store": store, "trust_remote_code": True}
+    )
+    assert config.trainer is not None
+    assert trainer_spec(config, config.trainer, "/models/m") == TrainerSpec(
+        config=config.trainer,
+        model="/models/m",
+        device="cuda",
+        store_dir="/s/v",
+        transport="nccl",
+        chunk_bytes=512 << 20,
+        native=False,
+        trust_remote_code=True,
+    )
+
+
+def test_without_staging_the_trainer_sends_with_vllms_own_engine() -> None:
+    weights = {"transport": "nccl", "staging": "none", "chunk_bytes": 1 << 20}
+    config = parse_config({"model": "m", **SEPARATE, "weights": weights})
+    assert config.trainer is not None
+    spec = trainer_spec(config, config.trainer, "/models/m")
+    assert (spec.native, spec.chunk_bytes) == (True, 1 << 20)
+
+
+def test_the_trainer_begins_with_the_revision_that_the_replicas_load() -> None:
+    config = parse_config({"model": "org/m", **SEPARATE, "engine": {"extra": {"revision": "v2"}}})
+    assert config.trainer is not None
+    assert trainer_spec(config, config.trainer, "org/m").revision == "v2"

@@ -1,7 +1,6 @@
 """The controller removes the versions that nobody needs, and no others; and it keeps out another fleet's."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +27,6 @@ def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -
     newest = [Stored(version=stored, path="", label=None)] if stored else []
     ledger.recover([*decisions, *newest], 0.0, OURS)
     return StoreKeeper(store, ledger, keep)
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path)
-    yield fleet
-    await fleet.aclose()
 
 
 async def settled(store: Store, versions: list[int]) -> None:
