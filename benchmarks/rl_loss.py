@@ -22,7 +22,7 @@ import yaml
 
 from app.client.program_options import parse
 from app.jobs import grpo, metrics
-from app.jobs.options import Options
+from app.jobs.options import JobOptions
 from app.jobs.training import Training
 from benchmarks.servers import running
 from trainers.advantages import AdvantageEstimator
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(url: str, path: Path, steps: int, *, updates: bool) -> Row:
     """One run of the job on a fleet that is up."""
     asked = ["--url", url, "--metrics", str(path), "--advantage", AdvantageEstimator.REINFORCE_PP]
-    options = replace(parse(Options, asked), steps=steps)
+    options = replace(parse(JobOptions, asked), steps=steps)
     if updates:
         asyncio.run(grpo.main(options, time.monotonic()))
     else:

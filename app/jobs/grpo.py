@@ -23,7 +23,7 @@ from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.learning import learn, publish_best, resume
 from app.jobs.metrics import Tracker, open_trackers, reward_curve
-from app.jobs.options import Options
+from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.progress import Progress, announced
 from app.jobs.run import Run, produce
@@ -33,7 +33,7 @@ from app.jobs.training import PATIENCE_S, Training
 REQUEST_TIMEOUT_S = 900.0
 
 
-async def require_fleet(client: AsyncFleetClient, options: Options) -> tuple[Policy, int]:
+async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
     """The model that is trained, or the adapter, and its version.
 
     An adapter without a version is published first, so that there is one to sample from.
@@ -64,7 +64,7 @@ async def require_fleet(client: AsyncFleetClient, options: Options) -> tuple[Pol
     return policy, version
 
 
-def record_file(options: Options) -> Path:
+def record_file(options: JobOptions) -> Path:
     if options.metrics is not None:
         return options.metrics
     return metrics.newest_metrics_file() if options.resume else metrics.new_metrics_file()
@@ -72,7 +72,7 @@ def record_file(options: Options) -> Path:
 
 async def prepared(
     client: AsyncFleetClient,
-    options: Options,
+    options: JobOptions,
     environments: tuple[Environment, Environment],
     path: Path,
     began: float,
@@ -96,7 +96,7 @@ async def loop(run: Run, trackers: Sequence[Tracker] = ()) -> None:
         await publish_best(run)
 
 
-async def main(options: Options, began: float) -> None:
+async def main(options: JobOptions, began: float) -> None:
     """Run the job; `began` is when its process started, on the monotonic clock."""
     with announced("RL job: loading the task"):
         learned, held_out = options.load_environments()
@@ -130,7 +130,7 @@ def tell(line: str) -> None:
 def run(began: float) -> int:
     """The job, as the program of a process; its exit status."""
     try:
-        asyncio.run(main(parse(Options), began))
+        asyncio.run(main(parse(JobOptions), began))
     except (FleetError, ValueError, OSError) as error:  # OSError: from the record, or a tracker
         print(f"slipstream: {error}", file=sys.stderr)
         return 1

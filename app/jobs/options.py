@@ -1,4 +1,4 @@
-"""The RL job's options: each one is a field of `Options`, and typer makes the command line of them."""
+"""The RL job's options: each one is a field of `JobOptions`, and typer makes the command line of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class JobOptions:
     """GRPO against a running fleet: sample, score, step, publish."""
 
     url: Url = LOCAL_URL

@@ -9,7 +9,7 @@ from pathlib import Path
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, GroupQueue, Rollout
-from app.jobs.options import Options
+from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
 from app.jobs.training import Say
 from trainers.advantages import overlong_penalty
@@ -54,7 +54,7 @@ class Positions:
 class Run:
     """The state of the loop."""
 
-    options: Options
+    options: JobOptions
     environment: Environment
     held_out: Environment
     policy: Policy
@@ -108,7 +108,7 @@ async def produce(run: Run) -> None:
         await run.queue.put(group)
 
 
-def penalised(rollout: Rollout, options: Options) -> Rollout:
+def penalised(rollout: Rollout, options: JobOptions) -> Rollout:
     if options.overlong_buffer == 0:
         return rollout
     longest = options.longest

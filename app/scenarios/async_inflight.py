@@ -23,7 +23,7 @@ from app.client import calls
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
 from app.client.program_options import Url, json_object, parse
-from app.scenarios.comparison import Comparison, compare
+from app.scenarios.comparison import AnswerComparison, compare
 from app.scenarios.fresh_engine import ScoredTokens, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan
 
@@ -34,7 +34,7 @@ ENVIRONMENT = '{"VLLM_BATCH_INVARIANT": "1"}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class InflightOptions:
     """An update in the middle of running requests: pause after N tokens, update, resume, and compare."""
 
     url: Url = LOCAL_URL
@@ -100,7 +100,7 @@ class StreamedRequest:
 
 
 async def in_flight(
-    settings: Options, token: str | None, model: str, prompts: Sequence[list[int]]
+    settings: InflightOptions, token: str | None, model: str, prompts: Sequence[list[int]]
 ) -> list[StreamedRequest]:
     """Requests that were in flight while the fleet took new weights."""
     running = [StreamedRequest(prompt=prompt) for prompt in prompts]
@@ -135,7 +135,7 @@ def sample(fleet: FleetClient, model: str, prompt: list[int]) -> list[Trajectory
     return trajectories
 
 
-def scenario(settings: Options) -> list[Comparison]:
+def scenario(settings: InflightOptions) -> list[AnswerComparison]:
     """Run it against a fleet.
 
     Raises:
@@ -173,7 +173,7 @@ def scenario(settings: Options) -> list[Comparison]:
 
 def main() -> None:
     """Run the scenario and print a table; exits with 1 if an answer differs."""
-    comparisons = scenario(parse(Options))
+    comparisons = scenario(parse(InflightOptions))
     print("request  tokens before the switch  after  as a fresh engine's")
     for number, comparison in enumerate(comparisons):
         print(f"{number:7d}  {comparison.before:24d}  {comparison.after:5d}  {comparison.sentence()}")

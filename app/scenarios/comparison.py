@@ -31,7 +31,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class AnswerComparison:
     """One request against a fresh engine that has all requests in one batch.
 
     Attributes:
@@ -60,7 +60,9 @@ class Comparison:
         return text
 
 
-def compare(switches: Sequence[int], continued: Sequence[ScoredTokens], fresh: Fresh) -> list[Comparison]:
+def compare(
+    switches: Sequence[int], continued: Sequence[ScoredTokens], fresh: Fresh
+) -> list[AnswerComparison]:
     """Each answer's tokens after the switch with those of a fresh engine.
 
     Args:
@@ -72,7 +74,7 @@ def compare(switches: Sequence[int], continued: Sequence[ScoredTokens], fresh: F
     again = [index for index, difference in enumerate(found) if difference != Difference()]
     alone = dict(zip(again, fresh(again, 1) if again else (), strict=True))
     return [
-        Comparison(
+        AnswerComparison(
             before=switches[index],
             after=len(continued[index].token_ids),
             fleet=difference,

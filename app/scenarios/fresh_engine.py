@@ -1,7 +1,7 @@
 """Greedy answers of a fresh vLLM engine in its own process, to compare a fleet's answers with.
 
-The process reads an `EngineTask` as JSON from stdin and writes a line `ANSWER [{"token_ids": ..., "logprobs":
-...}, ...]`.
+The process reads the arguments of `answers_to` as JSON from stdin and writes a line
+`ANSWER [{"token_ids": ..., "logprobs": ...}, ...]`.
 """
 
 import asyncio
@@ -10,23 +10,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import JsonValue, TypeAdapter
+from pydantic import TypeAdapter
 
 MARK = "ANSWER "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTask:
-    """The input of the engine's process; see `fresh_answers`."""
-
-    checkpoint: str
-    prompts: Sequence[Sequence[int]]
-    counts: Sequence[int]
-    arguments: Mapping[str, JsonValue]
-    at_once: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +51,10 @@ def fresh_answers(
     Raises:
         RuntimeError: the engine gave no answer; the text has the end of its stderr.
     """
-    task = EngineTask(
-        checkpoint=checkpoint, prompts=prompts, counts=counts, arguments=dict(arguments), at_once=at_once
-    )
+    task = {"checkpoint": checkpoint, "prompts": prompts, "counts": counts, "at_once": at_once}
     run = subprocess.run(
         [sys.executable, "-m", __name__],
-        input=json.dumps(asdict(task)),
+        input=json.dumps(task | {"arguments": dict(arguments)}),
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -80,7 +67,13 @@ def fresh_answers(
     raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {run.stderr[-3000:]}")
 
 
-async def answers_to(task: EngineTask) -> list[ScoredTokens]:
+async def answers_to(
+    checkpoint: str,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    arguments: Mapping[str, Any],
+    at_once: int,
+) -> list[ScoredTokens]:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -88,9 +81,9 @@ async def answers_to(task: EngineTask) -> list[ScoredTokens]:
 
     # Not vLLM's `LLM`, which has no data parallelism in one process. The usage context sets the default
     # number of tokens per step.
-    arguments = AsyncEngineArgs(model=task.checkpoint, **task.arguments)
-    llm = AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.OPENAI_API_SERVER)
-    slots = asyncio.Semaphore(task.at_once)
+    engine = AsyncEngineArgs(model=checkpoint, **arguments)
+    llm = AsyncLLM.from_engine_args(engine, usage_context=UsageContext.OPENAI_API_SERVER)
+    slots = asyncio.Semaphore(at_once)
 
     async def answer(index: int, prompt: Sequence[int], count: int) -> ScoredTokens:
         sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
@@ -101,7 +94,7 @@ async def answers_to(task: EngineTask) -> list[ScoredTokens]:
         logprobs = [of_all[token].logprob for token, of_all in pairs]
         return ScoredTokens(token_ids=list(made.token_ids), logprobs=logprobs)
 
-    asked = zip(task.prompts, task.counts, strict=True)
+    asked = zip(prompts, counts, strict=True)
     try:
         return await asyncio.gather(*(answer(index, *each) for index, each in enumerate(asked)))
     finally:
@@ -109,7 +102,7 @@ async def answers_to(task: EngineTask) -> list[ScoredTokens]:
 
 
 def main() -> None:
-    answers = asyncio.run(answers_to(TypeAdapter(EngineTask).validate_json(sys.stdin.read())))
+    answers = asyncio.run(answers_to(**json.load(sys.stdin)))
     print(f"\n{MARK}{_ANSWERS.dump_json(answers).decode()}", flush=True)
 
 

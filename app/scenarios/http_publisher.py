@@ -38,7 +38,7 @@ Backend = StrEnum("Backend", {name.upper(): name for name in BACKENDS})  # type:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PublisherOptions:
     """An outside trainer drives the fleet with vLLM's own HTTP client, as if it were one `vllm serve`."""
 
     model: Annotated[str, typer.Option(help="a checkpoint directory or hub id, dense")]
@@ -93,7 +93,7 @@ def publish(publisher: Publisher) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, token = parse(Options, arguments), token_from()
+    options, token = parse(PublisherOptions, arguments), token_from()
     with FleetClient.connect(options.url, token) as fleet:
         workers = fleet.send(calls.world_size())
         print(f"fleet: {workers} workers, version {fleet.send(calls.fleet()).committed_version}", flush=True)

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer import ModuleSource
 
 from app.client.program_options import parse
 from app.jobs import grpo, metrics
-from app.jobs.options import Options
+from app.jobs.options import JobOptions
 from tests.fleet.deployed import Fleet
 from tests.fleet.losing import a_replica, kill_controller_when, process_of
 from tests.fleet.processes import engine_of
@@ -148,7 +148,7 @@ def test_an_rl_run_survives_its_controller_and_its_trainer(
     prompts.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(20)))
     record = tmp_path / "metrics.jsonl"
     options = parse(
-        Options,
+        JobOptions,
         f"--url {fleet.url} --steps 6 --groups-per-step 2 --answers-per-group 4 --groups-in-flight 2 "
         f"--max-tokens 6 --prompts {prompts} --reward tests.fleet.test_controller_restart:by_length "
         f"--metrics {record}".split(),

@@ -8,8 +8,8 @@ import torch
 
 from app.client.program_options import parse
 from app.main import engine_spec
-from app.scenarios.async_inflight import Options, scenario
-from app.scenarios.comparison import Comparison
+from app.scenarios.async_inflight import InflightOptions, scenario
+from app.scenarios.comparison import AnswerComparison
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.tiny_models import save_tiny_llama
 
@@ -32,13 +32,13 @@ def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tm
         options = ["--url", fleet.url, "--requests", str(REQUESTS), "--tokens", "400", "--pause-after", "64"]
         options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT)]
         # The same weights first: what drifts there is not a rest of old ones.
-        show("the same weights", scenario(parse(Options, [*options, "--no-train"])))
-        outcomes = scenario(parse(Options, options))
+        show("the same weights", scenario(parse(InflightOptions, [*options, "--no-train"])))
+        outcomes = scenario(parse(InflightOptions, options))
     show("new weights", outcomes)
     assert [outcome.fleet.differs_at for outcome in outcomes] == [None] * REQUESTS
     assert all(64 <= outcome.before < 400 == outcome.before + outcome.after for outcome in outcomes)
 
 
-def show(what: str, outcomes: list[Comparison]) -> None:
+def show(what: str, outcomes: list[AnswerComparison]) -> None:
     print(f"{what}: tokens before the switch: {[outcome.before for outcome in outcomes]}")
     print("not the same:", *(outcome for outcome in outcomes if outcome.fleet.drifting), sep="\n")

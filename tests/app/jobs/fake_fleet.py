@@ -17,7 +17,7 @@ from app.jobs.environments.environment import Single
 from app.jobs.groups import Rollout
 from app.jobs.grpo import loop, prepared
 from app.jobs.metrics import StepRecord, Tracker
-from app.jobs.options import Options
+from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.tasks import Problem
 from tests.app.http.fake_status import report
@@ -151,7 +151,7 @@ async def run_job(
 ) -> list[StepRecord]:
     """`seen`: the run's state whenever a held-out problem is asked for, and whether it samples."""
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--groups-in-flight", "2"]
-    options = parse(Options, [*given, "--metrics", str(path), *arguments])
+    options = parse(JobOptions, [*given, "--metrics", str(path), *arguments])
     environment = Single(CountingTask())
     async with fleet.client() as client:
         run = await prepared(client, options, (environment, environment), path, time.monotonic())

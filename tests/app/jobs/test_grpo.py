@@ -14,7 +14,7 @@ from app.client.connection import AsyncFleetClient, FleetError
 from app.client.program_options import parse
 from app.jobs.environments.environment import Single
 from app.jobs.grpo import require_fleet
-from app.jobs.options import Options
+from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
 from app.jobs.task_groups import run_beside
@@ -157,7 +157,7 @@ async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
         with pytest.raises(
             FleetError, match=r"no fleet answers at http://fleet \(refused\); start a fleet with `make serve`"
         ):
-            await require_fleet(client, Options())
+            await require_fleet(client, JobOptions())
 
 
 async def test_a_group_without_signal_is_replaced_and_counts_in_the_reward(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ async def test_length_penalties_change_the_advantage_and_not_the_reward(tmp_path
 
 
 def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
-    options = parse(Options, [])
+    options = parse(JobOptions, [])
     policy = Policy(client=FakeFleet().client(), model="m", max_tokens=1)
     environment = Single(CountingTask())
     run = Run(options, environment, environment, policy, tmp_path / "m", version=4, in_flight=6)

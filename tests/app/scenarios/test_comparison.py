@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from app.scenarios.comparison import Comparison, Difference, compare
+from app.scenarios.comparison import AnswerComparison, Difference, compare
 from app.scenarios.fresh_engine import ScoredTokens
 
 SWITCHES = [2, 2, 2]
@@ -25,7 +25,9 @@ class Engine:
 
 def test_equal_answers_are_asked_for_once() -> None:
     engine = Engine({})
-    assert compare(SWITCHES, CONTINUED, engine) == [Comparison(before=2, after=3, fleet=Difference())] * 3
+    assert (
+        compare(SWITCHES, CONTINUED, engine) == [AnswerComparison(before=2, after=3, fleet=Difference())] * 3
+    )
     assert engine.asked == [([0, 1, 2], 3)]
 
 

@@ -49,7 +49,7 @@ def environment(how: str, folder: Path, **settings: Any) -> Verifiers:
     return Verifiers(VerifiersSettings.model_validate(given | settings))
 
 
-class ChattingFleet:
+class TwoTurnFleet:
     """Each prompt begins with what was said before it."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ChattingFleet:
 
 async def test_a_rollout_of_several_turns_is_one_sample_with_its_tokens_and_versions(tmp_path: Path) -> None:
     made = environment("plays", tmp_path)
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         first, second = await made.rollouts(HELD_OUT + 3, 2, policy)
     assert first.reward == second.reward == 3.0
     (trajectory,) = first.trajectories
@@ -101,7 +101,7 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
     monkeypatch.setenv("NO_PROXY", "example.org")
     made = environment("plays", tmp_path)
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         (rollout,) = await made.rollouts(0, 1, policy)
     seen = json.loads(rollout.text)
     assert seen == {"SLIPSTREAM_TOKEN": None, "NO_PROXY": "example.org,127.0.0.1", "COLOUR": "blue"}
@@ -111,7 +111,7 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
 @pytest.mark.parametrize("how", ["raises once", "dies once", "reads"])
 async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -> None:
     made = environment(how, tmp_path)
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         rollouts = await asyncio.wait_for(made.rollouts(2, 3, policy), END_S)
     assert [rollout.reward for rollout in rollouts] == [2.0, 2.0, 2.0]
 
@@ -129,7 +129,7 @@ async def test_a_problem_whose_rollouts_fail_is_left_out_with_the_reason(
     how: str, said: str, tmp_path: Path
 ) -> None:
     made = environment(how, tmp_path, rollout_timeout_s=0.5)
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         with pytest.raises(Unanswered, match=said):
             await asyncio.wait_for(made.rollouts(0, 2, policy), END_S)
     assert (tmp_path / "cancelled").exists() is (how == "hangs")
@@ -137,7 +137,7 @@ async def test_a_problem_whose_rollouts_fail_is_left_out_with_the_reason(
 
 async def test_an_environment_that_only_fails_ends_the_run(tmp_path: Path) -> None:
     made = environment("raises", tmp_path)
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         for number in range(MAX_FAILURES - 1):
             with pytest.raises(Unanswered):
                 await made.rollouts(number, 1, policy)
@@ -146,7 +146,7 @@ async def test_an_environment_that_only_fails_ends_the_run(tmp_path: Path) -> No
 
 
 async def test_a_fleet_that_fails_is_no_fault_of_the_rollout_and_ends_it(tmp_path: Path) -> None:
-    fleet = ChattingFleet()
+    fleet = TwoTurnFleet()
     fleet.status[2] = 503
     made = environment("waits", tmp_path)
     async with fleet.policy() as policy, made.running():
@@ -156,7 +156,7 @@ async def test_a_fleet_that_fails_is_no_fault_of_the_rollout_and_ends_it(tmp_pat
 
 
 async def test_a_conversation_that_gets_too_long_has_no_reward_and_is_learned_from(tmp_path: Path) -> None:
-    fleet = ChattingFleet()
+    fleet = TwoTurnFleet()
     fleet.status[2] = 400
     made = environment("plays", tmp_path)
     async with fleet.policy() as policy, made.running():
@@ -166,7 +166,7 @@ async def test_a_conversation_that_gets_too_long_has_no_reward_and_is_learned_fr
 
 
 async def test_a_prompt_that_is_too_long_is_left_out_at_once(tmp_path: Path) -> None:
-    fleet = ChattingFleet()
+    fleet = TwoTurnFleet()
     fleet.status[1] = 400
     made = environment("plays", tmp_path)
     async with fleet.policy() as policy, made.running():
@@ -205,7 +205,7 @@ def is_running(file: Path) -> bool:
 
 async def test_a_program_ends_in_order_with_all_that_it_started(tmp_path: Path) -> None:
     made = environment("starts another", tmp_path)
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         await made.rollouts(0, 1, policy)
         assert is_running(tmp_path / "pid") and is_running(tmp_path / "other")
     assert (tmp_path / "ended").exists(), "it was not killed"
@@ -215,11 +215,11 @@ async def test_a_program_ends_in_order_with_all_that_it_started(tmp_path: Path) 
 JOB = """
 import asyncio, sys
 from pathlib import Path
-from tests.app.jobs.environments.test_verifiers import ChattingFleet, environment
+from tests.app.jobs.environments.test_verifiers import TwoTurnFleet, environment
 
 async def main():
     made = environment("starts another", Path(sys.argv[1]))
-    async with ChattingFleet().policy() as policy, made.running():
+    async with TwoTurnFleet().policy() as policy, made.running():
         await made.rollouts(0, 1, policy)
         print("it runs", flush=True)
         await asyncio.sleep(600)
