@@ -19,7 +19,7 @@ from app.jobs.environments.environment import (
 )
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.metrics import Tracking
-from app.jobs.tasks import EXTRACTORS, Extraction, PromptFileTask, ReasoningGymTask, load_reward
+from app.jobs.tasks import Extraction, PromptFileTask, ReasoningGymTask, load_reward
 from trainers.advantages import AdvantageEstimator
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
@@ -161,15 +161,14 @@ class JobOptions:
         return learned, Verifiers(settings.held_out()) if self.eval_every else learned
 
     def _single_turn(self) -> tuple[Environment, Environment]:
-        extract = EXTRACTORS[self.extract]
         if self.prompts is None or self.reward is None:
             settings = json_object(self.task_settings, "--task-settings")
             task = ReasoningGymTask(
-                self.task, settings, instruction=self.instruction, seed=self.seed, extract=extract
+                self.task, settings, instruction=self.instruction, seed=self.seed, extract=self.extract
             )
             return Single(task), Single(task)
         reward = load_reward(self.reward)
-        learned = Single(PromptFileTask(self.prompts, reward, extract=extract))
+        learned = Single(PromptFileTask(self.prompts, reward, extract=self.extract))
         if self.eval_prompts is None:
             return learned, learned
-        return learned, Single(PromptFileTask(self.eval_prompts, reward, extract=extract))
+        return learned, Single(PromptFileTask(self.eval_prompts, reward, extract=self.extract))

@@ -19,25 +19,16 @@ from app.jobs.user_code import blamed, imported
 
 # (one line of the prompt file, or reasoning-gym's entry; the graded part of the answer) -> the reward
 Reward = Callable[[Mapping[str, Any], str], float]
-Extractor = Callable[[str], str]
 Message = dict[str, str]
 
 # In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
 _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
 
 
-def whole(text: str) -> str:
-    return text.strip()
-
-
 def last_number(text: str) -> str:
     """The last number of the answer: "6 + 2 = 8." is graded as "8"."""
     found = _NUMBER.findall(text)
     return found[-1] if found else ""
-
-
-def first_line(text: str) -> str:
-    return text.strip().partition("\n")[0].strip()
 
 
 class Extraction(StrEnum):
@@ -47,12 +38,14 @@ class Extraction(StrEnum):
     WHOLE = "whole"
     FIRST_LINE = "first-line"
 
-
-EXTRACTORS: dict[Extraction, Extractor] = {
-    Extraction.LAST_NUMBER: last_number,
-    Extraction.WHOLE: whole,
-    Extraction.FIRST_LINE: first_line,
-}
+    def of(self, answer: str) -> str:
+        match self:
+            case Extraction.LAST_NUMBER:
+                return last_number(answer)
+            case Extraction.FIRST_LINE:
+                return answer.strip().partition("\n")[0].strip()
+            case Extraction.WHOLE:
+                return answer.strip()
 
 
 def load_reward(path: str) -> Reward:
@@ -107,7 +100,7 @@ class ReasoningGymTask:
     """
 
     def __init__(
-        self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extractor
+        self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extraction
     ) -> None:
         import reasoning_gym
 
@@ -125,7 +118,7 @@ class ReasoningGymTask:
         return Problem(messages=[*self._head, _message("user", entry["question"])], entry=entry)
 
     def score(self, problem: Problem, answer: str) -> float:
-        return checked(self._problems.score_answer(self._extract(answer), problem.entry), "reasoning-gym")
+        return checked(self._problems.score_answer(self._extract.of(answer), problem.entry), "reasoning-gym")
 
 
 class PromptFileTask:
@@ -137,7 +130,7 @@ class PromptFileTask:
         ValueError: no prompts, or a line without one; the message has the line's number.
     """
 
-    def __init__(self, path: Path, reward: Reward, *, extract: Extractor) -> None:
+    def __init__(self, path: Path, reward: Reward, *, extract: Extraction) -> None:
         self._reward = reward
         self._extract = extract
         try:
@@ -153,7 +146,7 @@ class PromptFileTask:
 
     def score(self, problem: Problem, answer: str) -> float:
         with blamed("the reward"):
-            reward = self._reward(problem.entry, self._extract(answer))
+            reward = self._reward(problem.entry, self._extract.of(answer))
         return checked(reward, "the reward")
 
 

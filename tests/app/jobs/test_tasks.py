@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from app.jobs.tasks import (
+    Extraction,
     PromptFileTask,
     ReasoningGymTask,
     checked,
-    first_line,
     last_number,
     load_reward,
-    whole,
 )
 
 
@@ -41,7 +40,7 @@ def test_the_last_number_is_graded(answer: str, number: str) -> None:
 
 
 def test_the_first_line_is_what_comes_before_the_first_break() -> None:
-    assert first_line("\n Paris \nand more") == "Paris"
+    assert Extraction.FIRST_LINE.of("\n Paris \nand more") == "Paris"
 
 
 def test_a_reward_is_found_by_its_import_path() -> None:
@@ -64,7 +63,9 @@ SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def sums(seed: int = 0) -> ReasoningGymTask:
-    return ReasoningGymTask("chain_sum", SETTINGS, instruction="Solve it.", seed=seed, extract=last_number)
+    return ReasoningGymTask(
+        "chain_sum", SETTINGS, instruction="Solve it.", seed=seed, extract=Extraction.LAST_NUMBER
+    )
 
 
 def test_a_problem_is_the_same_every_time_and_differs_between_seeds() -> None:
@@ -94,7 +95,7 @@ def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
 @pytest.mark.parametrize(("name", "settings"), [("no_such_set", {}), ("chain_sum", {"min_terms": 0})])
 def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"reasoning-gym refuses '{name}'"):
-        ReasoningGymTask(name, settings, instruction="", seed=0, extract=whole)
+        ReasoningGymTask(name, settings, instruction="", seed=0, extract=Extraction.WHOLE)
 
 
 def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: P
     file.write_text(
         '{"prompt": "2 + 2?", "right": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
     )
-    task = PromptFileTask(file, lambda entry, answer: answer == entry.get("right"), extract=whole)
+    task = PromptFileTask(file, lambda entry, answer: answer == entry.get("right"), extract=Extraction.WHOLE)
     assert task.problem(0) == task.problem(2)
     assert task.problem(0).messages == [{"role": "user", "content": "2 + 2?"}]
     assert task.problem(1).messages == [{"role": "user", "content": "hi"}]
@@ -111,7 +112,9 @@ def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: P
 
 def test_a_fault_of_the_reward_is_named_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "2 + 2?"}')
-    task = PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: float(entry["right"]), extract=whole)
+    task = PromptFileTask(
+        tmp_path / "p.jsonl", lambda entry, answer: float(entry["right"]), extract=Extraction.WHOLE
+    )
     with pytest.raises(ValueError, match=r"^the reward raised KeyError: 'right' \(test_tasks.py:\d+\)$"):
         task.score(task.problem(0), "4")
 
@@ -127,6 +130,6 @@ def test_a_fault_of_the_reward_is_named_with_its_place(tmp_path: Path) -> None:
 def test_a_wrong_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "p.jsonl").write_text(content)
     with pytest.raises(ValueError, match=message):
-        PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: 0.0, extract=whole)
+        PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: 0.0, extract=Extraction.WHOLE)
     with pytest.raises(ValueError, match="cannot be read"):
-        PromptFileTask(tmp_path / "nowhere", lambda entry, answer: 0.0, extract=whole)
+        PromptFileTask(tmp_path / "nowhere", lambda entry, answer: 0.0, extract=Extraction.WHOLE)
