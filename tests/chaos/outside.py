@@ -71,9 +71,7 @@ class Recorder:
                     fleet = await answer.json() if answer.status == 200 else None
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
                 fleet = None
-            if fleet is None:
-                self.write("unread", at=began)
-            else:
+            if fleet is not None:
                 serving = {
                     each["replica_id"]: each["version"]
                     for each in fleet["members"]
@@ -84,10 +82,8 @@ class Recorder:
                     "fleet",
                     at=began,
                     version=fleet["committed_version"],
-                    stored=fleet["stored_version"],
                     phase=None if open_round is None else open_round["phase"],
                     serving=serving,
-                    took_s=time.time() - began,
                 )
             await asyncio.sleep(POLL_S)
 
@@ -101,7 +97,6 @@ class Recorder:
             "wanted": wanted,
             "spans": [],
             "tokens": [],
-            "pieces": [],
             "error": "",
         }
         self.write("began", request_id=request_id, at=seen["start"])
@@ -148,7 +143,6 @@ class Recorder:
         for choice in data["choices"]:
             tokens = choice.get("token_ids") or []
             seen["tokens"] += tokens
-            seen["pieces"].append((time.time(), len(tokens)))
             seen["spans"] = choice.get("weight_versions") or seen["spans"]
             seen["finish"] = choice.get("finish_reason")
         seen["version"] = data.get("weight_version", seen.get("version"))

@@ -22,7 +22,6 @@ class Seen:
 
     Attributes:
         status: of the answer; 0 where there was none.
-        pieces: when each part of a stream arrived, and how many tokens it had.
         error: why it has no whole answer; empty if it has.
     """
 
@@ -35,7 +34,6 @@ class Seen:
     version: int | None = None
     spans: Sequence[Span] = ()
     tokens: Sequence[int] = ()
-    pieces: Sequence[tuple[float, int]] = ()
     finish: str | None = None
     wanted: int = 0  # tokens
     error: str = ""
@@ -65,10 +63,8 @@ class State:
 
     at: float
     version: int
-    stored: int | None
     phase: str | None  # of the round in flight
     serving: Mapping[str, int]
-    took_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +86,6 @@ class Recording:
     states: list[State] = field(default_factory=list)
     rounds: list[Ended] = field(default_factory=list)
     decided: dict[int, float] = field(default_factory=dict)  # when a version was decided, as events say
-    unread: int = 0  # times that `/fleet` did not answer
     unanswered: dict[int, float] = field(default_factory=dict)  # when requests began that have not ended
 
     def since(self, at: float) -> "Recording":
@@ -101,7 +96,6 @@ class Recording:
             states=[each for each in self.states if each.at >= at],
             rounds=self.rounds,
             decided=self.decided,
-            unread=self.unread,
             unanswered=self.unanswered,
         )
 
@@ -135,7 +129,6 @@ class Reader:
             case "answer":
                 recording.unanswered.pop(line["request_id"], None)
                 line["spans"] = [Span(**each) for each in line["spans"]]
-                line["pieces"] = [(at, count) for at, count in line["pieces"]]
                 recording.answers.append(Seen(**line))
             case "event" if line["event_id"] not in self._event_ids:
                 self._event_ids.add(line["event_id"])
@@ -145,8 +138,6 @@ class Reader:
                     recording.decided.setdefault(int(happened.fields["version"]), happened.at)
             case "fleet":
                 recording.states.append(State(**line))
-            case "unread":
-                recording.unread += 1
 
 
 def rounds_of(reports: Iterable[Mapping[str, Any]]) -> list[Ended]:

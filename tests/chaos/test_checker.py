@@ -56,12 +56,12 @@ def honest() -> Recording:
         ],
         decided={1: 10.0, 2: 20.0},
         states=[
-            State(at=5.0, version=0, stored=0, phase=None, serving={"a": 0, "b": 0}, took_s=0.0),
-            State(at=10.1, version=1, stored=0, phase="committing", serving={"a": 0, "b": 1}, took_s=0.0),
-            State(at=11.5, version=1, stored=1, phase=None, serving={"a": 1, "b": 1}, took_s=0.0),
-            State(at=20.5, version=2, stored=2, phase=None, serving={"a": 2, "b": 2}, took_s=0.0),
-            State(at=29.5, version=2, stored=2, phase=None, serving={"a": 2, "b": 2}, took_s=0.0),
-            State(at=30.5, version=2, stored=2, phase=None, serving={"a": 2}, took_s=0.0),
+            State(at=5.0, version=0, phase=None, serving={"a": 0, "b": 0}),
+            State(at=10.1, version=1, phase="committing", serving={"a": 0, "b": 1}),
+            State(at=11.5, version=1, phase=None, serving={"a": 1, "b": 1}),
+            State(at=20.5, version=2, phase=None, serving={"a": 2, "b": 2}),
+            State(at=29.5, version=2, phase=None, serving={"a": 2, "b": 2}),
+            State(at=30.5, version=2, phase=None, serving={"a": 2}),
         ],
         rounds=[
             Ended(
@@ -146,9 +146,7 @@ def test_a_forged_answer_is_found(answer: Seen, rule: str) -> None:
 
 def test_a_member_that_a_round_left_out_is_found() -> None:
     recording = honest()
-    recording.states.append(
-        State(at=23.0, version=2, stored=2, phase=None, serving={"a": 2, "b": 1}, took_s=0.0)
-    )
+    recording.states.append(State(at=23.0, version=2, phase=None, serving={"a": 2, "b": 1}))
     assert broken(recording) == {"all_members_or_none"}
 
 
@@ -198,7 +196,7 @@ def test_a_deadly_request_may_be_refused() -> None:
 
 def test_refusals_are_allowed_while_no_replica_serves() -> None:
     recording = with_answer(seen(9, 29.0, 35.0, status=503, error="no replica"))
-    recording.states.append(State(at=31.0, version=2, stored=2, phase=None, serving={}, took_s=0.0))
+    recording.states.append(State(at=31.0, version=2, phase=None, serving={}))
     assert broken(recording) == set()
 
 
@@ -227,7 +225,6 @@ def test_the_file_is_read_as_it_grows(tmp_path: Path) -> None:
         "version": 0,
         "wanted": 2,
         "tokens": [3, 3],
-        "pieces": [[1.5, 2]],
         "spans": [{"version": 0, "start": 0, "end": 2}],
         "finish": "length",
         "error": "",

@@ -26,7 +26,6 @@ pytestmark = [
 def test_the_fleet_is_never_wrong(arena: Arena, case: Case) -> None:
     begin = time.time()
     struck = strike(arena, case)
-    resumed = time.time()
     time.sleep(LATE_S)
     whole_at = arena.until_whole_again()
     time.sleep(1.0)  # what was on its way then
@@ -39,7 +38,7 @@ def test_the_fleet_is_never_wrong(arena: Arena, case: Case) -> None:
     )
     recording = arena.recording().since(begin)
     broken = check(recording, expected)
-    measured = recovery(recording, arena, struck, resumed)
+    measured = recovery(recording, arena, struck)
     note(arena.launched.output.parent / "cases.jsonl", case, measured, len(recording.answers), broken)
     assert not broken, "\n".join(broken[:20])
     assert measured.full_s is not None and measured.in_time, measured

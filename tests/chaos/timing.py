@@ -45,7 +45,7 @@ class Recovery:
         return {**rounded, "beside_engine_s": None if beside is None else round(beside, 2)}
 
 
-def recovery(recording: Recording, arena: Arena, struck: float, resumed: float) -> Recovery:
+def recovery(recording: Recording, arena: Arena, struck: float) -> Recovery:
     """Of one case, whose fleet is whole again."""
     losses = [event for event in recording.events if event.name in LOST and event.at >= struck]
     phases = [e for e in recording.events if e.name == "round" and e.at <= struck]
