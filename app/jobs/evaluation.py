@@ -31,8 +31,8 @@ class Evaluation:
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
     """The probability that one of k attempts is right, where `solved` of `attempts` were.
 
-    The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models
-    Trained on Code", https://arxiv.org/abs/2107.03374, section 2.1.
+    The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al. 2021, https://arxiv.org/abs/2107.03374,
+    section 2.1.
     """
     assert 0 <= solved <= attempts and 1 <= k <= attempts
     return 1.0 - comb(attempts - solved, k) / comb(attempts, k)
@@ -49,14 +49,9 @@ async def evaluate(
 ) -> Evaluation:
     """Attempts at held-out problems by the policy, which must have a version.
 
-    Args:
-        in_flight: problems at a time.
-        solved_from: the reward from which a rollout counts as right.
-
     Raises:
         Moved: the fleet serves another version.
         Unanswered: no problem was answered.
-        FleetError: the fleet refuses.
     """
     assert policy.version is not None
     free = asyncio.Semaphore(in_flight)

@@ -1,8 +1,6 @@
 """Rollouts on their way from the fleet to the trainer, and how stale they may be.
 
-    producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► learner
-
-The queue's capacity bounds how far generation runs ahead, and `max_staleness` how stale a batch can be.
+producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► learner
 """
 
 import asyncio
@@ -19,9 +17,9 @@ class Rollout:
     """What the model said about a problem, over one turn or more, and its reward.
 
     Attributes:
-        trajectories: as the engine saw the tokens; their advantages come with the batch.
+        trajectories: their advantages come with the batch.
         penalty: added to the reward before advantages, 0.0 or less; see `overlong_penalty`.
-        text: what the model said, for logs.
+        text: for logs.
     """
 
     trajectories: Sequence[Trajectory]
@@ -72,11 +70,7 @@ class Group:
 def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:
     """The batch that the trainer learns from; groups with equal rewards are left out.
 
-    Where advantages are relative to the whole batch, no group is left out, unless all rewards are equal: then
-    the result is empty.
-
-    Raises:
-        ValueError: a reward is not finite.
+    Where advantages are relative to the whole batch, all groups are in it, unless all rewards are equal.
     """
     advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
     whole = estimator in OF_BATCHES and any(any(of_group) for of_group in advantages)

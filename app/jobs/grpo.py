@@ -6,8 +6,8 @@
     put the group into the queue            POST /train/publish   the fleet moves to the new version
        waits only while the queue is full      running requests continue across the change
 
-Generation never waits for the trainer, so a rollout may span versions. Its trajectory carries the spans, and
-truncated importance weights in the loss account for the weights behind each token.
+Generation never waits for the trainer, so a rollout may span versions; truncated importance weights in the
+loss account for the weights behind each token.
 """
 
 import asyncio
@@ -34,13 +34,7 @@ REQUEST_TIMEOUT_S = 900.0
 
 
 async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
-    """The model that is trained, or the adapter, and its version.
-
-    An adapter without a version is published first, so that there is one to sample from.
-
-    Raises:
-        FleetError: no fleet answers, or it has no trainer.
-    """
+    """The model or adapter that is trained, and its version; an adapter without one is published first."""
     try:
         health = await client.send(calls.health(), patient=False)
         model = await client.send(calls.model(), patient=False)

@@ -2,9 +2,8 @@
 
     write_pending ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
 
-A job may be killed between any two of them. The next one asks the trainer what was done: a step that was done
-is published and recorded, and its problems are consumed; one that was not is forgotten, and its problems are
-sampled again.
+After a kill between any two of them the next job asks the trainer: a step that was done is published,
+recorded and its problems are consumed; else they are sampled again.
 """
 
 import time

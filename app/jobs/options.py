@@ -119,11 +119,7 @@ class JobOptions:
         return self.max_tokens * (1 if self.environment is None else self.max_turns)
 
     def load_environments(self) -> tuple[Environment, Environment]:
-        """The environment that is learned from, and that of the held-out problems.
-
-        Raises:
-            ValueError: options are wrong or do not go together.
-        """
+        """The environment that is learned from, and that of the held-out problems."""
         self._check()
         if self.environment is None:
             return self._single_turn()

@@ -101,8 +101,8 @@ class Policy:
 async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion:
     """A completion without aborted answers.
 
-    `in_flight: abort`, a pause or `/abort_requests` cut answers off, and a part of one has no reward. All
-    answers to the prompt are then sampled again: those that had finished would be mostly short ones.
+    An update with `in_flight: abort`, a pause or `/abort_requests` cuts answers off. All are then sampled
+    again: those that had finished are mostly short ones.
 
     Raises:
         Unanswered: each attempt was aborted, or the fleet refuses this request for good.

@@ -1,7 +1,6 @@
 """What a job prints while it runs: never silent for more than a few seconds.
 
-In a terminal there is a bar with the state beside it. In a log file the state is a line, whenever nothing
-else was printed for a while.
+In a terminal it is a bar; in a log file a line, whenever nothing else was printed for a while.
 """
 
 import asyncio
@@ -40,12 +39,7 @@ def announced(what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
 
 
 class Progress:
-    """The bar of a run, and its lines.
-
-    Args:
-        done: steps of an earlier job that this one resumes.
-        state: what the job is doing, in one line.
-    """
+    """The bar of a run, and its lines; `done` steps are those of the run that is resumed."""
 
     def __init__(self, *, steps: int, done: int, state: Callable[[], str], quiet_s: float = QUIET_S) -> None:
         self._state = state

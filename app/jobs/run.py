@@ -21,8 +21,8 @@ FRUITLESS = 50  # batches of groups without signal, after which dynamic sampling
 class Positions:
     """Problem numbers: handed out in order, consumed in any order.
 
-    A problem is consumed when the trainer has learned from its rollouts, or when these were dropped. Numbers
-    that were handed out and not consumed when a job died are handed out again to the next.
+    A problem is consumed when the trainer has learned from it, or its rollouts were dropped. Those that were
+    only handed out are handed out again by the next job.
 
     Args:
         next_problem: all problems before it are consumed.

@@ -1,8 +1,7 @@
 """Tasks: where prompts come from, and how their answers are scored.
 
-The default is reasoning-gym's `chain_sum` with two one-digit terms. The small built-in model gets about one
-in ten right, and within minutes it learns to write the sum out ("6 + 2 = 8"). There are no solved examples in
-the prompt: the model would imitate their form, and all answers of a group would be alike.
+The default is reasoning-gym's `chain_sum` with two one-digit terms, of which the small built-in model solves
+one in ten. Solved examples in the prompt would make all answers of a group alike.
 """
 
 import inspect
@@ -90,14 +89,7 @@ class Task(Protocol):
 
 
 class ReasoningGymTask:
-    """A data set of reasoning-gym.
-
-    Args:
-        instruction: the system message; an empty one is left out, and the chat template's own may apply.
-
-    Raises:
-        ValueError: reasoning-gym does not know the data set, or refuses its settings.
-    """
+    """A data set of reasoning-gym; an empty `instruction` leaves the system message to the chat template."""
 
     def __init__(
         self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extraction

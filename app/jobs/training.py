@@ -1,9 +1,9 @@
 """Steps and rounds of the trainer, each done once although its answer may be lost.
 
-the trainer dies     Serve starts another, which resumes from the newest stored version: ask again; if it died
-                     between a step and its round, repeat the step with the same batch
+the trainer dies     Serve starts another, which resumes from the newest stored version; if it died between a
+                     step and its round, repeat the step with the same batch
 the router dies      the call continues: the trainer's status says whether it was done
-a round is aborted   the fleet still serves the version before: publish again
+a round is aborted   publish again
 """
 
 import asyncio

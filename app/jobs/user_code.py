@@ -11,11 +11,7 @@ SHOWN_FRAMES = 3
 
 
 def imported(path: str, option: str, expected: str = "package.module:function") -> Any:
-    """The object at an import path that a command-line option gave.
-
-    Raises:
-        ValueError: the path has another form, or nothing is there.
-    """
+    """The object at an import path that a command-line option gave; ValueError where there is none."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{option} must look like {expected}, got {path!r}")
@@ -25,11 +21,7 @@ def imported(path: str, option: str, expected: str = "package.module:function") 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn an error of such code into a sentence with its place, without our own frames.
-
-    Raises:
-        ValueError: the code raised something.
-    """
+    """Turn an error of such code into a ValueError with its place, without our own frames."""
     try:
         yield
     except Exception as error:  # other people's code may raise anything

@@ -2,12 +2,11 @@
 
     python -m app.scenarios.async_inflight --pause-after 32
 
-The fleet needs a trainer, `kv_cache: recompute`, and engines whose answers do not depend on the batch
-(VLLM_BATCH_INVARIANT=1 on GPUs, float32 on CPUs). Then each answer continues after the switch exactly as a
-fresh engine with the new weights does, given the earlier tokens as its prompt. This checks every token of
-every request.
-
     train ─► start the requests ─► N tokens of each ─► pause ─► publish ─► resume ─► the rest ─► compare
+
+Needs a trainer, `kv_cache: recompute`, and answers that do not depend on the batch (VLLM_BATCH_INVARIANT=1 on
+GPUs, float32 on CPUs). Every token after the switch must be the one that a fresh engine with the new weights
+samples after the earlier ones.
 """
 
 import asyncio
@@ -139,9 +138,7 @@ def scenario(settings: InflightOptions) -> list[AnswerComparison]:
     """Run it against a fleet.
 
     Raises:
-        FleetError: a call or a request failed.
         RuntimeError: a request was not in flight during the update, or the fresh engine failed.
-        ValueError: an option is not JSON.
     """
     arguments = json_object(settings.engine, "--engine")
     environment = json_object(settings.environment, "--environment")

@@ -1,7 +1,7 @@
 """Continuations of a fleet's answers beside those of a fresh engine: tokens, and their log-probabilities.
 
-Where two tokens are equally likely, rounding decides. How far log-probabilities differ, how soon after the
-switch, and whether a fresh engine differs from itself, tells rounding from a fault.
+How far log-probabilities differ, how soon after the switch, and whether a fresh engine differs from itself,
+tells rounding from a fault.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ class Difference:
     """How one answer differs from another; positions count from the answer's start.
 
     Attributes:
-        differs_at: the first token that is another one.
         drifts_at: the first token with another log-probability, up to and including `differs_at`.
         drifting: how many have another one.
         drift: the largest difference between two log-probabilities.
@@ -37,8 +36,7 @@ class AnswerComparison:
     Attributes:
         before: tokens from the old weights.
         after: tokens from the new ones.
-        fleet: the fleet's answer against the engine's.
-        engine: where these differ, the engine's answer against its own with the request alone in the batch.
+        engine: where the two differ, the engine's answer against its own with the request alone in the batch.
     """
 
     before: int
@@ -67,7 +65,6 @@ def compare(
 
     Args:
         switches: how many tokens of each answer are from the old weights.
-        continued: the tokens after them.
     """
     together = fresh(range(len(continued)), len(continued))
     found = [_difference(*each) for each in zip(switches, continued, together, strict=True)]

@@ -1,8 +1,4 @@
-"""Greedy answers of a fresh vLLM engine in its own process, to compare a fleet's answers with.
-
-The process reads the arguments of `answers_to` as JSON from stdin and writes a line
-`ANSWER [{"token_ids": ..., "logprobs": ...}, ...]`.
-"""
+"""Greedy answers of a fresh vLLM engine in its own process, to compare a fleet's answers with."""
 
 import asyncio
 import json
@@ -39,11 +35,9 @@ def fresh_answers(
     at_once: int = 1,
     timeout_s: float = 300.0,
 ) -> list[ScoredTokens]:
-    """The answers of a fresh engine, one for each prompt.
+    """The answer of a fresh engine to each prompt (token ids), with so many tokens each.
 
     Args:
-        prompts: token ids.
-        counts: tokens of each answer.
         arguments: vLLM's `AsyncEngineArgs`; those of the fleet's engines.
         environment: added to this process's (CUDA_VISIBLE_DEVICES, VLLM_BATCH_INVARIANT).
         at_once: prompts that share a batch; more than one only where answers do not depend on it.

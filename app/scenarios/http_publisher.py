@@ -1,16 +1,16 @@
-"""An outside trainer drives the fleet with vLLM's own HTTP client, as if the fleet were one `vllm serve`.
+"""An external trainer drives the fleet with vLLM's own HTTP client, as if the fleet were one `vllm serve`.
 
     python -m app.scenarios.http_publisher --model CHECKPOINT --transport nccl
 
-Loads a checkpoint with transformers, publishes it, and prints the fleet's answers and versions before and
-after. The transport is the one that the fleet was configured with:
+Publishes a checkpoint, and prints the fleet's answers and versions before and after. The transport is the
+fleet's:
 
     nccl, ipc                         vLLM's own trainer engines; `staging: none`, or `wire: vllm`
     slipstream_nccl, slipstream_ipc   ours; `staging: device` or `host`
     gloo, shm                         ours, for fleets on CPUs
 
-`nccl` needs a GPU of its own, `ipc` the one that the replicas are on (and for vLLM's own engine, which
-pickles its handles, a fleet with `weights.allow_pickled_ipc_over_http`).
+`nccl` needs a GPU of its own, `ipc` the replicas' GPU (vLLM's own engine pickles its handles, and needs
+`weights.allow_pickled_ipc_over_http`).
 """
 
 import sys

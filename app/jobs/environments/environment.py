@@ -4,8 +4,7 @@
         Single         one prompt, `count` answers in one request, scored by a task
         Conversations  `count` concurrent conversations, each a session of the fleet
 
-A user's environment of several turns is a `TurnEnvironment`: it starts a conversation, and replies to what
-the model says until it is done. Tools run there.
+A user's environment of several turns is a `TurnEnvironment`; its tools run in `Conversation.reply`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""A child process that answers lines of JSON: started, asked, and stopped with everything that it started.
+"""A child process that answers lines of JSON, and is stopped with everything that it started.
 
-It may hang, crash, or write garbage: every pending question then raises `Exited` with its last words. The
-program stops when its input ends, so also when this process is killed.
+If it hangs, crashes or writes garbage, every pending question raises `Exited` with its last words. It stops
+when its input ends, so also when this process is killed.
 """
 
 import asyncio

@@ -4,9 +4,8 @@
                                                                      │
                                        AgentSession.turns  ◄─────────┘
 
-Each rollout has its own address while it lasts. Requests are sampled from the policy's own distribution and
-version, whatever the agent sets: rewards and log-probabilities must be about the policy. Constraints such as
-a `tool_choice` pass. vLLM applies their grammar before it computes log-probabilities
+Requests are sampled from the policy's own distribution and version, whatever the agent sets. Constraints such
+as a `tool_choice` pass. vLLM applies their grammar before it computes log-probabilities
 (`GPUModelRunner.sample_tokens`), so those are not the policy's: such turns are marked.
 """
 
@@ -54,7 +53,6 @@ class AgentSession:
     """What one run of an agent has requested.
 
     Attributes:
-        url: for the agent, without `/v1`.
         failure: why a request got no answer, which says nothing about the model.
         refused: why the fleet refused a request: mostly a conversation that exceeds the engine's context.
         over: the agent sends no more requests, so the address can be reused.
@@ -192,10 +190,10 @@ async def _ask(
 
 
 def trajectories(turns: Sequence[Turn]) -> list[Trajectory]:
-    """What a trainer learns from: one trajectory for each conversation whose tokens were only appended to.
+    """One trajectory for each conversation whose tokens were only appended to.
 
-    A prompt that begins with all tokens of an earlier turn continues it. Any other begins a trajectory: so
-    does each turn of an agent that renders earlier turns anew, into other tokens.
+    A prompt that begins with all tokens of an earlier turn continues it. An agent that renders earlier turns
+    anew begins a trajectory with each turn.
     """
     transcripts: list[Transcript] = []
     for turn in turns:

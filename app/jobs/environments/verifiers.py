@@ -4,8 +4,7 @@
         ▲                                │                                      │
         └──────── reward, session ───────┘        tokens, versions, values ─────┘
 
-verifiers plays the agent, with its tools and its harness, and judges it. The job learns from what the relay
-recorded: tokens as the engine sampled them, each with its log-probability and version.
+verifiers plays the agent and judges it. The job learns from the tokens that the relay recorded.
 """
 
 import asyncio
@@ -117,7 +116,6 @@ class Verifiers:
 
         Raises:
             Unanswered: a rollout failed each time, or the fleet did not answer it.
-            Moved, FleetError: as the policy.
             ValueError: the program does not restart, or too many problems in a row failed.
         """
         try:

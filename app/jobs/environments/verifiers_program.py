@@ -2,10 +2,10 @@
 
     python verifiers_program.py [what vf-eval takes: TASKSET @ FILE.toml --select... --client...]
 
-stdin has lines of JSON: `id`, `task` (its position in the task set), `url` and `model`; stdout has one for
-each: `id`, and `reward`, `sessions` and `text`, or `error`. The first line of stdout says that it is ready,
-or has an `error`. A line with `id` and `cancel` cancels that rollout. The program exits when stdin ends, so
-also when the job is killed, and kills everything that it started.
+stdin has lines of JSON: `id`, `task` (its position in the task set), `url` and `model`, or `id` and `cancel`.
+stdout has one for each: `id`, and `reward`, `sessions` and `text`, or `error`; before them `{}` when it is
+ready, or an `error`. When stdin ends, so also when the job is killed, it kills everything that it started and
+exits.
 """
 
 import asyncio
