@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
+from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.engine_state import (
     AbortRequests,
     IsPaused,
@@ -21,6 +22,7 @@ from deployments.protocol.engine_state import (
 from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
+    NotFound,
     RoundAborted,
     StalePublisher,
     TransferAborted,
@@ -28,7 +30,6 @@ from deployments.protocol.errors import (
 from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport, json_only
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
-from tests.app.http.fake_adapters import FakeAdapters
 from tests.app.http.fake_status import report, status
 
 REPLICAS = ("replica-0", "replica-1")
@@ -52,7 +53,7 @@ class _Method:
         return asyncio.ensure_future(self._method(*args))
 
 
-class FakeController(FakeAdapters):
+class FakeController:
     """One publisher at a time, one round at a time.
 
     Attributes:
@@ -67,7 +68,6 @@ class FakeController(FakeAdapters):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls: list[str] = []
         self.renewals = 0  # by joins
         self.fail_next: dict[str, Exception] = {}
@@ -217,6 +217,19 @@ class FakeController(FakeAdapters):
     async def events(self, since: int, wait_s: float) -> list[Event]:
         await self._enter("events")
         return [event for event in self.recorded if event.event_id > since]
+
+    # -- adapters: `test_adapter_routes` has the real controller -------------------------------
+
+    async def load_adapter(self, name: str, path: str, *options: Any) -> Any:
+        await self._enter("load_adapter")
+        raise NotFound(f"lora_path: {path} does not exist")
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._enter("unload_adapter")
+        raise NotFound(f"The lora adapter '{name}' cannot be found.")
+
+    async def adapters(self) -> list[AdapterStatus]:
+        return []
 
     # -- refusals -----------------------------------------------------------------------------
 

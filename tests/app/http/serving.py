@@ -17,6 +17,7 @@ from app.http.ingress import build_app, own_routes
 from deployments.calls.http_server import HttpServer
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
+from tests.deployments.controller_in_process import ControllerInProcess
 
 MAX_BODY_BYTES = 1000
 
@@ -41,7 +42,7 @@ def tokens(operator: str | None = None, user: str | None = None) -> Tokens:
 
 
 def application(
-    controller: FakeController,
+    controller: FakeController | ControllerInProcess,
     *,
     trainer: object | None = None,
     token: str | None = None,
@@ -50,13 +51,16 @@ def application(
     allow_pickled_ipc: bool = False,
     checkpoint_roots: Sequence[Path] = (),
 ) -> FastAPI:
-    handle, training = Handle(controller), None if trainer is None else Handle(trainer)
+    handle: Any = controller if isinstance(controller, ControllerInProcess) else Handle(controller)
+    training = None if trainer is None else Handle(trainer)
     routes = own_routes(handle, training, checkpoint_roots, allow_pickled_ipc, no_metrics)
     guard = Guard(tokens(token, user_token))
     return build_app(routes, guard, FakeRouter() if router is None else router, MAX_BODY_BYTES)
 
 
-def client(controller: FakeController, *, root_path: str = "", **options: Any) -> httpx.AsyncClient:
+def client(
+    controller: FakeController | ControllerInProcess, *, root_path: str = "", **options: Any
+) -> httpx.AsyncClient:
     """A client of `application` with these options."""
     app = application(controller, **options)
     # An error that is answered with 500 is raised again by Starlette, for the server's log.
