@@ -57,8 +57,8 @@ class Learner:
         self._loss = load_loss(config.loss)
         self._published: int | None = None  # the version that the policy was after so many steps
         self._published_step: int | None = None
-        self._tokens_at_once = 0  # of the current micro-batch
-        self._fitted_tokens = 0  # of the largest micro-batch that fit
+        self._tokens_at_once = 0  # current micro-batch
+        self._fitted_tokens = 0  # largest micro-batch that fit
         self.optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainers.optimizer import as_plain, zero_moments
 from trainers.trained_policy import TrainedPolicy
 
-NamedMoments = dict[str, dict[str, torch.Tensor]]  # by AdamW's name of a moment, then by parameter name
+NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tensor
 
 
 def named_moments(

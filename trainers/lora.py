@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from trainers.settings import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-PREFIX = "base_model.model."  # of tensor names in peft's files
+PREFIX = "base_model.model."  # peft's files prefix tensor names with it
 _NAME = "default"  # peft's name for the only adapter of a model
-_WRAPPED = ".base_layer."  # in peft's names of the base's tensors
+_WRAPPED = ".base_layer."  # part of peft's names for the base's tensors
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
 _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 

@@ -28,7 +28,7 @@ class LearnedTokens:
     have none.
     """
 
-    logprobs: torch.Tensor  # of the current policy, with gradient, float32 [M]
+    logprobs: torch.Tensor  # the current policy's, with gradient, float32 [M]
     old_logprobs: torch.Tensor  # float32 [M]
     rollout_logprobs: torch.Tensor  # float32 [M]; the old policy's where a grammar constrained the choice
     advantages: torch.Tensor  # float32 [M]

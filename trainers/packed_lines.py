@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from trainers.batching import Row, TokenBatch, lay_out, same_prompts
 from trainers.trajectory import Trajectory
 
-_BLOCK = 128  # of FlexAttention
+_BLOCK = 128  # FlexAttention's
 _LENGTHS = 8  # different lengths of lines within the budget
 _QUERIES = 4 * _BLOCK  # counted at a time: with 64k keys 32 MB a tensor
 _NONE = -1

@@ -99,8 +99,8 @@ class LossConfig(BaseModel):
     kl_coefficient: NonNegativeFloat = 0.0  # 0: no reference model is loaded
     kl_estimator: KlEstimator = KlEstimator.K3
     aggregation: Aggregation = Aggregation.TOKEN
-    max_tokens: PositiveInt = 1024  # of one completion; the divisor of Aggregation.CONSTANT
-    options: dict[str, JsonValue] = Field(default_factory=dict)  # for a loss of your own
+    max_tokens: PositiveInt = 1024  # per completion; the divisor of Aggregation.CONSTANT
+    options: dict[str, JsonValue] = Field(default_factory=dict)  # read by a loss of your own
 
     @property
     def has_rollouts(self) -> bool:
@@ -210,7 +210,7 @@ class LoraConfig(_Settings):
     # adapter: published alone, and requests name it as their `model`. merged: added to the model's weights,
     # whose sum is the fleet's next version.
     publish: Literal["adapter", "merged"] = "adapter"
-    name: str = ""  # of the adapter in the fleet
+    name: str = ""  # the adapter's name in the fleet
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
     # Names of linear layers, such as q_proj. None: all linear layers but the output.
@@ -248,7 +248,7 @@ class TrainerConfig(LearnerConfig):
 
     strategy: Strategy = Strategy.SINGLE
     world_size: PositiveInt = 1  # ranks
-    dtype: Dtype = "float32"  # of parameters, gradients and moments; with `lora` of the base alone
+    dtype: Dtype = "float32"  # parameters, gradients and moments; with `lora` the base
     # Of matrix products; None: `dtype`. bfloat16 over float32 parameters is mixed precision.
     compute_dtype: Literal["bfloat16"] | None = None
     # true: keep only the inputs of decoder layers; selective: keep what is expensive to recompute.

@@ -28,11 +28,11 @@ Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 class View:
     """A checkpoint tensor inside a contiguous tensor of the model's state."""
 
-    name: str  # in the checkpoint
-    state_name: str  # of the tensor that contains it
+    name: str  # checkpoint name
+    state_name: str  # the containing tensor's
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # in elements
-    offset: int  # in elements, from the first of the containing tensor
+    stride: tuple[int, ...]  # elements
+    offset: int  # elements, from the first of the containing tensor
 
     def of(self, containing: torch.Tensor) -> torch.Tensor:
         """The view of the tensor named `state_name`; shares its memory."""
@@ -102,7 +102,7 @@ class ParameterSpec:
 class _Layer:
     """Tensors that are read together."""
 
-    state_names: list[str]  # in the model's state
+    state_names: list[str]
     parts: list[tuple[ParameterSpec, View | None]]  # what is yielded, and its place in the state
     is_converted: bool  # there are no views
 

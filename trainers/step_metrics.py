@@ -14,7 +14,7 @@ from trainers.settings import LossConfig
 
 Metrics = dict[str, float | int | bool]
 DRIFT_BOUND = 0.05  # nats
-BUCKETS = ("0", "1", "2_plus")  # of staleness
+BUCKETS = ("0", "1", "2_plus")  # staleness
 _SUMS = (
     *("loss", "tokens", "entropy", "importance", "importance_squared", "truncated", "ratio", "clipped"),
     *("rollout_kl", "staleness", "dated", "same_version", "difference", "constrained"),

@@ -35,7 +35,7 @@ class Trajectory:
     token_ids: tuple[Integer, ...]
     # Of token_ids, as the rollout engine computed them when it sampled; any number where the mask is false.
     logprobs: tuple[Number, ...]
-    advantage: Number | tuple[Number, ...]  # of the completion, or of each of token_ids
+    advantage: Number | tuple[Number, ...]  # one for the completion, or one per token
     weight_versions: tuple[VersionSpan, ...] = ()
     loss_mask: tuple[bool, ...] | None = None  # whether each of token_ids is learned from; None: all are
     # Whether a grammar (a tool_choice, a regular expression) left fewer tokens to choose from. vLLM reports

@@ -109,7 +109,7 @@ class AdapterSender:
         self._connection = FleetConnection(
             spec, rank, self._client, self._source, chunk_bytes=ONE_CHUNK, takes_over=False
         )
-        self._agreed = False  # in this publish
+        self._agreed = False  # true once this publish has called `agree`
 
     def send(
         self,
@@ -181,7 +181,7 @@ class LiveVersion:
     version: int
     path: Path
     digest: str
-    step: int | None  # of this fleet's trainer; None: others loaded it
+    step: int | None  # the trainer's step; None: others loaded the version
 
 
 class AdapterPublisher:

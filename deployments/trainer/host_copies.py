@@ -45,7 +45,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-Snapshot = dict[str, torch.Tensor]  # by name
+Snapshot = dict[str, torch.Tensor]
 
 
 class Snapshots:

@@ -56,7 +56,7 @@ META = "checkpoint.json"
 WEIGHTS = "weights"
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a rank's disk may be slow
 ERRORS = (Exception, CheckpointException)  # CheckpointException is a BaseException
-Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # by moment (or "weights"), then by parameter name
+Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # moment (or "weights") -> parameter -> tensor
 Layout = Mapping[str, Sequence[str]]
 logger = serve_logger()
 # A single process needs no process group; torch warns at each save and load.
@@ -71,7 +71,7 @@ class CheckpointMeta:
     fleet_id: str | None
     wire_dtype: Dtype | None
     adapter: Mapping[str, Any] | None = None  # its settings and base version; None: all weights are trained
-    digest: str | None = None  # of the published version; None: unknown
+    digest: str | None = None  # the published version's; None: unknown
 
     def is_of(self, step: int, digest: str | None) -> bool:
         """Whether it holds the weights of this version. After a rollback the same step comes again with other
@@ -290,7 +290,7 @@ def restore(
     """Read a checkpoint into the learner. Called on every rank; all of them read it, or none does.
 
     Args:
-        exact: the checkpoint says that it is of the learner's weights.
+        exact: the checkpoint was made of the learner's weights.
 
     Returns:
         None if the learner has its weights and moments; `OTHER_WEIGHTS` if it has its moments alone; else why
@@ -386,7 +386,7 @@ def _read(
 
 def one_line(error: BaseException) -> str:
     """The message of a DCP error, without the traces of all ranks."""
-    causes = getattr(error, "failures", None)  # by rank: an exception and its trace
+    causes = getattr(error, "failures", None)  # rank -> (exception, trace)
     if causes:
         error = next(iter(causes.values()))[0]
     text = str(error).partition("\n")[0]

@@ -46,9 +46,9 @@ class TrainerSpec:
 class LoadedTrainer:
     """What a worker has loaded."""
 
-    version: int  # of the weights; 0: the configured model
+    version: int  # loaded weights; 0: the configured model
     step: int  # optimizer steps done
-    parameters: int  # of the model, over all ranks; or of the trained adapter
+    parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
     adapter_version: int = 0  # the newest live one
 

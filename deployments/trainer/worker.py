@@ -119,7 +119,7 @@ class TrainerRank:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _read(self, directory: Path, lora: LoraConfig | None = None) -> TrainedPolicy:
-        """A policy, with an adapter if `lora` says so; sharded over the ranks with FSDP2."""
+        """A policy, with an adapter if `lora` is given; sharded over the ranks with FSDP2."""
         config = self._spec.config
         is_sharded = config.strategy == Strategy.FSDP2
         policy = TrainedPolicy.load(
@@ -180,7 +180,7 @@ class TrainerRank:
 
 
 class TrainerWorker(TrainerRank):
-    """One rank of a trainer of all weights, or of an adapter whose sum with its base is published.
+    """One rank of a trainer of all weights, or of an adapter that is merged into its base when published.
 
     The base of such an adapter is what the trainer started from: the model, or a stored version. If it cannot
     resume exactly, the stored version becomes the base and the adapter starts from zero on it.
@@ -191,8 +191,8 @@ class TrainerWorker(TrainerRank):
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
         self._merged = spec.config.lora
-        self._base_version = 0  # of the adapter; 0: the model
-        self._digest: str | None = None  # of the version published last; on rank 0
+        self._base_version = 0  # the adapter's base; 0: the model
+        self._digest: str | None = None  # the last published version's, on rank 0
         self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
@@ -289,7 +289,7 @@ class TrainerWorker(TrainerRank):
 
         Raises:
             InvalidRequest: the version is not in the store, or damaged; nothing has changed.
-            OSError: a checkpoint of the former weights cannot be removed.
+            OSError: a checkpoint of the previous weights cannot be removed.
         """
         self._checkpoints.wait_until_copied()
         try:

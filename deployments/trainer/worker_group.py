@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from deployments.trainer.worker import TrainerWorker
 
 PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be known when it replaces the trainer
-# After one rank has failed, the others may be blocked in a collective for good.
-STRAGGLER_S = 10.0
+STRAGGLER_S = 10.0  # after one rank failed, the others may block in a collective forever
 
 logger = serve_logger()
 
@@ -104,7 +103,7 @@ class WorkerGroup:
             ping_timeout_s=ping_timeout_s,
         )
         try:
-            # A former worker group that is exiting may still hold the GPUs.
+            # An exiting worker group may still hold the GPUs.
             async with asyncio.timeout(spec.config.start_timeout_s):
                 address = await group._workers[0].call.remote("rendezvous_address")
             loaded = await group.call("load", address, timeout_s=spec.config.start_timeout_s)
