@@ -87,7 +87,7 @@ async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_store
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_wrong_version_changes_nothing_and_says_why(wire: str, tmp_path: Path) -> None:
+async def test_a_wrong_version_is_refused_with_the_reason(wire: str, tmp_path: Path) -> None:
     async with staged_fleet(tmp_path, wire, "a", "b") as fleet:
         bad = weights(1.0)
         bad[1][1][2] = float("nan")

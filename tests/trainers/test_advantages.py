@@ -36,7 +36,7 @@ def test_rloo_compares_with_the_others() -> None:
 
 @settings(deadline=None)  # other processes share the cores
 @given(REWARDS, st.sampled_from(sorted(ESTIMATORS)))
-def test_advantages_of_a_group_sum_to_zero_and_the_best_answer_has_the_highest(
+def test_advantages_of_a_group_sum_to_zero_and_the_best_completion_has_the_highest(
     rewards: list[float], estimator: AdvantageEstimator
 ) -> None:
     advantages = group_advantages(rewards, estimator)
@@ -105,11 +105,11 @@ def test_a_group_teaches_something_if_its_rewards_differ() -> None:
 @pytest.mark.parametrize(
     ("length", "penalty"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (120, -1.0)]
 )
-def test_an_answer_near_the_limit_loses_reward(length: int, penalty: float) -> None:
+def test_a_completion_near_the_limit_loses_reward(length: int, penalty: float) -> None:
     assert overlong_penalty(length, max_tokens=100, buffer_tokens=20) == pytest.approx(penalty)
 
 
 @pytest.mark.parametrize("buffer_tokens", [0, 101])
-def test_a_buffer_outside_the_answer_is_refused(buffer_tokens: int) -> None:
+def test_a_buffer_outside_the_completion_is_refused(buffer_tokens: int) -> None:
     with pytest.raises(ValueError, match=r"buffer_tokens must lie in \[1, 100\]"):
         overlong_penalty(50, max_tokens=100, buffer_tokens=buffer_tokens)

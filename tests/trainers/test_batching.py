@@ -22,7 +22,7 @@ BATCHES = st.lists(
 )
 
 
-def test_one_answer_per_row_is_the_plain_layout() -> None:
+def test_one_completion_per_row_is_the_plain_layout() -> None:
     batch = collate(
         [trajectory((5, 6), (7,), logprobs=(-0.5,)), trajectory((8,), (9, 10), advantage=2.0)],
         [(0,), (1,)],

@@ -44,7 +44,7 @@ def weights(policy: TrainedPolicy) -> list[torch.Tensor]:
 @pytest.mark.parametrize("lora", [None, LoraConfig(name="a", rank=2)])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("lost")])
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_it_is_as_if_it_had_not_been(
+def test_a_failed_step_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraConfig | None, error: Exception, after: int
 ) -> None:
     policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
@@ -67,7 +67,7 @@ def test_it_is_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize(("after", "fitted"), [(0, "none has fit yet"), (2, "the largest that fit had 6")])
-def test_the_error_says_what_would_fit(
+def test_an_out_of_memory_error_names_what_would_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, fitted: str
 ) -> None:
     policy = tiny.policy(tmp_path)

@@ -12,7 +12,7 @@ from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import VersionSpan
 
 
-def test_a_step_makes_good_answers_likelier_and_bad_ones_less_likely(tmp_path: Path) -> None:
+def test_a_step_makes_good_completions_likelier_and_bad_ones_less_likely(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
     before = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
     metrics = Learner(policy, CONFIG).step(on_policy(policy, ANSWERS))
@@ -115,7 +115,7 @@ def test_constrained_tokens_are_learned_from_as_if_the_policy_had_chosen_among_a
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
 
 
-def test_masked_tokens_and_answers_have_no_gradient_and_count_nowhere(tmp_path: Path) -> None:
+def test_masked_tokens_and_completions_have_no_gradient_and_count_nowhere(tmp_path: Path) -> None:
     """Whatever is behind them: a tool's tokens have no log-probability, and no advantage."""
     plain, masked = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     first, *others = on_policy(plain, ANSWERS)

@@ -45,7 +45,7 @@ def test_sfts_loss_is_transformers_own(tmp_path: Path) -> None:
     assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
 
 
-def test_a_loss_of_ones_own_trains(tmp_path: Path) -> None:
+def test_a_users_loss_trains(tmp_path: Path) -> None:
     policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)
     own = LossConfig(name="tests.trainers.own_losses:plain")

@@ -142,7 +142,7 @@ def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_restored_learner_goes_on_exactly(tmp_path: Path, dropout: float) -> None:
+def test_a_restored_learner_continues_exactly(tmp_path: Path, dropout: float) -> None:
     lora = LORA.model_copy(update={"dropout": dropout})
     straight = trained(adapted(tmp_path, lora))
     resumed = Learner(adapted(tmp_path, lora), LEARNING)

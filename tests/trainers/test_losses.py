@@ -38,7 +38,7 @@ def test_the_importance_weight_is_truncated_and_carries_no_gradient() -> None:
     assert gradient(loss, batch) == pytest.approx([-1.0, -0.25])
 
 
-def test_gspos_importance_weight_is_one_for_an_answer_as_its_ratio() -> None:
+def test_gspos_importance_weight_is_that_of_its_completion() -> None:
     batch = tokens([-1.0] * 3, rollout=[-1.0 - math.log(1.2), -1.0 - math.log(1.8), -9.0], lengths=[2, 1])
     mean = math.sqrt(1.2 * 1.8)
     made = policy_loss(batch, LossConfig(name="gspo"), LOSSES["gspo"])
@@ -92,7 +92,7 @@ def test_the_gradient_agrees_with_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_answer_without_learned_tokens_divides_nothing_by_zero(name: str) -> None:
+def test_a_completion_without_learned_tokens_divides_nothing_by_zero(name: str) -> None:
     for aggregation in Aggregation:
         config = LossConfig(name=name, aggregation=aggregation)
         batch = tokens([-1.0], lengths=[1, 0])
@@ -160,7 +160,7 @@ def test_the_clip_holds_back_good_tokens_and_not_bad_ones(name: str) -> None:
     assert made.clipped is not None and made.clipped.tolist() == [True, False]
 
 
-def test_gspo_has_one_ratio_for_an_answer() -> None:
+def test_gspo_has_one_ratio_per_completion() -> None:
     batch = tokens([-1.0 + 2e-4, -1.0, -1.0 + UP], old=[-1.0] * 3, lengths=[2, 1])
     made = LOSSES["gspo"](batch, LossConfig(name="gspo"))
     mean = math.exp(1e-4)
@@ -176,7 +176,7 @@ def test_cispo_truncates_the_weight_and_keeps_the_gradient() -> None:
     assert made.clipped is not None and made.clipped.tolist() == [True, False]
 
 
-def test_rloo_weights_an_answer_with_the_ratio_of_all_its_tokens() -> None:
+def test_rloo_weights_a_completion_with_the_ratio_of_all_its_tokens() -> None:
     batch = tokens([-1.0 + UP, -1.0 + DOWN, -2.0], old=[-1.0, -1.0, -2.0], lengths=[2, 1])
     made = LOSSES["rloo"](batch, LossConfig(name="rloo"))
     assert gradient(made.values, batch) == pytest.approx([-0.75, -0.75, -1.0])
@@ -191,7 +191,7 @@ def test_sft_reads_no_advantage_and_no_rollout() -> None:
 OWN = "tests.trainers.own_losses"
 
 
-def test_a_loss_of_ones_own_is_imported_and_reads_its_options() -> None:
+def test_a_users_loss_is_imported_and_reads_its_options() -> None:
     config = LossConfig(name=f"{OWN}:plain", options={"scale": 3.0})
     batch = tokens([-1.0, -2.0])
     assert gradient(load_loss(config)(batch, config).values, batch) == [-3.0, -3.0]
@@ -215,8 +215,6 @@ def test_a_loss_of_ones_own_is_imported_and_reads_its_options() -> None:
         ("bare", "must return TokenLosses .* got tensor"),
     ],
 )
-def test_a_loss_of_ones_own_that_does_not_fit_is_refused_when_it_is_loaded(
-    function: str, sentence: str
-) -> None:
+def test_a_users_loss_that_does_not_fit_is_refused_when_it_is_loaded(function: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"the loss '{OWN}:{function}' {sentence}"):
         load_loss(LossConfig(name=f"{OWN}:{function}"))

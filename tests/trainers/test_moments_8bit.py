@@ -72,7 +72,7 @@ def test_moments_take_a_byte_each(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.down_proj.weight" in moments["exp_avg_sq"], "its rows are no blocks"
 
 
-def test_a_checkpoint_goes_on_exactly_and_not_with_full_moments(tmp_path: Path) -> None:
+def test_a_checkpoint_continues_exactly_and_not_with_full_moments(tmp_path: Path) -> None:
     SMALL.save_pretrained(tmp_path)
     kept = RestartCheckpoints(tmp_path / "checkpoints", rank=0, keep=2)
     straight = learner(tmp_path, "8bit")

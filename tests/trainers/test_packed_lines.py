@@ -107,7 +107,7 @@ def test_lines_are_full() -> None:
     assert len(plan) <= 1.1 * tokens / 100
 
 
-def test_a_long_prompt_comes_twice_only_for_answers_that_are_longer() -> None:
+def test_a_long_prompt_is_repeated_only_for_completions_that_are_longer() -> None:
     answers = [tiny.trajectory((3,) * 50, (4,) * length) for length in (20, 20, 20)]
     answers.append(tiny.trajectory((5,), (6,) * 20))
     assert plan_lines(answers, token_budget=110) == [[(2, 1, 0)], [(3,)]]
@@ -129,7 +129,7 @@ def test_packing_learns_the_tokens_that_rows_learn(batch: list[Trajectory]) -> N
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
-def test_a_line_gives_the_scores_and_gradients_of_each_answer_alone(tmp_path: Path, kind: str) -> None:
+def test_a_line_gives_the_scores_and_gradients_of_each_completion_alone(tmp_path: Path, kind: str) -> None:
     policy = tiny.policy(tmp_path, kind)
     (rows,) = plan_lines(ANSWERS, token_budget=1000)
     batch = packed(ANSWERS, rows)

@@ -144,6 +144,6 @@ def test_a_setting_that_the_loss_does_not_read_is_refused(name: str, setting: st
     )
 
 
-def test_options_are_for_losses_of_ones_own() -> None:
+def test_options_are_for_users_losses() -> None:
     assert "only a loss of your own" in problem(LossConfig, name="grpo", options={"x": 1})
     assert LossConfig(name="a:b", options={"x": 1}).options == {"x": 1}

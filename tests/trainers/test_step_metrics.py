@@ -107,7 +107,7 @@ def test_no_micro_batch_and_no_token_are_counted_without_dividing_by_zero() -> N
     assert metrics(tokens([], lengths=[0]), published=3)["importance_mean"] == 0.0
 
 
-def test_engines_that_differ_by_more_than_the_bound_are_spoken_of() -> None:
+def test_engines_that_differ_by_more_than_the_bound_cause_a_warning() -> None:
     found: Metrics = {"step": 4, "logprob_difference_mean": 0.07, "logprob_difference_max": 2.5}
     sentence = drift(found)
     assert sentence is not None and sentence.startswith(

@@ -26,7 +26,7 @@ def alone(policy: TrainedPolicy, answer: Trajectory) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("share", [False, True])
-def test_scores_of_a_padded_batch_equal_those_of_each_answer_alone(
+def test_scores_of_a_padded_batch_equal_those_of_each_completion_alone(
     tmp_path: Path, kind: str, share: bool
 ) -> None:
     policy = tiny.policy(tmp_path, kind)

@@ -29,7 +29,7 @@ def spec(tmp_path: Path) -> TrainerSpec:
     return adapter_spec(tmp_path)
 
 
-def test_a_restarted_trainer_goes_on_exactly(
+def test_a_restarted_trainer_continues_exactly(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     spec = with_config(spec, wire_dtype="bfloat16")

@@ -69,7 +69,7 @@ def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
     assert f"{report.name}@{report.version}" == expected and controller.live == [expected]
 
 
-def test_a_name_that_somebody_else_has_loaded_is_not_taken(
+def test_a_name_that_others_loaded_is_not_replaced(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
     worker = trained(spec, controller, 1)
@@ -82,7 +82,7 @@ def test_a_name_that_somebody_else_has_loaded_is_not_taken(
     assert published(worker).version == 3
 
 
-def test_a_trainer_starts_beside_a_name_that_somebody_else_has_loaded(
+def test_a_trainer_starts_beside_a_name_that_others_loaded(
     spec: TrainerSpec,
     controller: ControllerInProcess,
     tmp_path: Path,

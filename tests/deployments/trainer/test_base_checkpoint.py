@@ -184,7 +184,7 @@ def test_the_configuration_of_a_whole_gets_the_dtype_of_its_weights(tmp_path: Pa
     assert config["text_config"]["dtype"] == "bfloat16"
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_of_a_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_leaves_no_partial_checkpoint(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model", 0)
     policy, target = TrainedPolicy.load(model), tmp_path / "target"
     target.mkdir()

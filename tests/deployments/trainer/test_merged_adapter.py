@@ -88,7 +88,7 @@ def test_master_weights_of_the_adapter_survive_though_sums_are_published_rounded
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["no checkpoint", "another alpha", "damaged", "without its base"])
-def test_without_its_checkpoint_the_adapter_begins_anew_on_what_the_fleet_serves(
+def test_without_its_checkpoint_the_adapter_starts_from_zero_on_what_the_fleet_serves(
     spec: TrainerSpec,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

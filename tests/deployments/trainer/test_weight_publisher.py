@@ -128,7 +128,7 @@ def restarted_controller(controller: ControllerInProcess) -> None:
 
 
 @pytest.mark.parametrize("change", [new_epoch, other_publisher, restarted_controller])
-def test_a_connection_is_made_anew_only_when_the_fleet_needs_it(
+def test_a_connection_is_replaced_only_when_the_fleet_needs_it(
     change: Callable[[ControllerInProcess], None], controller: ControllerInProcess
 ) -> None:
     publisher = publisher_of(controller)

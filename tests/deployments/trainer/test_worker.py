@@ -45,7 +45,7 @@ def test_what_is_published_is_what_save_writes_and_what_the_store_has(
     assert json.loads((stored / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_the_manifest_of_a_stored_version_says_what_it_is(
+def test_the_manifest_of_a_stored_version_describes_it(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(spec, controller)
@@ -60,7 +60,7 @@ def test_the_manifest_of_a_stored_version_says_what_it_is(
     }
 
 
-def test_a_trainer_does_not_go_on_from_another_fleets_weights(
+def test_a_trainer_does_not_continue_from_another_fleets_weights(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     foreign = CommittedVersion(version=12, label=None, fleet_id="another", tensors={"w": torch.ones(1)})

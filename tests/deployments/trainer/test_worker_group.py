@@ -27,7 +27,7 @@ class FakeWorker:
         return 7
 
 
-async def test_a_group_whose_workers_answer_is_well() -> None:
+async def test_a_group_whose_workers_answer_is_healthy() -> None:
     group = WorkerGroup([FakeWorker(), FakeWorker()])
     await group.ping()
     assert group.broken is None and await group.process_ids() == [7, 7]
