@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deployments.trainer.restart_checkpoints import RestartCheckpoints
+from deployments.trainer.restart_checkpoints import RestartCheckpoints, restore
 from tests.deployments.trainer.checkpoint_scene import (
     BATCH,
     CONFIG,
@@ -23,7 +23,10 @@ from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
+from trainers.settings import LoraConfig
 from trainers.trained_policy import TrainedPolicy
+
+LORA = LoraConfig(name="math", rank=2)
 
 
 def rank_of_two(rank: int, directory: Path) -> None:
@@ -54,6 +57,7 @@ def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
     resumed.step(BATCH)
     out["after one"] = weights(resumed.policy)
 
+    out |= _resume_adapter(rank, directory)
     (file,) = (kept.directory / "step-000001").glob("__1_*.distcp")
     content = file.read_bytes()
     dist.barrier()
@@ -70,6 +74,23 @@ def _train_and_resume(rank: int, directory: Path) -> dict[str, object]:
         file.write_bytes(content)
     dist.barrier()
     return out
+
+
+def _resume_adapter(rank: int, directory: Path) -> dict[str, object]:
+    """An adapter is whole on every rank, over a sharded base."""
+    kept = RestartCheckpoints(directory / "adapter", rank=rank, keep=2)
+    straight, resumed = _sharded(directory, lora=LORA), _sharded(directory, lora=LORA)
+    straight.step(BATCH)
+    save(straight, kept, wire_dtype="bfloat16")
+    dist.barrier()
+    ((path, meta),) = kept.complete("f")
+    problem = restore(resumed, kept, path, meta, exact=True)
+    resumed.restart(meta.step, keep_moments=True)
+    same = equal(straight.policy.trained(), resumed.policy.trained())
+    straight.step(BATCH)
+    resumed.step(BATCH)
+    same_after = equal(straight.policy.trained(), resumed.policy.trained())
+    return {"adapter": (problem, same, same_after)}
 
 
 def rank_that_may_fail(rank: int, directory: Path) -> None:
@@ -105,8 +126,10 @@ def test_ranks_agree_on_a_checkpoint_after_a_fault_of_one(tmp_path: Path) -> Non
     both(rank_that_may_fail, tmp_path)
 
 
-def _sharded(directory: Path, stored: Weights | None = None) -> Learner:
+def _sharded(directory: Path, stored: Weights | None = None, lora: LoraConfig | None = None) -> Learner:
     policy = TrainedPolicy.load(directory, mesh=mesh_of_all_ranks("cpu"))
+    if lora is not None:
+        policy.adapt(lora, seed=7)
     if stored is not None:
         load(policy, stored, dtype=torch.bfloat16)
     return Learner(policy, CONFIG)
@@ -123,6 +146,7 @@ def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> 
     both(rank_of_two, tmp_path)
     out = torch.load(tmp_path / "out.pt")
     assert out["exact"] is None and out["same"] and out["continued"]
+    assert out["adapter"] == (None, True, True)
     assert "step-000001 cannot be used: " in out["damaged"] and "\n" not in out["damaged"]
     assert out["as stored"] and out["step"] == 2
     single.step(BATCH)
