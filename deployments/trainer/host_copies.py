@@ -45,50 +45,16 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-Snapshot = dict[str, torch.Tensor]
+class GpuCopier:
+    """Copies published weights from a GPU into pinned memory for the store, while they are sent.
 
-
-class Snapshots:
-    """Copies of published weights for the store, one version at a time, made while the weights are sent.
-
-    Only `finish` waits for them. Pinned memory for two versions is allocated while the trainer starts,
+    Only `wait` waits for the copies. Pinned memory for two versions is allocated while the trainer starts,
     because pinning takes seconds. It grows to as many versions as exist at once: one being written, one
     waiting, one being copied.
     """
 
     def __init__(self, source: ParameterSource) -> None:
-        self._source = source
-        self._device = source.device
-        self._open: Snapshot = {}
-        self._copier: _GpuCopier | None = None
-        if self._device.type == "cuda":
-            self._copier = _GpuCopier(source, self._device)
-
-    def begin(self) -> None:
-        """Start a snapshot; an unfinished one is discarded."""
-        self._open = {}
-        if self._copier is not None:
-            self._copier.begin()
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor that the source yielded; from a GPU the copy is only queued."""
-        if self._copier is None:
-            self._open[name] = tensor.to("cpu", copy=True)
-        else:
-            self._open[name] = self._copier.add(name, tensor)
-
-    def finish(self) -> Snapshot:
-        """The snapshot, once all copies are complete; the model may change afterwards."""
-        if self._copier is not None:
-            self._copier.wait()
-        snapshot, self._open = self._open, {}
-        return snapshot
-
-
-class _GpuCopier:
-    """Queues copies from a GPU into pinned memory."""
-
-    def __init__(self, source: ParameterSource, device: torch.device) -> None:
+        device = source.device
         self._source, self._device = source, device
         chunks = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _BLOCK_BYTES)
         # Without space for digests, which would double a block that is full.

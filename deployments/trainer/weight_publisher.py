@@ -9,7 +9,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyncClient
-from deployments.trainer.host_copies import Snapshot, Snapshots
+from deployments.trainer.host_copies import GpuCopier
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from deployments.weights.wire.digest import warm_up
@@ -27,7 +27,9 @@ class PublishSource(WeightSource):
 
     def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
         self._source = source
-        self._copies = Snapshots(source) if keep_copy else None
+        self._keep_copy = keep_copy
+        self._copier = GpuCopier(source) if keep_copy and source.device.type == "cuda" else None
+        self._copy: dict[str, torch.Tensor] = {}
         self._running: Iterator[tuple[str, torch.Tensor]] | None = None
 
     def metadata(self) -> list[ParamMeta]:
@@ -42,28 +44,33 @@ class PublishSource(WeightSource):
         return self._source.resident()
 
     def begin(self) -> None:
-        """Call it before each round."""
-        self._running = None
-        if self._copies is not None:
-            self._copies.begin()
+        """Call it before each round; an unfinished copy is discarded."""
+        self._running, self._copy = None, {}
+        if self._copier is not None:
+            self._copier.begin()
 
     def drain(self) -> None:
         """Complete the iteration that failed on this rank: the other ranks wait in the same gathers."""
         for _ in self._running if self._running is not None else iter(self):
             pass
 
-    def take_copy(self) -> Snapshot:
+    def take_copy(self) -> dict[str, torch.Tensor]:
         """What was sent in the round; empty on a rank without a copy. Call it before the next step."""
-        if self._copies is None:
+        if not self._keep_copy:
             return {}
         if self._running is None:  # the model's own memory was sent, without an iteration
             self.drain()
-        return self._copies.finish()
+        if self._copier is not None:
+            self._copier.wait()
+        copy, self._copy = self._copy, {}
+        return copy
 
     def _pass(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._source:
-            if self._copies is not None:
-                self._copies.add(name, tensor)
+            if self._copier is not None:
+                self._copy[name] = self._copier.add(name, tensor)
+            elif self._keep_copy:
+                self._copy[name] = tensor.to("cpu", copy=True)
             yield name, tensor
 
 

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deployments.trainer import host_copies
-from deployments.trainer.host_copies import Snapshot, Snapshots, in_host_memory
+from deployments.trainer.host_copies import in_host_memory
+from deployments.trainer.weight_publisher import PublishSource
 from tests.tiny_models import tiny_llama
 from trainers.sources import ParameterSource
 
 
-def take(snapshots: Snapshots, source: ParameterSource) -> Snapshot:
-    snapshots.begin()
-    for name, tensor in source:
-        snapshots.add(name, tensor)
-    return snapshots.finish()
+def take(source: PublishSource) -> dict[str, torch.Tensor]:
+    source.begin()
+    assert list(source)
+    return source.take_copy()
 
 
 def published(source: ParameterSource) -> dict[str, torch.Tensor]:
@@ -32,12 +32,12 @@ def test_a_snapshot_does_not_change_with_the_model(
 ) -> None:
     model = tiny_llama(1).to(device)
     source = ParameterSource(model, dtype=dtype)
-    snapshots = Snapshots(source)
-    expected, snapshot = published(source), take(snapshots, source)
+    publishing = PublishSource(source, keep_copy=True)
+    expected, snapshot = published(source), take(publishing)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
-    second = take(snapshots, source)
+    second = take(publishing)
     save_file(snapshot, tmp_path / "first.safetensors")
     found = load_file(tmp_path / "first.safetensors")
     assert list(snapshot) == list(expected) and found.keys() == expected.keys()
@@ -47,15 +47,14 @@ def test_a_snapshot_does_not_change_with_the_model(
 
 @pytest.mark.gpu
 def test_the_memory_of_a_snapshot_is_reused_once_it_is_freed() -> None:
-    source = ParameterSource(tiny_llama(1).cuda())
-    snapshots = Snapshots(source)
-    first = take(snapshots, source)
+    source = PublishSource(ParameterSource(tiny_llama(1).cuda()), keep_copy=True)
+    first = take(source)
     name = next(iter(first))
     address = first[name].data_ptr()
-    second = take(snapshots, source)
+    second = take(source)
     assert second[name].data_ptr() != address, "the first is still held"
     del first
-    assert take(snapshots, source)[name].data_ptr() == address
+    assert take(source)[name].data_ptr() == address
 
 
 def test_a_tensor_in_host_memory_is_not_copied() -> None:
