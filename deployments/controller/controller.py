@@ -108,15 +108,10 @@ class Controller:
         self._told: dict[str, int] = {}  # incarnation -> decisions that must be durable before it is told
 
     # -- publishers ---------------------------------------------------------------------------
-    # All calls with a token raise StalePublisher if it is not the current one.
+    # All calls raise SlipstreamError; those with a token StalePublisher if it is not the current one.
 
     async def acquire(self, publisher: str) -> Lease:
-        """The lease, to publish.
-
-        Raises:
-            Conflict: another publisher holds it.
-            FleetUnavailable: an update could not be recorded.
-        """
+        """The lease. Raises Conflict: another publisher holds it."""
         async with self._durable.answer(records=True):
             return self._ledger.acquire(publisher, self._durable.now())
 
@@ -125,9 +120,6 @@ class Controller:
 
         Args:
             renew: the call belongs to the open round; others must not keep a lost publisher's round alive.
-
-        Raises:
-            Conflict: another publisher holds the lease.
         """
         async with self._durable.answer():
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
@@ -143,12 +135,7 @@ class Controller:
             self._ledger.release(token, self._durable.now())
 
     async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
-        """Returns a connection id once every replica is connected.
-
-        Raises:
-            InvalidRequest: `init_info` is not JSON, does not fit the members, or no replica could connect.
-            Conflict: a replica is gone; connect again.
-        """
+        """Returns a connection id once every replica is connected. Raises Conflict: a replica is gone."""
         async with self._durable.answer():
             checked = json_only(init_info, "init_info")
             if not isinstance(checked, dict):
@@ -157,39 +144,23 @@ class Controller:
             return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
 
     async def disconnect(self, token: int) -> dict[str, JsonValue]:
-        """Every serving replica closes its end of the connection."""
         async with self._durable.answer():
             return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
 
     async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
-        """Returns the round's id.
-
-        Raises:
-            Conflict: another round is open, the weights sleep, or the publisher must connect again.
-            FleetUnavailable: too few replicas, or the round could not be recorded.
-        """
+        """Returns the round's id. Raises Conflict: a round is open, the weights sleep, or connect again."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
     async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
-        """Returns once every participant has received. A collective's data must flow meanwhile.
-
-        Raises:
-            InvalidRequest: the payload is not JSON, or every replica rejected it.
-            RoundAborted: the round ended.
-        """
+        """Returns once every participant has received. A collective's data must flow meanwhile."""
         async with self._durable.answer():
             checked = payload if isinstance(payload, FilePart) else json_only(payload, "payload")
             await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
-        """Verify and commit; returns when every participant has swapped. May be repeated.
-
-        Raises:
-            InvalidRequest: every replica rejected what was sent.
-            RoundAborted: the round was aborted for another reason.
-        """
+        """Verify and commit; returns when every participant has swapped. May be repeated."""
         async with self._durable.answer():
             call = self._ledger.close_round(token, round_id, label, self._durable.now())
             report: RoundReport = await self._durable.result(call)
@@ -215,12 +186,8 @@ class Controller:
         """Make an adapter live on all replicas; see `Ledger.begin_adapter` and `stage_adapter`.
 
         Args:
+            after: the name must be at this version, else Conflict.
             digest: over files that no longer change, see `AdapterStore.copy`; replicas check what they read.
-
-        Raises:
-            InvalidRequest: the name or the files are wrong, or all replicas rejected them.
-            Conflict: the name is being loaded or not at version `after`, or some replicas rejected the files.
-            FleetUnavailable: too few replicas serve.
         """
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
@@ -259,12 +226,7 @@ class Controller:
         return call
 
     async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
-        """Returns once every replica has received an adapter's files for the load with this `load_id`.
-
-        Raises:
-            InvalidRequest: the payload is not JSON, or no such id.
-            Conflict: some replica has not received it, or the publisher is not connected.
-        """
+        """Returns once every replica has received an adapter's files for the load with this `load_id`."""
         async with self._durable.answer():
             if _LOAD_ID.fullmatch(load_id) is None:  # becomes part of a directory's name
                 raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {load_id[:80]!r}")
@@ -339,13 +301,8 @@ class Controller:
     # -- the fleet -----------------------------------------------------------------------------
 
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
-        """Run an operation on every serving replica; returns the results by replica id.
-
-        Raises:
-            InvalidRequest: replicas rejected it.
-            Conflict: it is not possible in the fleet's engine state, or during a round.
-            ReplicaUnavailable: names the replicas that did not run it.
-        """
+        """Run an operation on every serving replica; returns the results by replica id. Raises
+        ReplicaUnavailable: names the replicas that did not run it."""
         async with self._durable.answer():
             await self._durable.wait(
                 self._ledger.is_complete, None
