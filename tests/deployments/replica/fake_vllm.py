@@ -20,6 +20,8 @@ class FakeLlm:
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
         self.errored = False  # whether its engine core has ended
         self.begins = True  # its scheduler begins requests
+        self.generating = 0
+        self.did: list[str] = []
         self._asleep: set[str] = set()
         self._active = False  # the worker's `_weight_update_active`
         self._files = False  # what it has begun last is no update of vLLM's
@@ -35,10 +37,11 @@ class FakeLlm:
     async def resume_scheduler_async(self) -> None:
         if self._asleep:
             raise RuntimeError("a step without its memory")
+        self.did.append("resume")
         self.begins = True
 
     async def set_weight_version_async(self, version: str) -> None:
-        pass
+        self.did.append("version")
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.begins = False
@@ -56,6 +59,7 @@ class FakeLlm:
             self.begins = True
 
     async def call_utility_async(self, method: str, *arguments: Any) -> float:
+        self.did.append(method)
         match method:
             case str() if method == COMMIT:
                 self.begins = False
@@ -68,11 +72,12 @@ class FakeLlm:
                 self.begins = False
             case str() if method == END_DRAIN:
                 self.begins = not arguments[0]
-        return 0
+        return self.generating
 
     # -- the worker ---------------------------------------------------------------------------
 
     async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+        self.did.append(method)
         return [self._work(method, kwargs or {})]
 
     def _work(self, method: str, arguments: dict[str, Any]) -> Any:

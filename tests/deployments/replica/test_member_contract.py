@@ -128,6 +128,8 @@ CASES: dict[str, tuple[Sequence[Body], str, str]] = {
     "a new publisher while a round is received": ([R1, CONNECT, V1, R2, V2, C2], "ddrddd", "dddF"),
     "a publisher that leaves while a round is received": ([R1, DISCONNECT, R2, V2, C2], "ddddd", "dF"),
     "paused over a commit": ([PAUSE, R1, V1, C1, PAUSE, RESUME, RESUME], "ddddddd", "ddddddd"),
+    "paused while held": ([R1, V1, H1, PAUSE, RELEASE, RESUME], "dddddd", "dddddd"),
+    "drained while held": ([R1, V1, H1, DRAIN, RELEASE, END_DRAIN], "dddddd", "dddddd"),
     "resumed while held": ([R1, V1, H1, RESUME, RELEASE], "ddddd", "ddddd"),
     "asleep": ([SLEEP, R1, WAKE_WEIGHTS, R1, V1, C1, WAKE_CACHE], "drddddd", "drddddd"),
     "asleep before the commit": ([R1, V1, SLEEP, C1], "dddF", "dddd"),
