@@ -19,6 +19,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from deployments.weights.staging.base import tied_refusal
+from deployments.weights.staging.model_state.observation import layout_of, other_layout
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
@@ -87,8 +88,8 @@ class Exchange:
                 known = tensors.setdefault(id(live), (name, live, twin))
                 if known[2] is not twin and not torch.equal(known[2], twin):
                     problems.append(tied_refusal(known[0], name))
-                elif _layout(live) != _layout(twin):
-                    problems.append(f"{name!r} is {_layout(live)} and became {_layout(twin)}")
+                elif layout_of(live) != layout_of(twin):
+                    problems.append(other_layout(name, layout_of(live), layout_of(twin)))
             for attribute in module.attributes:
                 if vars(attribute.twin).get(attribute.name) is not None:
                     attributes.append(attribute)
@@ -159,7 +160,7 @@ def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(one, torch.nn.Parameter) and isinstance(other, torch.nn.Parameter):
             continue  # a reference to one that is registered, and exchanged there
         elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            if _layout(one) != _layout(other) or not torch.equal(one, other):
+            if layout_of(one) != layout_of(other) or not torch.equal(one, other):
                 yield name, one
         elif isinstance(one, FunctionType) and isinstance(other, FunctionType):
             if one.__code__ is not other.__code__:
@@ -177,7 +178,3 @@ def _registered(module: _Module, problems: list[str]) -> Iterator[tuple[str, tor
                 yield f"{module.path}.{name}", tensor, twin
             elif tensor is not twin:
                 problems.append(f"{module.path}.{name} was not made again")
-
-
-def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
-    return tensor.dtype, tuple(tensor.shape), tensor.stride()

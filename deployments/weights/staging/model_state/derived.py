@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from deployments.weights.staging.model_state.observation import (
-    Layout,
     Observation,
     changed,
     differing,
     layout_of,
+    other_layout,
     same,
 )
 from deployments.weights.staging.model_state.reachable import (
@@ -62,9 +62,7 @@ def classify(live: Observation, first: Observation, second: Observation, *, laye
         if twin is None:
             problems.append(f"{path_name(path)!r} is a tensor that it does not have")
         elif twin.layout != content.layout:
-            problems.append(
-                f"{path_name(path)!r} is {_words(content.layout)} and there {_words(twin.layout)}"
-            )
+            problems.append(other_layout(path_name(path), content.layout, twin.layout))
         elif path in moving and twin.address == content.address:
             problems.append(f"{path_name(path)!r} is one tensor of both, and loading changes it")
     stale = [path for path in moving if not _is_renewed(path, first, second)]
@@ -125,9 +123,7 @@ class Derived:
                 problems.append(str(error))
                 continue
             if layout_of(twin) != layout_of(live):
-                problems.append(
-                    f"{path_name(path)!r} is {_words(layout_of(live))} and became {_words(layout_of(twin))}"
-                )
+                problems.append(other_layout(path_name(path), layout_of(live), layout_of(twin)))
             else:
                 self._copies.append((live, twin))
         for path in self._moving.numbers:
@@ -176,8 +172,3 @@ def _holds_addresses(path: AccessPath, live: Observation) -> bool:
         return tensor is not None and tensor.dtype == torch.int64 and bool((tensor >= _ADDRESS).any())
     number = live.numbers.get(path)
     return isinstance(number, int) and number >= _ADDRESS
-
-
-def _words(layout: Layout) -> str:
-    dtype, shape, stride, device = layout
-    return f"{dtype} {list(shape)} {stride} on {device}"

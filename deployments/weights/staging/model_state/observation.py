@@ -90,6 +90,15 @@ def layout_of(tensor: Any) -> Layout:
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.dim() else (), tensor.device
 
 
+def other_layout(name: str, live: Layout, second: Layout) -> str:
+    """The reason to refuse a tensor whose counterpart in the second instance has another layout."""
+    (dtype, shape, stride, device), (dtype_2, shape_2, stride_2, device_2) = live, second
+    return (
+        f"{name!r} is {dtype} {list(shape)} {stride} on {device} and in the second instance "
+        f"{dtype_2} {list(shape_2)} {stride_2} on {device_2}"
+    )
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it has elements, in memory of its own."""
     return bool(tensor.numel()) and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")

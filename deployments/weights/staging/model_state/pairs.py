@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deployments.weights.staging.base import tied_refusal
-from deployments.weights.staging.model_state.observation import Layout, is_plain, layout_of
+from deployments.weights.staging.model_state.observation import Layout, is_plain, layout_of, other_layout
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _LARGE_BYTES = 1 << 20
@@ -74,10 +74,7 @@ def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
             continue
         owner = owners.setdefault((twin.data_ptr(), layout_of(twin)), name)
         if layout_of(live) != layout_of(twin):
-            problems.append(
-                f"{name!r} is {live.dtype} {list(live.shape)} {live.stride()} and its counterpart is "
-                f"{twin.dtype} {list(twin.shape)} {twin.stride()}"
-            )
+            problems.append(other_layout(name, layout_of(live), layout_of(twin)))
         elif owner != name:
             problems.append(f"{name!r} and {owner!r} are one tensor there")
         elif live.data_ptr() != twin.data_ptr():

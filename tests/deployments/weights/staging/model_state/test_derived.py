@@ -245,7 +245,10 @@ def in_both_instances(layer: Any, weight: torch.Tensor) -> None:
             "'layers.0.fused' comes from the weights, and loading does not renew it",
         ),
         (in_the_first_instance_alone, "'layers.0.extra' is a tensor that it does not have"),
-        (of_another_size, "'layers.0.packed' is torch.float32 [1] (1,) on cpu and there torch.float32 [5]"),
+        (
+            of_another_size,
+            "'layers.0.packed' is torch.float32 [1] (1,) on cpu and in the second instance torch.float32 [5]",
+        ),
         (an_address, "'layers.0.handler' holds addresses"),
         (in_a_set, "'layers.0.scales[Ellipsis]' is in a set, which has no order"),
         (in_a_storage, "'layers.0.raw' is a torch.storage.UntypedStorage, which may hold tensors"),
