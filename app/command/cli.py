@@ -100,6 +100,14 @@ def deploy(
     raise typer.Exit(deployment.deploy(config, dashboard_port))
 
 
+@cli.command("doctor")
+def examine(
+    config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
+) -> None:
+    """Say whether this machine can run a fleet, and what to change; starts nothing."""
+    raise typer.Exit(launch.examine(config))
+
+
 @cli.command(context_settings=PASS_ON)
 def rl(context: typer.Context) -> None:
     """Submit the RL job to the running fleet; `slipstream rl --help` has the job's options."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from app.command import machine
+from app.command import doctor, machine
 from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
 from app.command.deploy import ServeFile, read_serve_file
 from app.settings.config import AppConfig
@@ -105,7 +105,8 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 def serve(config: Path, dashboard_port: int) -> int:
     """Serve a config file until a signal; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_stop)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP, a shell's `&` SIGINT
+            signal.signal(number, _raise_stop)
     try:
         _run(read_serve_file(config), dashboard_port)
     except Stop:
@@ -116,13 +117,30 @@ def serve(config: Path, dashboard_port: int) -> int:
     return 0
 
 
+def examine(config: Path) -> int:
+    """Say what would stop a fleet here; the exit status."""
+    try:
+        file = read_serve_file(config)
+        require_gpus(file.config)
+        return doctor.examine(file.config)
+    except (ConfigError, machine.NotEnough, ValueError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+
+
 def _run(file: ServeFile, dashboard_port: int) -> None:
+    if (line := doctor.use_a_home()) is not None:
+        _print(line)
     require_gpus(file.config)
     resolve_model(file.config.model)
+    doctor.use_all_files()
+    host = doctor.Host.here()
+    doctor.require_host(file.config, host)
+    inherited, lines = doctor.adapted(file.config, host)
+    for line in lines:
+        _print(line)
     require_free_port(file.port, "the fleet's HTTP address", file.host)
-    cluster = LocalCluster(
-        dashboard_port=dashboard_port, environment=environment(file.config, dict(os.environ))
-    )
+    cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
     failed = True
     try:
         _print("Starting Ray")

@@ -15,6 +15,7 @@ from typing import IO
 
 from app.client import calls
 from app.client.connection import LOCAL_URL, FleetClient, FleetError, without_credentials
+from app.command.doctor import local_addresses
 from app.command.launch import DASHBOARD_PORT
 
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
@@ -74,6 +75,7 @@ def submit(arguments: Sequence[str]) -> int:
     job_id = f"grpo-{uuid.uuid4().hex[:8]}"
     # Ray's client prefers RAY_ADDRESS, which may name another cluster than the fleet's.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment["NO_PROXY"] = environment["no_proxy"] = local_addresses(environment)
     token_file = os.environ.get("SLIPSTREAM_TOKEN_FILE")
     submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id, token_file=token_file)
     print(f"Submitting RL job {job_id} to Ray at {dashboard}; Ctrl-C stops it", flush=True)

@@ -1,0 +1,198 @@
+"""What would stop a fleet after its start, found before: limits, shared memory, programs, variables.
+
+`slipstream serve` refuses what cannot work, adapts to what can, and says both in a sentence each.
+`slipstream doctor` says the same and starts nothing.
+"""
+
+import getpass
+import json
+import os
+import resource
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from app.command.machine import NotEnough
+from app.settings.config import AppConfig
+from app.settings.models import resolve_model
+from app.settings.section import Device
+
+MIN_FILES = 4096  # Ray's head node and a router alone take more than 1,024
+_PROXY_FILES = 2400  # of HAProxy, beside two for each connection
+_PROXY_CONNECTIONS = 4096  # Serve's default
+SHARED_MEMORY = Path("/dev/shm")
+_FLOAT32_BYTES = 4
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of others: 1
+_COMPILERS = ("c++", "g++", "clang++")
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A machine as the launcher finds it."""
+
+    open_files: int  # hard limit
+    shared_memory_bytes: int  # free in /dev/shm
+    has_compiler: bool  # for C++
+    environment: Mapping[str, str]
+
+    @classmethod
+    def here(cls) -> Self:
+        _, open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        environment = dict(os.environ)
+        programs = (environment.get("CXX"), *_COMPILERS)
+        return cls(
+            open_files=open_files if open_files != resource.RLIM_INFINITY else 1 << 20,
+            shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
+            has_compiler=any(program and shutil.which(program) for program in programs),
+            environment=environment,
+        )
+
+
+def require_host(config: AppConfig, host: Host) -> None:
+    """Return if a fleet can work here.
+
+    Raises:
+        NotEnough: it cannot; each reason is a sentence.
+    """
+    if found := list(problems(config, host, version_bytes(config))):
+        raise NotEnough("this machine does not suffice:" + "".join(f"\n  - {each}" for each in found))
+
+
+def examine(config: AppConfig) -> int:
+    """`slipstream doctor`: print what a start would refuse or change; the exit status."""
+    home = use_a_home()
+    host = Host.here()
+    found = list(problems(config, host, version_bytes(config)))
+    _, lines = adapted(config, host)
+    for text in [*filter(None, [home]), *lines]:
+        print(f"note: {text}")
+    for text in found:
+        print(f"problem: {text}")
+    if not found:
+        print("This machine suffices")
+    return 1 if found else 0
+
+
+def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[str]:
+    """Why a fleet with this configuration would not work here, and what to do: a sentence each.
+
+    Args:
+        version_bytes: of one published version; 0: not known.
+    """
+    if host.open_files < MIN_FILES:
+        yield (
+            f"expected a hard limit of {MIN_FILES} open files or more, got {host.open_files}: raise it "
+            "('ulimit -Hn 65536' as root, or 'docker run --ulimit nofile=65536:65536')"
+        )
+    over_shared_memory = config.trainer is not None and config.weights.transport == "shm"
+    if over_shared_memory and host.shared_memory_bytes < version_bytes:
+        wanted = -(-version_bytes // (1 << 30)) + 1
+        yield (
+            f"expected {_mib(version_bytes)} MiB free in {SHARED_MEMORY} for one version of the weights "
+            f"('weights.transport: shm'), got {_mib(host.shared_memory_bytes)} MiB: make it larger "
+            f"('docker run --shm-size={wanted}g'), or set 'weights.transport: gloo'"
+        )
+    if not host.has_compiler and not _runs_eagerly(config):
+        yield (
+            f"expected a C++ compiler ({', '.join(_COMPILERS)}, or the one that CXX names), got none: "
+            "install one ('apt-get install g++'), or set 'engine.enforce_eager: true' on a CPU"
+        )
+    plugins = host.environment.get("VLLM_PLUGINS")
+    if plugins is not None and "slipstream" not in plugins.split(","):
+        yield (
+            f"expected VLLM_PLUGINS to be unset or to name 'slipstream', got {plugins!r}: engines would "
+            "start without Slipstream's plugin"
+        )
+
+
+def adapted(config: AppConfig, host: Host) -> tuple[dict[str, str], list[str]]:
+    """The environment in which a fleet works here, and a line about each change."""
+    environment, lines = dict(host.environment), []
+    connections = min(_PROXY_CONNECTIONS, (host.open_files - _PROXY_FILES) // 2)
+    if connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
+        environment["RAY_SERVE_HAPROXY_MAXCONN"] = str(connections)
+        lines.append(
+            f"{host.open_files} open files are allowed: HAProxy takes {connections} connections at most"
+        )
+    if not host.has_compiler:
+        # vLLM compiles a function at the first request for log-probabilities, and the engine would die.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        lines.append("there is no C++ compiler: torch compiles nothing")
+    port = host.environment.get("VLLM_PORT", "")
+    if "://" in port:  # Kubernetes sets it for a service of the name `vllm`
+        del environment["VLLM_PORT"]
+        lines.append(f"VLLM_PORT={port} is no port, and is ignored")
+    environment["NO_PROXY"] = environment["no_proxy"] = local_addresses(environment)
+    return environment, lines
+
+
+def local_addresses(environment: Mapping[str, str]) -> str:
+    """NO_PROXY with this machine's own addresses: a proxy is for the internet."""
+    names = (environment.get("NO_PROXY") or environment.get("no_proxy") or "").split(",")
+    return ",".join(dict.fromkeys([name for name in names if name] + list(_LOCAL)))
+
+
+def version_bytes(config: AppConfig) -> int:
+    """The bytes of one published version; 0 for a model that is not a local directory of safetensors."""
+    directory = Path(resolve_model(config.model))
+    counts: dict[str, int] = {}
+    for file in directory.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                size = 1
+                for length in tensor["shape"]:
+                    size *= length
+                wide = config.engine.dtype == "float32"
+                counts[name] = size * (_FLOAT32_BYTES if wide else _DTYPE_BYTES.get(tensor["dtype"], 1))
+    return sum(counts.values())
+
+
+def use_all_files() -> None:
+    """Raise the soft limit of open files to the hard one; every process of the fleet inherits it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a hard limit above the kernel's own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def use_a_home() -> str | None:
+    """Give this process, and those that it starts, a home directory and a user name if they have none.
+
+    Returns:
+        A line for a person; None if nothing was to be done.
+
+    Raises:
+        NotEnough: another user has the directory.
+    """
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # a container's user that no file names
+        os.environ["LOGNAME"] = f"uid{os.getuid()}"
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = None
+    if home is not None and home.is_dir() and os.access(home, os.W_OK | os.X_OK):
+        return None
+    own = Path(tempfile.gettempdir()) / f"slipstream-home-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    found = own.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise NotEnough(f"the home directory {home} cannot be written, and {own} is another user's: set HOME")
+    os.environ["HOME"] = str(own)
+    return f"the home directory {home} cannot be written: caches go to {own}"
+
+
+def _runs_eagerly(config: AppConfig) -> bool:
+    return config.device is Device.CPU and config.engine.enforce_eager
+
+
+def _mib(size_bytes: int) -> int:
+    return -(-size_bytes >> 20)
