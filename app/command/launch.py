@@ -105,7 +105,7 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 def serve(config: Path, dashboard_port: int) -> int:
     """Serve a config file until a signal; returns the exit status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP, a shell's `&` SIGINT
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
             signal.signal(number, _raise_stop)
     try:
         _run(read_serve_file(config), dashboard_port)

@@ -126,12 +126,13 @@ async def evaluated(run: Run, step: int) -> Evaluation | None:
     every = run.options.eval_every
     if every == 0 or (step % every and step != run.options.steps):
         return None
-    run.doing = f"evaluating version {run.version} on {run.options.eval_problems} held-out problems"
+    problems = min(run.options.eval_problems, run.held_out.problems)
+    run.doing = f"evaluating version {run.version} on {problems} held-out problems"
     try:
         made = await evaluate(
             run.held_out,
             replace(run.policy, version=run.version),
-            problems=run.options.eval_problems,
+            problems=problems,
             attempts=run.options.eval_attempts,
             in_flight=run.options.groups_in_flight,
             solved_from=run.options.solved_from,

@@ -80,7 +80,9 @@ class JobOptions:
         typer.Option(min=0, help="tokens before --max-tokens in which the reward falls by up to 1; 0: no"),
     ] = 0
     eval_every: Annotated[int, typer.Option(min=0, help="steps between evaluations; 0: none")] = 0
-    eval_problems: Annotated[int, typer.Option(min=1, help="held-out problems per evaluation")] = 64
+    eval_problems: Annotated[
+        int, typer.Option(min=1, help="held-out problems per evaluation, at most those that differ")
+    ] = 64
     eval_attempts: Annotated[int, typer.Option(min=1, help="rollouts of each, for pass@k")] = 4
     eval_prompts: Annotated[
         Path | None, typer.Option(help="held-out prompts for --prompts, a file of the same form")

@@ -7,8 +7,11 @@ one in ten. Solved examples in the prompt would make all answers of a group alik
 import inspect
 import json
 import math
+import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,8 +20,8 @@ from typing import Any, Protocol
 from app.jobs.user_code import blamed, imported
 
 # (one line of the prompt file, or reasoning-gym's entry; the graded part of the answer) -> the reward
-Reward = Callable[[Mapping[str, Any], str], float]
-Message = dict[str, str]
+Reward = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
+Message = dict[str, Any]  # "role" and "content"
 
 # In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
 _NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
@@ -59,13 +62,17 @@ def load_reward(path: str) -> Reward:
 
 
 def checked(reward: Any, source: str) -> float:
-    """The reward as a number.
+    """The reward as a number; a scalar of numpy or torch is one.
 
     Raises:
         ValueError: it is not a finite number.
     """
-    if isinstance(reward, bool | int | float) and math.isfinite(reward):
-        return float(reward)
+    value = reward
+    if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
+        with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
+            value = item()
+    if isinstance(value, numbers.Real) and math.isfinite(value):
+        return float(value)
     raise ValueError(f"{source} must return a finite number, got {reward!r}")
 
 
@@ -80,10 +87,14 @@ class Problem:
 class Task(Protocol):
     """A source of problems that scores their answers."""
 
+    @property
+    def problems(self) -> int:
+        """How many differ; then they repeat."""
+
     def problem(self, number: int) -> Problem:
         """The same problem for the same number, in every process."""
 
-    def score(self, problem: Problem, answer: str) -> float:
+    async def score(self, problem: Problem, answer: str) -> float:
         """The reward of an answer."""
         ...
 
@@ -99,58 +110,88 @@ class ReasoningGymTask:
         # reasoning-gym draws problem i from Random(seed + i): adjacent seeds give the same problems, shifted.
         spread = (seed + 1) * 1_000_003
         try:
-            self._problems = reasoning_gym.create_dataset(name, seed=spread, size=1 << 40, **settings)
+            self._entries = reasoning_gym.create_dataset(name, seed=spread, size=1 << 40, **settings)
         except (ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"reasoning-gym refuses {name!r} with {dict(settings)}: {error}") from error
         self._extract = extract
         self._head = [_message("system", instruction)] if instruction else []
 
+    @property
+    def problems(self) -> int:
+        return sys.maxsize
+
     def problem(self, number: int) -> Problem:
-        entry = self._problems[number]
+        entry = self._entries[number]
         return Problem(messages=[*self._head, _message("user", entry["question"])], entry=entry)
 
-    def score(self, problem: Problem, answer: str) -> float:
-        return checked(self._problems.score_answer(self._extract.of(answer), problem.entry), "reasoning-gym")
+    async def score(self, problem: Problem, answer: str) -> float:
+        return checked(self._entries.score_answer(self._extract.of(answer), problem.entry), "reasoning-gym")
 
 
 class PromptFileTask:
     """Prompts from a JSON Lines file, which repeats, scored by the user's own function.
 
-    Each line has `messages` (a conversation) or `prompt` (a user's message), and whatever the reward needs.
+    Each line has `messages`, or `prompt` (a conversation as well, or a user's message), and whatever the
+    reward needs. The reward may be `async def`.
 
     Raises:
-        ValueError: no prompts, or a line without one; the message has the line's number.
+        ValueError: names the file, and the line that is wrong.
     """
 
     def __init__(self, path: Path, reward: Reward, *, extract: Extraction) -> None:
         self._reward = reward
         self._extract = extract
-        try:
-            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
-            raise ValueError(f"--prompts {path} cannot be read: {error}") from error
-        self._problems = [_line(path, number, line) for number, line in enumerate(lines, start=1)]
-        if not self._problems:
-            raise ValueError(f"--prompts {path} must have at least one line, got none")
+        # Not `splitlines`: U+2028 and its like are allowed inside a JSON string.
+        lines = [
+            (number, line) for number, line in enumerate(_text(path).split("\n"), start=1) if line.strip()
+        ]
+        self._prompts = [_prompt(path, number, line) for number, line in lines]
+        if not self._prompts:
+            raise ValueError(f"{path} must have at least one line, got none")
+
+    @property
+    def problems(self) -> int:
+        return len(self._prompts)
 
     def problem(self, number: int) -> Problem:
-        return self._problems[number % len(self._problems)]
+        return self._prompts[number % len(self._prompts)]
 
-    def score(self, problem: Problem, answer: str) -> float:
+    async def score(self, problem: Problem, answer: str) -> float:
         with blamed("the reward"):
             reward = self._reward(problem.entry, self._extract.of(answer))
+            if inspect.isawaitable(reward):
+                reward = await reward
         return checked(reward, "the reward")
 
 
-def _line(path: Path, number: int, line: str) -> Problem:
+def _text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        kind = "a parquet file" if content.startswith(b"PAR1") else f"other bytes ({error})"
+        raise ValueError(f"{path} must be JSON Lines in UTF-8, got {kind}") from error
+
+
+def _prompt(path: Path, number: int, line: str) -> Problem:
     try:
         entry = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{path}:{number} must be JSON: {error}") from error
-    if not isinstance(entry, dict) or not ("messages" in entry or "prompt" in entry):
-        raise ValueError(f"{path}:{number} must be an object with 'messages' or 'prompt', got {line[:80]!r}")
-    messages: Sequence[Message] = entry.get("messages") or [_message("user", str(entry["prompt"]))]
-    return Problem(messages=list(messages), entry=entry)
+    prompt = (entry.get("messages") or entry.get("prompt")) if isinstance(entry, dict) else None
+    messages = [_message("user", prompt)] if isinstance(prompt, str) and "messages" not in entry else prompt
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        raise ValueError(
+            f"{path}:{number} must be an object with 'messages' (objects with 'role' and 'content') or "
+            f"'prompt' (a text, or such a list), got {line[:80]!r}"
+        )
+    return Problem(messages=messages, entry=entry)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _message(role: str, content: str) -> Message:

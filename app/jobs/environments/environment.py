@@ -8,6 +8,7 @@ A user's environment of several turns is a `TurnEnvironment`; its tools run in `
 """
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -28,6 +29,10 @@ BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
 class Environment(Protocol):
     """A source of problems that the model attempts."""
+
+    @property
+    def problems(self) -> int:
+        """How many differ; then they repeat."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Holds what it needs; `rollouts` is called only inside."""
@@ -80,6 +85,10 @@ class Single:
 
     task: Task
 
+    @property
+    def problems(self) -> int:
+        return self.task.problems
+
     def running(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
@@ -89,7 +98,7 @@ class Single:
         return [
             Rollout(
                 trajectories=[answer.trajectory(completion.prompt_token_ids, advantage=0.0)],
-                reward=self.task.score(problem, answer.text),
+                reward=await self.task.score(problem, answer.text),
                 text=answer.text,
             )
             for answer in completion.answers
@@ -103,6 +112,10 @@ class Conversations:
     environment: TurnEnvironment
     max_turns: int
     reply_timeout_s: float = 600.0  # per reply, tools included
+
+    @property
+    def problems(self) -> int:
+        return sys.maxsize
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()

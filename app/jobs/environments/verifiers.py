@@ -10,6 +10,7 @@ verifiers plays the agent and judges it. The job learns from the tokens that the
 import asyncio
 import os
 import shlex
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -94,6 +95,10 @@ class Verifiers:
                 "verifiers runs in a Python of its own (docs/training.md says how to make it): expected one "
                 f"at 'python', got {self.settings.python!r}"
             )
+
+    @property
+    def problems(self) -> int:
+        return sys.maxsize
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

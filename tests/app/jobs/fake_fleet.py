@@ -29,10 +29,13 @@ from trainers.trajectory_arrays import from_bytes
 class CountingTask:
     """The longer the answer, the better."""
 
+    def __init__(self, problems: int = 1 << 40) -> None:
+        self.problems = problems
+
     def problem(self, number: int) -> Problem:
         return Problem(messages=[{"role": "user", "content": str(number)}], entry={})
 
-    def score(self, problem: Problem, answer: str) -> float:
+    async def score(self, problem: Problem, answer: str) -> float:
         return float(len(answer))
 
 
@@ -137,6 +140,10 @@ class Watched:
     environment: Single
     asked: Callable[[], None]
 
+    @property
+    def problems(self) -> int:
+        return self.environment.problems
+
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         self.asked()
         return await self.environment.rollouts(number, count, policy)
@@ -148,13 +155,15 @@ async def run_job(
     *arguments: str,
     trackers: Sequence[Tracker] = (),
     seen: list[str] | None = None,
+    held_out: int = 1 << 40,
 ) -> list[StepRecord]:
     """`seen`: the run's state whenever a held-out problem is asked for, and whether it samples."""
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--groups-in-flight", "2"]
     options = parse(JobOptions, [*given, "--metrics", str(path), *arguments])
     environment = Single(CountingTask())
     async with fleet.client() as client:
-        run = await prepared(client, options, (environment, environment), path, time.monotonic())
+        environments = (environment, Single(CountingTask(held_out)))
+        run = await prepared(client, options, environments, path, time.monotonic())
         if seen is not None:
             run.held_out = Watched(environment, lambda: seen.append(f"{run.state()} {run.sampling.is_set()}"))
         await asyncio.wait_for(loop(run, trackers), 20)

@@ -27,6 +27,13 @@ async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path
     )
 
 
+async def test_an_evaluation_asks_each_held_out_problem_once(tmp_path: Path) -> None:
+    records = await run_job(
+        FakeFleet(), tmp_path / "m.jsonl", "--steps", "1", "--eval-every", "1", held_out=3
+    )
+    assert [each.evaluation.problems for each in records if each.evaluation is not None] == [3]
+
+
 async def test_an_unanswered_evaluation_is_reported_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

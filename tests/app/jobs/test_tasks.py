@@ -1,13 +1,17 @@
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from app.jobs.tasks import (
     Extraction,
     PromptFileTask,
     ReasoningGymTask,
+    Reward,
     checked,
     last_number,
     load_reward,
@@ -52,13 +56,6 @@ def test_a_reward_must_take_an_entry_and_an_answer() -> None:
         load_reward(f"{__name__}:of_one_argument")
 
 
-@pytest.mark.parametrize("reward", [None, "1", float("nan"), float("inf"), [1.0]])
-def test_a_reward_must_be_a_finite_number(reward: object) -> None:
-    with pytest.raises(ValueError, match="the reward must return a finite number"):
-        checked(reward, "the reward")
-    assert checked(True, "the reward") == 1.0
-
-
 SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
@@ -82,14 +79,14 @@ def test_the_instruction_comes_before_the_question() -> None:
     assert messages[0]["content"] == "Solve it."
 
 
-def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
+async def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
     task = sums()
     problem = task.problem(0)
     right = problem.entry["answer"]
-    assert task.score(problem, right) == 1.0
-    assert task.score(problem, f"1 + 1 = {right}.") == 1.0
-    assert task.score(problem, f"{right}, no: 1234") < 0.5
-    assert task.score(problem, "") == 0.0
+    assert await task.score(problem, right) == 1.0
+    assert await task.score(problem, f"1 + 1 = {right}.") == 1.0
+    assert await task.score(problem, f"{right}, no: 1234") < 0.5
+    assert await task.score(problem, "") == 0.0
 
 
 @pytest.mark.parametrize(("name", "settings"), [("no_such_set", {}), ("chain_sum", {"min_terms": 0})])
@@ -98,38 +95,107 @@ def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, 
         ReasoningGymTask(name, settings, instruction="", seed=0, extract=Extraction.WHOLE)
 
 
-def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(
-        '{"prompt": "2 + 2?", "right": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
-    )
-    task = PromptFileTask(file, lambda entry, answer: answer == entry.get("right"), extract=Extraction.WHOLE)
+def prompts(path: Path, content: str | bytes, reward: Reward = lambda entry, answer: 0.0) -> PromptFileTask:
+    file = path / "p.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return PromptFileTask(file, reward, extract=Extraction.WHOLE)
+
+
+async def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: Path) -> None:
+    lines = '{"prompt": "2 + 2?", "right": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+    task = prompts(tmp_path, lines, lambda entry, answer: answer == entry.get("right"))
+    assert task.problems == 2
     assert task.problem(0) == task.problem(2)
     assert task.problem(0).messages == [{"role": "user", "content": "2 + 2?"}]
     assert task.problem(1).messages == [{"role": "user", "content": "hi"}]
-    assert task.score(task.problem(0), " 4 ") == 1.0
+    assert await task.score(task.problem(0), " 4 ") == 1.0
 
 
-def test_a_fault_of_the_reward_is_named_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "2 + 2?"}')
-    task = PromptFileTask(
-        tmp_path / "p.jsonl", lambda entry, answer: float(entry["right"]), extract=Extraction.WHOLE
-    )
-    with pytest.raises(ValueError, match=r"^the reward raised KeyError: 'right' \(test_tasks.py:\d+\)$"):
-        task.score(task.problem(0), "4")
+CONVERSATION = '[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]'
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "contents"),
+    [
+        pytest.param(
+            '{"prompt": "a\u2028b\x85c\u2029d"}\n', ["a\u2028b\x85c\u2029d"], id="separators in a text"
+        ),
+        pytest.param(b'\xef\xbb\xbf{"prompt": "a"}', ["a"], id="byte order mark"),
+        pytest.param('{"prompt": "a"}\r\n{"prompt": "b"}\r\n', ["a"], id="lines of Windows"),
+        pytest.param(f'{{"prompt": {CONVERSATION}}}', ["s", "u"], id="prompt is a conversation"),
+        pytest.param(f'{{"messages": {CONVERSATION}}}', ["s", "u"], id="messages"),
+        pytest.param(
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}',
+            [[{"type": "text", "text": "x"}]],
+            id="content in parts",
+        ),
+    ],
+)
+def test_every_form_of_a_prompt_is_read(tmp_path: Path, content: str | bytes, contents: list[object]) -> None:
+    assert [message["content"] for message in prompts(tmp_path, content).problem(0).messages] == contents
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
     [
         ("", "at least one line"),
         ("{", ":1 must be JSON"),
+        ('{"prompt": "a"}\n\n{', ":3 must be JSON"),
         ('{"a": 1}', ":1 must be an object with 'messages'"),
+        ('[{"prompt": "a"}]', ":1 must be an object with 'messages'"),
+        ('{"prompt": null}', ":1 must be an object with 'messages'"),
+        ('{"prompt": 3}', ":1 must be an object with 'messages'"),
+        ('{"prompt": []}', ":1 must be an object with 'messages'"),
+        ('{"prompt": ["a"]}', ":1 must be an object with 'messages'"),
+        ('{"messages": "hi"}', ":1 must be an object with 'messages'"),
+        ('{"messages": [{"content": "hi"}]}', ":1 must be an object with 'messages'"),
+        ('{"prompt": "a"}'.encode("utf-16"), "p.jsonl must be JSON Lines in UTF-8"),
+        (b"PAR1\x00\xff", "p.jsonl must be JSON Lines in UTF-8, got a parquet file"),
     ],
 )
-def test_a_wrong_prompt_file_is_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "p.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        PromptFileTask(tmp_path / "p.jsonl", lambda entry, answer: 0.0, extract=Extraction.WHOLE)
-    with pytest.raises(ValueError, match="cannot be read"):
-        PromptFileTask(tmp_path / "nowhere", lambda entry, answer: 0.0, extract=Extraction.WHOLE)
+def test_a_wrong_prompt_file_is_refused_with_its_name_and_the_line(
+    tmp_path: Path, content: str | bytes, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        prompts(tmp_path, content)
+
+
+async def later(value: float) -> float:
+    return value
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (Fraction(1, 2), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.25), 0.25),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([1]), 1.0),
+    ],
+)
+async def test_a_reward_may_be_any_number_and_may_be_awaited(
+    tmp_path: Path, reward: Any, expected: float
+) -> None:
+    for returns in (lambda entry, answer: reward, lambda entry, answer: later(reward)):
+        task = prompts(tmp_path, '{"prompt": "a"}', returns)
+        assert await task.score(task.problem(0), "b") == expected
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [None, "1", float("nan"), float("inf"), [1.0], 1j, np.array([1.0, 2.0]), torch.tensor(float("nan"))],
+)
+def test_a_reward_must_be_a_finite_number(reward: object) -> None:
+    with pytest.raises(ValueError, match="the reward must return a finite number"):
+        checked(reward, "the reward")
+
+
+async def test_a_fault_of_the_reward_is_named_with_its_place(tmp_path: Path) -> None:
+    task = prompts(tmp_path, '{"prompt": "2 + 2?"}', lambda entry, answer: float(entry["right"]))
+    with pytest.raises(ValueError, match=r"^the reward raised KeyError: 'right' \(test_tasks.py:\d+\)$"):
+        await task.score(task.problem(0), "4")
