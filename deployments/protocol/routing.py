@@ -135,6 +135,9 @@ def part_of(value: bytes | None) -> Part | None:
     return Part(first_choice=int(first_choice), created=int(created))
 
 
+DEMANDS = ("x-min-weight-version", "x-weight-timeout", "x-session-id")
+
+
 def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
     """What the request's headers demand. Raises InvalidRequest: a header is not a number in its range."""
     session_id = headers.get("x-session-id")

@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Send
 
-from deployments.protocol.errors import InvalidRequest, ReplicaUnavailable, SlipstreamError
+from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import require_passed
 from deployments.protocol.routing import (
     KEY_HEADER,
@@ -283,5 +283,7 @@ async def _send_error(send: Send, error: SlipstreamError, refusal: bytes = NOT_B
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, ReplicaUnavailable):
         headers.append((REFUSED_HEADER, refusal))
+    if isinstance(error, Conflict):  # OpenAI's client would repeat a 409, and wait for the version again
+        headers.append((b"x-should-retry", b"false"))
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})

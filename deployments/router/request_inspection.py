@@ -18,6 +18,7 @@ import msgspec
 from starlette.requests import Request
 
 from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge
+from deployments.protocol.routing import DEMANDS
 from deployments.router.prompt_lists import PromptList, parse_list, parse_object, prompt_list
 
 GRACE_S = 20.0  # for any body, plus the time that its size takes at this rate:
@@ -60,10 +61,18 @@ async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_
 
 
 def check_headers(request: Request) -> None:
-    """Raise `PayloadTooLarge` if the headers exceed `MAX_HEADER_BYTES`."""
+    """Check the headers' size, and that those for us come once: a replica might read another value.
+
+    Raises:
+        PayloadTooLarge: they exceed `MAX_HEADER_BYTES`.
+        InvalidRequest: one of ours comes twice.
+    """
     size = sum(len(name) + len(value) for name, value in request.headers.raw)
     if size > MAX_HEADER_BYTES:
         raise PayloadTooLarge(f"the headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
+    for name in DEMANDS:
+        if len(values := request.headers.getlist(name)) > 1:
+            raise InvalidRequest(f"{name} must come once, got {values}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,7 @@ async def test_a_replica_lost_in_the_middle_of_a_stream_ends_it_with_an_error_ev
 async def test_a_demand_that_is_not_met_is_a_conflict() -> None:
     async with service("a") as (_, _, client):
         answer = await client.get("/text", headers={"x-min-weight-version": "8"})
-        assert answer.status_code == 409
+        assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
         assert answer.json()["error"]["detail"] == {"waited_s": 3.5}, "the router's own limit"
         answer = await client.get("/text", headers={"x-min-weight-version": "8", "x-weight-timeout": "0.5"})
         assert answer.json()["error"]["detail"]["waited_s"] == 0.5

@@ -172,6 +172,13 @@ def test_headers_have_a_limit() -> None:
         check_headers(with_headers(headers=((b"x", b"y" * MAX_HEADER_BYTES),)))
 
 
+@pytest.mark.parametrize("name", [b"x-min-weight-version", b"x-weight-timeout", b"x-session-id"])
+def test_a_header_of_ours_that_comes_twice_is_refused(name: bytes) -> None:
+    check_headers(with_headers(headers=((name, b"1"), (b"cookie", b"a"), (b"cookie", b"b"))))
+    with pytest.raises(InvalidRequest, match=f"{name.decode()} must come once, got"):
+        check_headers(with_headers(headers=((name, b"1"), (name, b"2"))))
+
+
 LIST = json.dumps({"prompt": [[1, 2], [3, 4]], "n": 3, "stream": True}).encode()
 
 
