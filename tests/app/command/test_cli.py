@@ -1,9 +1,8 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,13 +10,14 @@ from typer.testing import CliRunner
 
 from app.command.cli import cli
 from deployments.protocol.responses import RoundStatus
+from tests.app.command.fake_http import JsonHandler, serving
 from tests.app.http.fake_status import report, status
 
 STATUS = asdict(status(3, ["replica-0"]))
 ROUNDS = {"rounds": [asdict(report(1, 3))]}
 
 
-class Fleet(BaseHTTPRequestHandler):
+class Fleet(JsonHandler):
     """Answers as a fleet would, and records the requests."""
 
     requests: list[tuple[str, str, str | None, Any]]
@@ -39,30 +39,16 @@ class Fleet(BaseHTTPRequestHandler):
             self._answer(200, {"status": f"{self.path[1:]}d"})
 
     def _answer(self, code: int, body: Any) -> None:
-        length = int(self.headers.get("content-length", 0))
-        sent = json.loads(self.rfile.read(length)) if length else None
-        self.requests.append((self.command, self.path, self.headers.get("authorization"), sent))
-        content = json.dumps(body).encode()
-        self.send_response(code)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: Any) -> None:
-        return
+        self.requests.append((self.command, self.path, self.headers.get("authorization"), self.body()))
+        self.answer(code, body)
 
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "s3cret")
     Fleet.requests, Fleet.states, Fleet.ended = [], iter(()), Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Fleet) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join(10)
+    with serving(Fleet) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize(("command", "shown"), [("status", STATUS), ("rounds", ROUNDS)])

@@ -1,10 +1,7 @@
 """Another configuration for a running fleet, with a dashboard that records what it is sent."""
 
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,6 +9,7 @@ import yaml
 
 from app.command.deploy import ServeFile, deploy, read_serve_file
 from app.settings.section import ConfigError
+from tests.app.command.fake_http import JsonHandler, serving
 
 
 def read(directory: Path, document: Any) -> ServeFile:
@@ -61,40 +59,25 @@ def test_a_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
         read_serve_file(tmp_path / "none.yaml")
 
 
-class Dashboard(BaseHTTPRequestHandler):
+class Dashboard(JsonHandler):
     """Serve's REST API with one application."""
 
     deployed: dict[str, Any] | None
 
     def do_GET(self) -> None:
         running = {} if self.deployed is None else {"slipstream": {"deployed_app_config": self.deployed}}
-        self._answer({"applications": running})
+        self.answer(200, {"applications": running})
 
     def do_PUT(self) -> None:
-        length = int(self.headers["content-length"])
-        type(self).deployed = json.loads(self.rfile.read(length))["applications"][0]
-        self._answer({})
-
-    def _answer(self, body: Any) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *arguments: Any) -> None:
-        return
+        type(self).deployed = self.body()["applications"][0]
+        self.answer(200, {})
 
 
 @pytest.fixture
 def port() -> Iterator[int]:
     Dashboard.deployed = None
-    with HTTPServer(("127.0.0.1", 0), Dashboard) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join(10)
+    with serving(Dashboard) as port:
+        yield port
 
 
 def file(directory: Path, **settings: Any) -> Path:

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import shutil
@@ -10,9 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -31,6 +28,7 @@ from app.command.ports import free_ports
 from app.command.submit import command, submit, why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
+from tests.app.command.fake_http import JsonHandler, serving
 from tests.environment import users_environment
 
 
@@ -141,33 +139,22 @@ def test_a_job_is_refused_without_a_fleet(
 
 
 def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
-    with answering(503, b'{"status": "starting"}') as url:
+    with answering(503, {"status": "starting"}) as url:
         assert why_not(url) == f'the fleet at {url} is not ready (503): {{"status": "starting"}}'
-    body = {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}
-    with answering(200, json.dumps(body).encode()) as url:
+    with answering(200, {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}) as url:
         assert why_not(url) is None
 
 
 @contextmanager
-def answering(status: int, body: bytes) -> Iterator[str]:
+def answering(status: int, body: Any) -> Iterator[str]:
     """An HTTP server with one answer."""
 
-    class Server(BaseHTTPRequestHandler):
+    class Server(JsonHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, body)
 
-        def log_message(self, *arguments: object) -> None:
-            return
-
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join(10)
+    with serving(Server) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_a_job_is_started_with_the_fleets_address_and_its_options() -> None:
