@@ -4,6 +4,7 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 a raw dict if that were text.
 """
 
+import hashlib
 import warnings
 from typing import Any
 
@@ -16,9 +17,9 @@ from app.http.auth import Tokens, TokenSource, listening_host
 from app.http.ingress import Ingress
 from app.settings.config import AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
-from app.settings.gpus import check_gpus, replica_gpus, slot_plan, trainer_gpus
+from app.settings.gpus import check_gpus, replica_gpus, trainer_gpus
 from app.settings.models import model_name, resolve_model
-from app.settings.section import Device
+from app.settings.section import Device, Placement
 from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
 from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
@@ -28,7 +29,7 @@ from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
 from deployments.router.request_router import FleetRequestRouter
 from deployments.router.router_limits import RouterLimits
-from deployments.serve.placement import FREE_TIMEOUT_S, Slots
+from deployments.serve.placement import FREE_TIMEOUT_S, SlotPlan, Slots
 from deployments.serve.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import STOP_TIMEOUT_S as TRAINER_STOP_TIMEOUT_S
@@ -117,11 +118,24 @@ def _trainer(spec: TrainerSpec, controller: Application, slots: Application | No
 
 
 def _slots(args: AppConfig) -> Application | None:
-    """The GPUs that replicas and trainer share; None if they have GPUs of their own, or none."""
     plan = slot_plan(args)
     if plan is None:
         return None
     return _single("slots", Slots, graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10).bind(plan)
+
+
+def slot_plan(args: AppConfig) -> SlotPlan | None:
+    """The GPUs that replicas and trainer share, named after the state directory; None if not colocated."""
+    if args.placement is not Placement.COLOCATED or args.trainer is None:
+        return None
+    digest = hashlib.sha256(str(args.state_dir).encode()).hexdigest()[:12]
+    return SlotPlan(
+        name=f"slipstream-{digest}",
+        slots=args.engine.first_replicas,
+        gpus_per_slot=args.engine.world_size,
+        engine_share=args.engine.gpus_per_rank,
+        trainer_share=args.trainer.gpus_per_rank,
+    )
 
 
 def _rollout(args: AppConfig, model: str, controller: Application, slots: Application | None) -> Application:

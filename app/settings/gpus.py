@@ -2,19 +2,12 @@
 against the Ray cluster's where Serve builds the application.
 """
 
-from __future__ import annotations
-
-import hashlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from app.settings.config import AppConfig
 from app.settings.section import ConfigError, Device, Placement
 from deployments.weights.transports.registry import SameGpu
-
-if TYPE_CHECKING:
-    from deployments.serve.placement import SlotPlan
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
@@ -85,22 +78,6 @@ def gpus_on_one_host(config: AppConfig) -> int:
     engine = config.engine
     together = engine.first_replicas if config.placement is Placement.COLOCATED else 1
     return together * engine.world_size
-
-
-def slot_plan(config: AppConfig) -> SlotPlan | None:
-    """The slots of a colocated fleet, named after its state directory; None if it is not colocated."""
-    if config.placement is not Placement.COLOCATED or config.trainer is None:
-        return None
-    from deployments.serve.placement import SlotPlan  # loads Ray, which the launcher does without
-
-    digest = hashlib.sha256(str(config.state_dir).encode()).hexdigest()[:12]
-    return SlotPlan(
-        name=f"slipstream-{digest}",
-        slots=config.engine.first_replicas,
-        gpus_per_slot=config.engine.world_size,
-        engine_share=config.engine.gpus_per_rank,
-        trainer_share=config.trainer.gpus_per_rank,
-    )
 
 
 def _breakdown(config: AppConfig) -> str:

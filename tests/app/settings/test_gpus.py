@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from app.command.deploy import read_serve_file
+from app.main import slot_plan
 from app.settings.config import AppConfig, parse_config
-from app.settings.gpus import check_gpus, slot_plan, total_gpus
+from app.settings.gpus import check_gpus, total_gpus
 from app.settings.section import ConfigError
 
 
