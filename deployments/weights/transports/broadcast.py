@@ -11,7 +11,7 @@ A group has two buffers, which both sides fill in turn. On GPUs events order its
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Generic, Protocol, TypeVar
@@ -58,15 +58,8 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
 
-class Abortable(Protocol):
-    """A group of ranks."""
-
-    def abort(self) -> None:
-        """End every wait. Any thread may call it; the group cannot be used afterwards."""
-
-
-class BroadcastGroup(Abortable, Protocol):
-    """A group that broadcasts chunks from rank 0, in their order.
+class BroadcastGroup(Protocol):
+    """A group of ranks that broadcasts chunks from rank 0, in their order.
 
     `start` and `wait` raise TransferFailed if a member is gone or exceeds the timeout, or if `abort` was
     called.
@@ -83,30 +76,32 @@ class BroadcastGroup(Abortable, Protocol):
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         """The buffer of broadcast `index` (uint8 [size_bytes])."""
 
-    def start(self, index: int, size_bytes: int, check: Check = ...) -> None:
-        """Broadcast the buffer, ordered after the current stream."""
+    def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = ...) -> None:
+        """Broadcast parts of buffer `index`, ordered after the current stream."""
 
     def wait(self, index: int, check: Check = ...) -> None:
-        """Wait until the broadcast has finished; then the current stream may use the buffer."""
+        """Wait until the broadcasts have finished; then the current stream may use the buffer."""
 
     def finish(self) -> None:
         """All broadcasts of a round are done on this member."""
 
+    def abort(self) -> None:
+        """End every wait. Any thread may call it; the group cannot be used afterwards."""
 
-Group = TypeVar("Group", bound=Abortable)
+
 Init = TypeVar("Init", bound=BroadcastTrainerInitInfo)
 WorkerInit = TypeVar("WorkerInit", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
-class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[WorkerInit, Update, Group]):
+class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[WorkerInit, Update]):
     """A worker that is a member of a group, on our wire or on vLLM's."""
 
-    _group: Group | None = None
+    _group: BroadcastGroup | None = None
     _aborted = threading.Event()  # each attempt to connect has its own
 
     @abstractmethod
-    def join(self, init_info: WorkerInit, check: Check) -> Group:
+    def join(self, init_info: WorkerInit, check: Check) -> BroadcastGroup:
         """Become a member; waits for the others. Raises TransferFailed."""
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
@@ -126,7 +121,7 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
         self._group = self.join(init_info, check)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> BroadcastGroup:
         """Raises ValueError if there is none."""
         if self._group is None:
             raise ValueError("no transfer group: call init_weight_transfer_engine before update_weights")
@@ -142,7 +137,7 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
             group.abort()
 
 
-class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo, BroadcastGroup]):
+class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
     """The base of the workers' halves."""
 
     init_info_cls = RendezvousInfo
@@ -169,7 +164,7 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo, BroadcastGr
             started = 0
             for index, chunk in enumerate(chunks):
                 while started < min(index + 1 + ahead, len(chunks)):
-                    group.start(started, chunks[started].size_bytes)
+                    group.start(started, [group.buffer(started, chunks[started].size_bytes)])
                     started += 1
                 group.wait(index)
                 yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
@@ -234,8 +229,9 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
             if index >= BUFFERS:
                 group.wait(index - BUFFERS, check)
             # On the caller's stream, that of the tensors: their memory may be freed right afterwards.
-            self.packer.pack(index, group.buffer(index, chunk.size_bytes))
-            group.start(index, chunk.size_bytes, check)
+            block = group.buffer(index, chunk.size_bytes)
+            self.packer.pack(index, block)
+            group.start(index, [block], check)
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
             group.wait(index, check)
         group.finish()

@@ -3,6 +3,7 @@
 import ipaddress
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -64,9 +65,10 @@ class GlooGroup:
             self._blocks = {index: torch.empty(size_bytes, dtype=torch.uint8)}
         return self._blocks[index]
 
-    def start(self, index: int, size_bytes: int, check: Check = lambda: None) -> None:
-        """`broadcast` the buffer; it has finished when this returns."""
-        self.broadcast(self.buffer(index, size_bytes), check)
+    def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
+        """The broadcasts have finished when this returns."""
+        for part in parts:
+            self.broadcast(part, check)
 
     def wait(self, index: int, check: Check = lambda: None) -> None:
         """Nothing, see `start`."""

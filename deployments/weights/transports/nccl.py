@@ -268,7 +268,7 @@ class NcclGroup:
     def warm_up(self) -> None:
         """Make NCCL connect now, when all members are present; in the first round one may be dead."""
         self.reserve(_WARM_UP_BYTES)
-        self.start(0, _WARM_UP_BYTES)
+        self.start(0, [self.buffer(0, _WARM_UP_BYTES)])
         self.wait(0)
 
     @property
@@ -294,10 +294,7 @@ class NcclGroup:
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         return self._buffers[index % BUFFERS][:size_bytes]
 
-    def start(self, index: int, size_bytes: int, check: Check = lambda: None) -> None:
-        self.start_all(index, [self.buffer(index, size_bytes)], check)
-
-    def start_all(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
+    def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
         """Wait for the other members, then queue the broadcasts of parts of buffer `index`, ordered after the
         current stream.
 

@@ -20,7 +20,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
 
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.transports.broadcast import GroupReceiver
+from deployments.weights.transports.broadcast import BroadcastGroup, GroupReceiver
 from deployments.weights.transports.nccl import (
     Create,
     NcclGroup,
@@ -114,22 +114,6 @@ class _IdOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a unique id")
 
 
-class WireGroup(Protocol):
-    """The part of `NcclGroup` that the receiver uses."""
-
-    def reserve(self, size_bytes: int) -> None: ...
-
-    def buffer(self, index: int, size_bytes: int) -> torch.Tensor: ...
-
-    def start_all(self, index: int, parts: Sequence[torch.Tensor]) -> None: ...
-
-    def wait(self, index: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
 class VllmNcclGroup(NcclGroup):
     """A group that vLLM's trainer engine has opened; the trainer is no part of the workers' agreements."""
 
@@ -149,7 +133,7 @@ class VllmNcclGroup(NcclGroup):
         return super().counted - 1  # all but the trainer
 
 
-class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo, WireGroup]):
+class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo]):
     """The worker's half of vLLM's `nccl`."""
 
     init_info_cls = NCCLWeightTransferInitInfo
@@ -159,7 +143,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
     _packed = True
     _buffer_bytes = 0
 
-    def join(self, init_info: NCCLWeightTransferInitInfo, check: Callable[[], None]) -> WireGroup:
+    def join(self, init_info: NCCLWeightTransferInitInfo, check: Callable[[], None]) -> BroadcastGroup:
         address, port = init_info.master_address, init_info.master_port
         if address is None or port is None:
             raise ValueError(
@@ -180,7 +164,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
         )
         return self.join_group(info, info.rank_offset + self.worker_index, check)
 
-    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> WireGroup:
+    def join_group(self, info: RendezvousInfo, rank: int, check: Callable[[], None]) -> BroadcastGroup:
         return VllmNcclGroup(info, rank, self.device, check)
 
     def receive(self, update_info: NCCLWeightTransferUpdateInfo) -> Iterator[ReceivedChunk]:
@@ -211,16 +195,16 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
             return nccl_pieces(*described, self._buffer_bytes)
         return separate_tensors(*described, TRANSPORTS["nccl"].chunk_bytes)
 
-    def _take(self, group: WireGroup, index: int, chunk: Chunk) -> None:
+    def _take(self, group: BroadcastGroup, index: int, chunk: Chunk) -> None:
         """Wait until the chunk is in its buffer."""
         block = group.buffer(index, chunk.size_bytes)
         parts = [block]
         if not self._packed:  # NCCL makes no broadcast of an empty tensor
             parts = [view(entry, block) for entry in chunk.entries if entry.size_bytes]
-        group.start_all(index, parts)
+        group.start(index, parts)
         group.wait(index)
 
-    def _take_rest(self, group: WireGroup, taken: int, chunks: Sequence[Chunk]) -> None:
+    def _take_rest(self, group: BroadcastGroup, taken: int, chunks: Sequence[Chunk]) -> None:
         try:
             for index in range(taken, len(chunks)):
                 self._take(group, index, chunks[index])
@@ -229,7 +213,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
             self.abort()
 
 
-def _reserve(group: WireGroup, size_bytes: int) -> None:
+def _reserve(group: BroadcastGroup, size_bytes: int) -> None:
     """Raises ValueError if the trainer chose pieces that need too much memory: no fault of the replica."""
     try:
         group.reserve(size_bytes)

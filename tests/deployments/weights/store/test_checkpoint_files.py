@@ -57,7 +57,7 @@ def opened(directory: Path, part_bytes: int = 1 << 20) -> Checkpoint:
 
 @pytest.mark.parametrize("write", [whole, sharded, lambda path: sharded(path, index=False)])
 @pytest.mark.parametrize("part_bytes", [1, 1 << 20])
-def test_the_digests_of_all_parts_are_those_of_the_tensors(
+def test_parts_have_the_digests_of_their_tensors(
     tmp_path: Path, write: Callable[[Path], Path], part_bytes: int
 ) -> None:
     checkpoint = opened(write(tmp_path / "model"), part_bytes)
@@ -68,13 +68,13 @@ def test_the_digests_of_all_parts_are_those_of_the_tensors(
     assert all(len(part.names) == 1 for part in parts) is (part_bytes == 1)
 
 
-def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
+def test_only_indexed_files_are_read(tmp_path: Path) -> None:
     directory = sharded(tmp_path / "model")
     save_file({"w": torch.zeros(9)}, directory / "consolidated.safetensors")
     assert {name for part in opened(directory).parts for name in part.names} == set(TENSORS)
 
 
-def test_the_configuration_travels_with_the_first_part(tmp_path: Path) -> None:
+def test_first_part_carries_the_configuration(tmp_path: Path) -> None:
     directory = sharded(tmp_path / "model")
     (directory / "config.json").write_text('{"model_type": "toy"}')
     assert [part.config for part in opened(directory).parts] == [{"model_type": "toy"}, None]
@@ -162,7 +162,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_half_a_checkpoint_is_refused_by_its_headers(tmp_path: Path, case: str) -> None:
+def test_incomplete_checkpoint_is_refused_by_its_headers(tmp_path: Path, case: str) -> None:
     directory = sharded(tmp_path / "model")
     spoil, message = WRONG[case]
     spoil(directory)
@@ -170,7 +170,7 @@ def test_half_a_checkpoint_is_refused_by_its_headers(tmp_path: Path, case: str) 
         opened(directory)
 
 
-def test_what_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for name, message in (
         ("file", "must be a checkpoint directory, and is a file"),
@@ -195,16 +195,14 @@ def roots(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("path", ["one", "link", "one/inside", "two/../two", "link/missing"])
-def test_a_path_below_a_root_is_taken_whatever_leads_to_it(
-    tmp_path: Path, roots: list[Path], path: str
-) -> None:
+def test_path_below_a_root_is_accepted_through_links(tmp_path: Path, roots: list[Path], path: str) -> None:
     assert confined(f"{tmp_path}/{path}", roots) == Path(os.path.realpath(f"{tmp_path}/{path}"))
 
 
 @pytest.mark.parametrize(
     "path", ["out", "one/../out", "one/outside", "two/../one/outside", "onetwo", "", "one/loop/x", "one/\0"]
 )
-def test_a_path_that_escapes_is_refused_whether_it_exists_or_not(
+def test_path_outside_the_roots_is_refused_whether_it_exists_or_not(
     tmp_path: Path, roots: list[Path], path: str
 ) -> None:
     with pytest.raises(ValueError, match="path: "):
@@ -212,14 +210,14 @@ def test_a_path_that_escapes_is_refused_whether_it_exists_or_not(
 
 
 @pytest.mark.parametrize("path", ["one", "/", "~/x", "/etc", "x" * 5000])
-def test_a_relative_path_and_the_whole_disk_are_refused(roots: list[Path], path: str) -> None:
+def test_relative_path_and_whole_disk_are_refused(roots: list[Path], path: str) -> None:
     with pytest.raises(ValueError, match="below one of"):
         confined(path, roots)
     with pytest.raises(ValueError, match=r"below one of \[\]"):
         confined(path, [])
 
 
-def test_a_file_that_leads_out_of_the_roots_is_refused_and_one_that_stays_is_not(tmp_path: Path) -> None:
+def test_link_to_a_file_outside_the_roots_is_refused(tmp_path: Path) -> None:
     """The hub's cache has links to its blobs."""
     out, root = whole(tmp_path / "out"), tmp_path / "root"
     (root / "blobs").mkdir(parents=True)
@@ -239,7 +237,7 @@ def test_a_file_that_leads_out_of_the_roots_is_refused_and_one_that_stays_is_not
 # -- while it is read ------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_written_meanwhile_is_named(tmp_path: Path) -> None:
+def test_file_that_changes_during_the_read_is_named(tmp_path: Path) -> None:
     checkpoint = opened(whole(tmp_path / "model"))
     assert checkpoint.changed() is None
     file = tmp_path / "model" / "model.safetensors"
@@ -247,14 +245,14 @@ def test_a_file_that_is_written_meanwhile_is_named(tmp_path: Path) -> None:
     assert checkpoint.changed() == f"{file} was changed while it was read"
 
 
-def test_a_file_that_shrinks_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
+def test_file_that_shrinks_raises_and_does_not_crash_the_process(tmp_path: Path) -> None:
     checkpoint = opened(whole(tmp_path / "model"))
     os.truncate(tmp_path / "model" / "model.safetensors", 100)
     with pytest.raises(ValueError, match=r"model\.safetensors: the file ends before byte"):
         stated(checkpoint.parts[0])
 
 
-def test_a_stored_version_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
+def test_stored_version_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     path = write_version(CommittedVersion(version=3, label=None, tensors=TENSORS), store, lambda _: None)
     checkpoint = Checkpoint.open(str(path), [store.directory])
@@ -269,7 +267,7 @@ def test_a_stored_version_is_not_removed_while_it_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_router_reads_without_torch() -> None:
+def test_router_reads_without_torch() -> None:
     """It would take seconds of the interpreter lock, beside requests."""
     code = "import sys, app.http.directory_publisher\nprint('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

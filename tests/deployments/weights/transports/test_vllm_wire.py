@@ -93,8 +93,9 @@ def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> Non
             ("norm.weight", torch.zeros(7, dtype=torch.int64)),
             "'norm.weight' must be of a dtype like float32, got int64",
         ),
+        (1, ("norm.weight", torch.full((7,), torch.nan)), "'norm.weight' holds NaN or infinity"),
     ],
-    ids=["name", "shape", "dtype"],
+    ids=["name", "shape", "dtype", "nan"],
 )
 def test_tensor_that_does_not_fit_is_refused_and_the_trainer_is_free(
     wire: str, fleet: HttpFleet, index: int, tensor: tuple[str, torch.Tensor], message: str
@@ -104,15 +105,6 @@ def test_tensor_that_does_not_fit_is_refused_and_the_trainer_is_free(
     engine = connect(wire, fleet, ListSource(tensors))
     with pytest.raises(Rejected, match=f"^{re.escape(message)}$"):
         within(2 * TIMEOUT_S, engine.send_weights)
-
-
-@pytest.mark.slow
-@every_wire
-def test_nan_is_refused(wire: str, fleet: HttpFleet) -> None:
-    tensors = version(1)
-    dict(tensors)["more.4.weight"][7] = float("nan")
-    with pytest.raises(Rejected, match=r"^'more.4.weight' holds NaN or infinity$"):
-        connect(wire, fleet, ListSource(tensors)).send_weights()
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ class GlooWireGroup:
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         return self._buffers[index % 2][:size_bytes]
 
-    def start_all(self, index: int, parts: Sequence[torch.Tensor]) -> None:
+    def start(self, index: int, parts: Sequence[torch.Tensor], check: Any = None) -> None:
         assert index - 2 not in self._works, "its buffer was not taken yet"
         if self._gloo is None:
             raise TransferFailed("the transfer group was aborted")
@@ -174,7 +174,7 @@ class GlooWireGroup:
             self._gloo.broadcast([part.view(-1).view(torch.uint8)], _from_rank_0()) for part in parts
         ]
 
-    def wait(self, index: int) -> None:
+    def wait(self, index: int, check: Any = None) -> None:
         waited = 0.0
         for work in self._works[index]:
             while not work.is_completed():
