@@ -5,7 +5,7 @@ Ours wins where both have a route. While no replica answers, the last document o
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -34,16 +34,13 @@ class Description:
         asks: whether a route needs a token.
     """
 
-    def __init__(
-        self, router: ASGIApp, asks: Callable[[Access], bool], timeout_s: float = FETCH_TIMEOUT_S
-    ) -> None:
+    def __init__(self, router: ASGIApp, asks: Callable[[Access], bool]) -> None:
         self._router, self._asks = router, asks
-        self._timeout_s = timeout_s
         self._theirs: Document | None = None  # the last document of a replica
 
     async def document(self, app: FastAPI) -> Document:
         ours = own_document(app, self._asks)
-        if (fetched := await fetch(self._router, self._timeout_s)) is not None:
+        if (fetched := await fetch(self._router)) is not None:
             self._theirs = fetched
         if self._theirs is None:
             return {**ours, "info": {**ours["info"], "description": _NO_REPLICA}}
@@ -69,7 +66,7 @@ def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:
 
 
 def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> Document:
-    """Our document, with vLLM's forwarded routes and the schemas that they use."""
+    """Our document, with vLLM's forwarded routes, and its schemas."""
     paths: Document = {
         path: {
             method: _passed(path, operation, asks)
@@ -81,36 +78,9 @@ def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> 
     }
     for path, operations in ours["paths"].items():
         paths[path] = {**paths.get(path, {}), **operations}
-    schemas = theirs.get("components", {}).get("schemas", {})
-    used = {name: schemas[name] for name in _used(paths, schemas)}
-    components = {**ours["components"], "schemas": {**used, **ours["components"]["schemas"]}}
+    schemas = {**theirs.get("components", {}).get("schemas", {}), **ours["components"]["schemas"]}
+    components = {**ours["components"], "schemas": schemas}
     return {**ours, "paths": paths, "components": components}
-
-
-def _used(paths: Document, schemas: Mapping[str, Any]) -> Sequence[str]:
-    """The names of the schemas that paths refer to, directly or not, in the order of `schemas`."""
-    found: set[str] = set()
-    left = list(_references(paths))
-    while left:
-        name = left.pop()
-        if name in schemas and name not in found:
-            found.add(name)
-            left.extend(_references(schemas[name]))
-    return [name for name in schemas if name in found]
-
-
-def _references(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        for each in value:
-            yield from _references(each)
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            if key == "$ref" and isinstance(each, str):
-                yield each.removeprefix(_SCHEMAS)
-            elif key == "mapping" and isinstance(each, dict):  # a discriminator has names alone
-                yield from (str(name).removeprefix(_SCHEMAS) for name in each.values())
-            else:
-                yield from _references(each)
 
 
 def _passed(path: str, operation: Document, asks: Callable[[Access], bool]) -> Document:

@@ -15,10 +15,8 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
 
 from app.command.deploy import read_serve_file
-from app.http.route import GuardedRoute
 from app.settings.config import parse_config
 from app.settings.section import ConfigError
 from app.settings.security import read_tokens
@@ -30,9 +28,6 @@ from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_js
 from deployments.weights.store.versions import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
-from tests.app.http.fake_controller import FakeController
-from tests.app.http.fake_trainer import FakeTrainer
-from tests.app.http.serving import application
 from trainers.trajectory import parse_trajectories
 
 EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "60"))
@@ -54,7 +49,7 @@ def objects_with(*names: str) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=dict.fromkeys(names, JSON))
 
 
-# -- headers, bodies, tokens -----------------------------------------------------------------------
+# -- headers, tokens; `tests/app/http/test_fuzz.py` has bodies --------------------------------------
 
 
 @given(
@@ -65,23 +60,6 @@ def test_headers(headers: dict[str, str]) -> None:
     with suppress(InvalidRequest):
         demand = demand_of(headers, 5.0)
         assert 0 <= demand.min_version <= 10**9 and 0 <= demand.timeout_s <= 10**9
-
-
-OURS = application(FakeController(), trainer=FakeTrainer())
-TAKE_BODIES = [each for each in OURS.routes if isinstance(each, GuardedRoute) and each.body_field is not None]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("route", TAKE_BODIES, ids=lambda route: route.path)
-@given(data=st.data())
-@fuzzed
-def test_bodies(route: GuardedRoute, data: st.DataObject) -> None:
-    value = data.draw(objects_with(*route.body_fields) | JSON)
-    client = TestClient(OURS)
-    for content in (json.dumps(value).encode(), data.draw(st.binary(max_size=40))):
-        # It is answered in JSON, whatever the text that it quotes.
-        answer = client.post(route.path, content=content)
-        assert answer.status_code == 200 or answer.json()["error"]["message"]
 
 
 @given(st.text())

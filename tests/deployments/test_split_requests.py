@@ -82,15 +82,6 @@ async def test_the_version_is_the_oldest_and_each_choice_keeps_its_own() -> None
         assert versions[-1] == 7
 
 
-async def test_the_busier_replica_gets_less_and_a_small_list_goes_to_one() -> None:
-    async with service("a", "b", **ROOM) as (fleet, _, client):
-        fleet.loads = {"a": 4}
-        await client.post("/v1/completions", json={"prompt": PROMPTS * 2})
-        assert {name: len(lists[0]) for name, lists in asked_of(fleet).items()} == {"a": 6, "b": 10}
-        await client.post("/v1/completions", json={"prompt": PROMPTS[:7]})
-        assert sorted(len(lists) for lists in asked_of(fleet).values()) == [1, 2]
-
-
 async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         asked = {"prompt": ["slow", *PROMPTS[:6], "slow"], "n": 2}
@@ -104,13 +95,6 @@ async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> No
             engine.completions.lives.set()
         assert (await posted).status_code == 200
         await until(lambda: [front.load for front in fleet.fronts.values()] == [{}, {}])
-
-
-async def test_a_session_stays_on_its_replica() -> None:
-    async with service("a", "b", **ROOM) as (fleet, _, client):
-        for _ in range(3):
-            await client.post("/v1/completions", json={"prompt": PROMPTS}, headers={"x-session-id": "s"})
-        assert sorted(len(lists) for lists in asked_of(fleet).values()) == [0, 3]
 
 
 async def test_every_part_has_the_demands_and_the_name_of_the_request() -> None:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from app.http import auth
 from app.http.auth import Access, Forbidden, Guard, Tokens, TokenSource, Unauthorized
 from deployments.host.logs import serve_logger
+from deployments.protocol.passed_routes import PASSED
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import client, tokens
 
@@ -95,6 +96,13 @@ async def test_operators_routes_are_not_for_users(route: tuple[str, str]) -> Non
 async def test_users_need_no_token_where_none_is_configured(route: tuple[str, str]) -> None:
     assert await status(route, {}, user=None) == 200
     assert await status(("POST", "/pause"), {}, user=None) == 401
+
+
+async def test_every_forwarded_route_needs_a_token() -> None:
+    for path, methods in PASSED.items():
+        for method in methods:
+            route = method, path.replace("{response_id}", "resp_1")
+            assert (await status(route, {}), await status(route, bearer(OPERATOR))) == (401, 200)
 
 
 async def test_without_tokens_everything_is_open() -> None:

@@ -36,11 +36,9 @@ VLLM: dict[str, Any] = {
             "get": {"summary": "not passed"},
         },
         "/health": {"get": {"summary": "vLLM's own"}, "head": {"summary": "vLLM's own"}},
-        "/collective_rpc": {
-            "post": {"summary": "Collective Rpc", "x": {"$ref": "#/components/schemas/OfRefused"}}
-        },
+        "/collective_rpc": {"post": {"summary": "Collective Rpc"}},
     },
-    "components": {"schemas": {"Message": MESSAGE, "Part": {"type": "string"}, "OfRefused": {}}},
+    "components": {"schemas": {"Message": MESSAGE, "Part": {"type": "string"}}},
 }
 
 
@@ -76,7 +74,7 @@ async def test_our_routes_are_added_to_vllms() -> None:
     )
     schemas = made["components"]["schemas"]
     assert schemas["Message"] == MESSAGE
-    assert schemas["Part"] and "OfRefused" not in schemas
+    assert schemas["Part"] == {"type": "string"}
     assert schemas["SlipstreamMessage"]["required"] == ["message"]
 
 
@@ -126,8 +124,6 @@ def test_the_document_of_vllms_own_server_is_merged_whole() -> None:
         assert all(operation["responses"] for operation in operations.values())
     names = {reference.removeprefix("#/components/schemas/") for reference in references(made)}
     assert names == names & made["components"]["schemas"].keys() and "GenerateRequest" in names
-    unused = made["components"]["schemas"].keys() - names
-    assert all(name.startswith("Slipstream") for name in unused), "no schemas of routes that do not pass"
     operations = [
         operation["operationId"]
         for each in made["paths"].values()
