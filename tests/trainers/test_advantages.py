@@ -16,22 +16,19 @@ from trainers.advantages import (
 REWARDS = st.lists(st.floats(min_value=-100, max_value=100), min_size=2, max_size=16)
 
 
-def test_grpo_divides_by_the_unbiased_deviation() -> None:
-    advantages = group_advantages([0.0, 0.0, 1.0, 1.0])
-    deviation = math.sqrt(4 * 0.25 / 3)
-    assert advantages == pytest.approx(
-        [-0.5 / deviation, -0.5 / deviation, 0.5 / deviation, 0.5 / deviation], rel=1e-5
-    )
+DEVIATION = math.sqrt(14 / 2)  # unbiased
 
 
-def test_dr_grpo_only_centres() -> None:
-    assert group_advantages([1.0, 2.0, 6.0], AdvantageEstimator.DR_GRPO) == pytest.approx([-2.0, -1.0, 3.0])
-
-
-def test_rloo_compares_with_the_others() -> None:
-    assert group_advantages([1.0, 2.0, 6.0], AdvantageEstimator.RLOO) == pytest.approx(
-        [1 - 4, 2 - 3.5, 6 - 1.5]
-    )
+@pytest.mark.parametrize(
+    ("estimator", "advantages"),
+    [
+        (AdvantageEstimator.GRPO, [-2 / DEVIATION, -1 / DEVIATION, 3 / DEVIATION]),
+        (AdvantageEstimator.DR_GRPO, [-2.0, -1.0, 3.0]),
+        (AdvantageEstimator.RLOO, [1 - 4, 2 - 3.5, 6 - 1.5]),
+    ],
+)
+def test_each_estimator_has_its_formula(estimator: AdvantageEstimator, advantages: list[float]) -> None:
+    assert group_advantages([1.0, 2.0, 6.0], estimator) == pytest.approx(advantages, rel=1e-5)
 
 
 @settings(deadline=None)  # other processes share the cores

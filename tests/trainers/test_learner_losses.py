@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainers import tiny
-from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
+from tests.trainers.learning import ANSWERS, PROMPT, on_policy, with_changes
 from trainers.learner import Learner
 from trainers.settings import DEFAULTS, LossConfig
 from trainers.trained_policy import TrainedPolicy
@@ -43,15 +43,3 @@ def test_sfts_loss_is_transformers_own(tmp_path: Path) -> None:
     metrics = Learner(policy, with_changes(loss=LossConfig(name="sft"))).step(batch)
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-4)
-
-
-def test_a_users_loss_trains(tmp_path: Path) -> None:
-    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
-    batch = on_policy(policy, ANSWERS)
-    own = LossConfig(name="tests.trainers.own_losses:plain")
-    Learner(policy, with_changes(loss=own)).step(batch)
-    Learner(other, CONFIG).step(batch)
-    for left, right in zip(state(policy), state(other), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
-    with pytest.raises(ValueError, match="cannot be imported"):
-        Learner(policy, with_changes(loss=LossConfig(name="no.such:loss")))

@@ -207,19 +207,6 @@ def test_a_checkpoint_of_another_model_is_not_restored(tmp_path: Path) -> None:
     assert "expected" in problem and other.step(BATCH)["step"] == 2
 
 
-def test_a_checkpoint_of_another_optimizer_is_not_restored(tmp_path: Path) -> None:
-    learner = Learner(tiny.policy(tmp_path / "a"), CONFIG)
-    learner.step(BATCH)
-    for parameter in learner.policy.parameters():  # as of SGD
-        learner.optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
-    kept = checkpoints(tmp_path)
-    save(learner, kept)
-    other = Learner(tiny.policy(tmp_path / "b"), CONFIG)
-    problem = resumed_from(kept, other, 1)
-    assert problem is not None and "momentum_buffer of 'lm_head.weight': expected nothing, got" in problem
-    assert other.step(BATCH)["step"] == 2
-
-
 def test_an_error_of_the_copy_is_an_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -179,13 +179,6 @@ def test_a_model_of_the_hub_is_trained_from_where_it_was_downloaded_to(
     assert again.save(str(tmp_path / "saved")).step == 1, "it goes on from the store"
 
 
-def test_a_model_that_cannot_be_downloaded_is_named(
-    spec: TrainerSpec, hub: FakeHub, controller: ControllerInProcess
-) -> None:
-    with pytest.raises(ValueError, match="a Hugging Face id that can be downloaded, got 'org/tiny'"):
-        started(replace(spec, model="org/tiny"), controller)
-
-
 def with_version(version: int) -> list[Any]:
     return [
         each | {"weight_versions": [{"version": version, "start": 0, "end": len(each["token_ids"])}]}
