@@ -5,16 +5,20 @@ and the new version share one pause.
 """
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
 
 from fastapi import FastAPI
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import kill_process_tree
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.host.logs import kept_log_file, serve_logger
@@ -32,11 +36,11 @@ from deployments.protocol.engine_state import (
     is_paused,
 )
 from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_of_round
-from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.replica.adapters.engine_adapters import EngineAdapters, Uses
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING
-from deployments.replica.recording_llm import RecordingLLM, new_llm
 from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
 from deployments.replica.server_info import fleet_fingerprint
+from deployments.replica.spans import RECORDER, SpanRecorder
 
 DRAIN_POLL_S = 0.05
 COUNT_S = 10.0  # the engine core answers between two steps
@@ -103,6 +107,54 @@ class EngineDrain:
             self._running = None
 
 
+# vLLM's beam search makes an engine request per beam and step, with such an id. Which of them end up in a
+# choice is unknown: the choice has no spans, and the response has the newest version.
+_BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
+
+
+class RecordingLLM(AsyncLLM):
+    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens."""
+
+    adapter_uses: Uses | None = None  # counts requests per adapter
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        recorder = RECORDER.get()
+        stream = super().generate(prompt, sampling_params, request_id, **options)
+        adapter = options.get("lora_request")
+        if adapter is not None and self.adapter_uses is not None:
+            stream = self._using(stream, self.adapter_uses.using(adapter.lora_int_id))
+        if recorder is None:
+            return stream
+        first_choice = None if _BEAM.search(request_id) else recorder.open_call(sampling_params.n)
+        return self._recorded(stream, recorder, first_choice)
+
+    async def _using(
+        self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Count the adapter as used: generation may outlast the HTTP request."""
+        with use:
+            async for output in stream:
+                yield output
+
+    async def _recorded(
+        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        async for output in stream:
+            for completion in output.outputs:
+                if completion.weight_versions is not None:
+                    spans = [
+                        {"version": int(span.version), "start": span.start, "end": span.end}
+                        for span in completion.weight_versions
+                    ]
+                    if first_choice is None:
+                        recorder.saw(spans)
+                    else:
+                        recorder.record(first_choice + completion.index, spans)
+            yield output
+
+
 FIRST_CALL_S = 60.0  # deadline of calls that only read or set a value, once the engine is up
 EXIT_S = 4.0  # for the engine's processes; vLLM then kills them
 STOP_S = 8.0  # then we kill them
@@ -131,7 +183,13 @@ class ReplicaEngine:
         engine_args = FleetEngineArgs.from_cli_args(args)
         with kept_log_file():
             config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-            llm = new_llm(config, engine_args)
+            llm = RecordingLLM.from_vllm_config(
+                vllm_config=config,
+                usage_context=UsageContext.OPENAI_API_SERVER,
+                enable_log_requests=engine_args.enable_log_requests,
+                disable_log_stats=engine_args.disable_log_stats,
+            )
+            assert isinstance(llm, RecordingLLM)
         args.fingerprint_mode, args.fingerprint_value = "custom", fleet_fingerprint(config, args)
         tasks = await asyncio.wait_for(llm.get_supported_tasks(), FIRST_CALL_S)
         app = build_app(args, tasks, llm.model_config)

@@ -36,52 +36,7 @@ from deployments.weights.staging.worker_reports import (
     to_wire,
 )
 
-# The progress of a replica's workers, read without a call to them.
-#
-# A call to the workers goes through the engine's loop and waits for the running step, and the next step waits
-# for the answer. So each worker's staging thread writes its state to a page of shared memory, which is polled
-# here.
-
-POLL_S = 0.001
-
-
-class StagingProgress:
-    """The states of all workers of an engine."""
-
-    def __init__(self, engine: ReplicaEngine, page: ProgressPage) -> None:
-        self._engine = engine
-        self._page = page
-
-    @classmethod
-    async def open(cls, engine: ReplicaEngine) -> "StagingProgress | None":
-        """None if a worker is on another host: it has to be called.
-
-        Raises:
-            OSError: there is no room in shared memory.
-        """
-        name, page = ProgressPage.create(engine.world_size)
-        try:
-            shared = await engine.workers("staging_report_to", page=name)
-        finally:
-            remove_segment(name)  # the mappings stay
-        return cls(engine, page) if all(shared) else None
-
-    def states(self) -> list[StagingState] | None:
-        """The last states, by worker; None if one has written none in this update."""
-        states = [self._page.read(index) for index in range(len(self._page))]
-        written = [state for state in states if state is not None]
-        return written if len(written) == len(states) else None
-
-    async def until(self, payloads: int) -> list[StagingState] | None:
-        """Wait until every worker has finished so many payloads of its update; None if the engine is dead."""
-        while not self._engine.dead:
-            states = self.states()
-            if states is not None and all(state.payloads_done >= payloads for state in states):
-                return states
-            await asyncio.sleep(POLL_S)
-        return None
-
-
+PAGE_POLL_S = 0.001
 STAGING_POLL_S = 0.005
 STORE_POLL_S = 0.5
 STORE_CALL_S = 30.0
@@ -97,7 +52,7 @@ class StagedMember(EngineMember):
         self._receiving: int | None = None  # the round whose payloads the workers stage
         self._payloads = 0
         self._retaining: int | None = None  # the version that this update is retained as
-        self._progress: StagingProgress | None = None
+        self._page: ProgressPage | None = None  # None: a worker is on another host, or none has connected
         self._watching: asyncio.Task[None] | None = None
 
     async def interrupt(self) -> None:
@@ -113,7 +68,16 @@ class StagedMember(EngineMember):
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         states = await self._ask_until(lambda state: state.done, "staging_connected", ConnectState)
         raise_failure(states)
-        self._progress = await StagingProgress.open(self._engine)
+        await self._open_page()
+
+    async def _open_page(self) -> None:
+        """Workers write their progress to shared memory: a call to them delays a decoding step."""
+        name, page = ProgressPage.create(self._engine.world_size)
+        try:
+            shared = await self._engine.workers("staging_report_to", page=name)
+        finally:
+            remove_segment(name)  # the mappings stay
+        self._page = page if all(shared) else None
 
     async def receive(self, body: Receive) -> None:
         begins = self._receiving != body.round_id
@@ -126,8 +90,8 @@ class StagedMember(EngineMember):
         # One call also begins the update: each call to the workers delays a decoding step.
         options = {"share": share, "begins": begins, "retain_version": self._retaining}
         if isinstance(body.payload, FilePart):
-            if self._progress is None and begins:  # nobody has connected yet
-                self._progress = await StagingProgress.open(self._engine)
+            if self._page is None and begins:  # no publisher has connected yet
+                await self._open_page()
             await self._engine.workers("staging_read", part=to_wire(body.payload), **options)
         else:
             await self._engine.workers("staging_receive", payload=body.payload, **options)
@@ -143,12 +107,23 @@ class StagedMember(EngineMember):
         reader.arrived(body.load_id)
 
     async def _until_received(self, payloads: int) -> None:
-        states = await self._progress.until(payloads) if self._progress is not None else None
-        if states is None:
-            states = await self._ask_until(
-                lambda state: state.payloads_done >= payloads, "staging_progress", StagingState
-            )
-        raise_failure(states)
+        def received(state: StagingState) -> bool:
+            return state.payloads_done >= payloads
+
+        while self._page is not None and not self._engine.dead:
+            states = self._written()
+            if states is not None and all(map(received, states)):
+                return raise_failure(states)
+            await asyncio.sleep(PAGE_POLL_S)
+        raise_failure(await self._ask_until(received, "staging_progress", StagingState))
+
+    def _written(self) -> list[StagingState] | None:
+        """The workers' states on the page; None if one has written none in this update."""
+        if self._page is None:
+            return None
+        states = [self._page.read(index) for index in range(len(self._page))]
+        written = [state for state in states if state is not None]
+        return written if len(written) == len(states) else None
 
     async def verify(self, body: Verify) -> Staged:
         """Check that the staged version is complete.
@@ -159,7 +134,7 @@ class StagedMember(EngineMember):
         """
         if self._receiving != body.round_id:
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
-        states = self._progress.states() if self._progress is not None else None
+        states = self._written()
         if states is None or not all(state.digest for state in states):
             answers = await self._engine.workers("staging_verify")
             states = [from_wire(StagingState, answer) for answer in answers]

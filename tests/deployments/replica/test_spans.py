@@ -14,7 +14,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
 from vllm.utils import random_uuid
 
 from deployments.protocol.routing import Part
-from deployments.replica.recording_llm import _BEAM
+from deployments.replica.replica_engine import _BEAM
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json, name_tokens
 
 SPANS = [{"version": 3, "start": 0, "end": 5}, {"version": 4, "start": 5, "end": 9}]

@@ -22,8 +22,8 @@ from deployments.protocol.poll import (
     Swapped,
     Verify,
 )
-from deployments.replica.staged_member import StagedMember, StagingProgress
-from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState, from_wire
+from deployments.replica.staged_member import StagedMember
+from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, from_wire
 from tests.deployments.replica.fake_workers import CHECKS, DONE, Workers
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
@@ -200,64 +200,51 @@ async def test_a_commit_without_its_staging_fails(member: StagedMember) -> None:
         await member.execute(COMMIT)
 
 
-class FakeEngine:
-    """Two workers; `far` of them are on another host."""
+class PagedWorkers(Workers):
+    """Workers that share a progress page with the member; the test writes to it."""
 
-    world_size = 2
+    second_is_far = False
 
-    def __init__(self, far: int = 0) -> None:
-        self.dead = False
-        self._far = far
-        self.pages: list[ProgressPage] = []
-
-    async def workers(self, method: str, page: str) -> list[Any]:
-        assert method == "staging_report_to"
-        self.name = page
-        self.pages = [ProgressPage.open(page) for _ in range(2 - self._far)]
-        return [True] * (2 - self._far) + [False] * self._far
+    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        if method != "staging_report_to":
+            return await super().workers(method, **arguments)
+        self.name = arguments["page"]
+        self.page = ProgressPage.open(self.name)
+        return [True, not self.second_is_far]
 
 
-def state(payloads_done: int, message: str = "") -> StagingState:
-    return StagingState(
-        payloads_done=payloads_done,
-        size_bytes=8,
-        stage_s=0.5,
-        verify_s=0.25,
-        outcome=Outcome.DONE,
-        message=message,
-    )
+async def receiving(engine: PagedWorkers) -> asyncio.Task[Any]:
+    member = StagedMember(engine)  # type: ignore[arg-type]
+    await member.execute(Connect(init_info={}))
+    assert not (DIRECTORY / engine.name).exists(), "mapped by all that need it"
+    return asyncio.create_task(member.execute(receive()))
 
 
-async def opened(engine: FakeEngine) -> StagingProgress:
-    progress = await StagingProgress.open(engine)  # type: ignore[arg-type]
-    assert progress is not None
-    return progress
+async def test_receive_ends_when_the_last_worker_has_written_its_progress() -> None:
+    engine = PagedWorkers()
+    task = await receiving(engine)
+    engine.page.write(0, replace(DONE, payloads_done=1))
+    await asyncio.sleep(0.01)  # longer than the poll interval
+    assert not task.done(), "one worker has written nothing"
+    engine.page.write(1, DONE)
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    engine.page.write(1, replace(DONE, payloads_done=1, outcome=Outcome.REJECTED, message="wrong"))
+    with pytest.raises(PayloadRejected, match="wrong"):
+        await asyncio.wait_for(task, 5)
+    assert engine.named("staging_progress") == []
 
 
-async def test_it_waits_for_the_last_worker() -> None:
-    engine = FakeEngine()
-    progress = await opened(engine)
-    engine.pages[0].write(0, state(1))
-    assert progress.states() is None, "one worker has written nothing"
-    waiting = asyncio.create_task(progress.until(1))
-    engine.pages[1].write(1, state(0))
-    await asyncio.sleep(0.01)  # longer than it polls
-    assert not waiting.done()
-    engine.pages[1].write(1, state(1, "wrong"))
-    assert await asyncio.wait_for(waiting, 5) == [state(1), state(1, "wrong")] == progress.states()
-    engine.pages[1].write(1, None)  # another update
-    assert progress.states() is None
-
-
-async def test_a_dead_engine_ends_the_wait() -> None:
-    engine = FakeEngine()
-    progress = await opened(engine)
-    waiting = asyncio.create_task(progress.until(1))
+async def test_dead_engine_ends_the_wait_for_progress() -> None:
+    engine = PagedWorkers()
+    task = await receiving(engine)
     engine.dead = True
-    assert await asyncio.wait_for(waiting, 5) is None
+    await asyncio.wait_for(task, 5)
+    assert engine.named("staging_progress"), "a call, which raises with the real engine"
 
 
-async def test_workers_of_another_host_have_to_be_called() -> None:
-    engine = FakeEngine(far=1)
-    assert await StagingProgress.open(engine) is None  # type: ignore[arg-type]
-    assert not (DIRECTORY / engine.name).exists()
+async def test_workers_on_another_host_are_called() -> None:
+    engine = PagedWorkers()
+    engine.second_is_far = True
+    await asyncio.wait_for(await receiving(engine), 5)
+    assert engine.named("staging_progress")
