@@ -100,12 +100,12 @@ class ReplicaFront:
     ) -> None:
         self._app = app
         self._require_passed = require_passed
-        self._replica_id = replica_id
+        self.replica_id = replica_id
         self._admit = admit
         self._refusal = refusal
         self._version = version
         self.key = secrets.token_hex(16)
-        self._stopped = self._in_order = False
+        self._stopped = self.in_order = False
         self._running: dict[asyncio.Task[Any], _Response | None] = {}  # None: not admitted yet
         self._load: Counter[str] = Counter()
 
@@ -124,7 +124,7 @@ class ReplicaFront:
         Args:
             in_order: a graceful shutdown; else the replica failed, possibly because of one of its requests.
         """
-        self._stopped, self._in_order = True, in_order
+        self._stopped, self.in_order = True, in_order
         for task, answer in self._running.items():
             if answer is None or not answer.begun:
                 task.cancel()
@@ -150,7 +150,7 @@ class ReplicaFront:
             else:
                 await self._admit(demand)
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
-            answer = _Response(send, recorder, self._replica_id, self._refused, part, lambda: self._in_order)
+            answer = _Response(self, send, recorder, part)
             self._running[task] = answer
             await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
@@ -160,18 +160,18 @@ class ReplicaFront:
         except asyncio.CancelledError:
             if not self._stopped or (answer is not None and answer.begun):
                 raise
-            stopped = ReplicaUnavailable(f"replica {self._replica_id}: shutting down")
-            await _send_error(send, self._refused() or stopped, self._refusal_of(answer))
+            stopped = ReplicaUnavailable(f"replica {self.replica_id}: shutting down")
+            await _send_error(send, self.refused() or stopped, self._refusal_of(answer))
         finally:
             del self._running[task]
             self._load[router] -= load
 
     def _refusal_of(self, answer: "_Response | None") -> bytes:
-        return NOT_BEGUN if answer is None or self._in_order else LOST
+        return NOT_BEGUN if answer is None or self.in_order else LOST
 
-    def _refused(self) -> ReplicaUnavailable | None:
+    def refused(self) -> ReplicaUnavailable | None:
         reason = self._refusal()
-        return None if reason is None else ReplicaUnavailable(f"replica {self._replica_id}: {reason}")
+        return None if reason is None else ReplicaUnavailable(f"replica {self.replica_id}: {reason}")
 
 
 class _EngineLost(Exception):
@@ -181,22 +181,12 @@ class _EngineLost(Exception):
 class _Response:
     """One response: adds versions; becomes a refusal if the engine failed before its first byte."""
 
-    def __init__(
-        self,
-        send: Send,
-        recorder: SpanRecorder,
-        replica_id: str,
-        refused: Callable[[], ReplicaUnavailable | None],
-        part: Part | None,
-        in_order: Callable[[], bool],
-    ) -> None:
+    def __init__(self, front: ReplicaFront, send: Send, recorder: SpanRecorder, part: Part | None) -> None:
+        self._front = front
         self._send = send
         self._recorder = recorder
         self._part = part
         self._annotate = StreamAnnotator(recorder, part)
-        self._replica_id = replica_id
-        self._refused = refused
-        self._in_order = in_order
         self._start: Message | None = None  # held back until the first piece of the body
         self.begun = False  # bytes were sent
         self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages
@@ -211,8 +201,8 @@ class _Response:
             if self.begun:
                 await self._cut_off(error)
                 return
-            refusal = ReplicaUnavailable(f"replica {self._replica_id} failed: {error}")
-            raise self._replacement or self._refused() or refusal from error
+            refusal = ReplicaUnavailable(f"replica {self._front.replica_id} failed: {error}")
+            raise self._replacement or self._front.refused() or refusal from error
         finally:
             self._recorder.end()
         if self._replacement is not None:
@@ -221,7 +211,7 @@ class _Response:
     async def _cut_off(self, error: Exception) -> None:
         """End a stream with an error event in a graceful shutdown. Otherwise raise: the connection is closed,
         and the router reports it to the client."""
-        refused = self._refused() if self._is_stream and self._in_order() else None
+        refused = self._front.refused() if self._is_stream and self._front.in_order else None
         if refused is None:
             raise error
         name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
@@ -231,7 +221,7 @@ class _Response:
     async def _on_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             if message["status"] >= 500:  # vLLM's response when its engine is dead
-                self._replacement = self._refused()
+                self._replacement = self._front.refused()
             self._start = message
             content_type = _content_type(message["headers"])
             self._is_json = content_type.startswith(b"application/json")
@@ -248,7 +238,7 @@ class _Response:
             piece = annotate_json(bytes(self._body), self._recorder, self._start["status"], self._part)
         elif self._is_stream:
             if piece.startswith(ERROR_EVENTS):
-                refused = self._refused()
+                refused = self._front.refused()
                 if refused is not None and self.begun:
                     raise _EngineLost(refused.message)
                 self._replacement = refused
@@ -269,7 +259,7 @@ class _Response:
         ]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
-        headers.append((b"x-slipstream-replica", self._replica_id.encode()))
+        headers.append((b"x-slipstream-replica", self._front.replica_id.encode()))
         headers.append((b"x-weight-version", str(self._recorder.version).encode()))
         await self._send({"type": "http.response.start", "status": self._start["status"], "headers": headers})
 
