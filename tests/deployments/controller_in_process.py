@@ -15,11 +15,12 @@ from ray.exceptions import ActorDiedError
 
 from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.adapters import ReceiveAdapter
-from deployments.protocol.poll import Body, Outcome, Receive, Verify
+from deployments.protocol.errors import TransferFailed
+from deployments.protocol.poll import Body, Receive, Verify
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from tests.deployments.controller.fleet import Fleet
-from tests.deployments.ledger.fake_replica import Failure, FakeReplica
+from tests.deployments.ledger.fake_replica import FakeReplica
 
 LEASE_S = 60.0
 CONTROLLER_THREAD = "controller"
@@ -44,8 +45,8 @@ class ReadingReplica(FakeReplica):
         self.files_received: dict[str, dict[str, bytes]] = {}  # of adapters: by load, by name
         self._round_received = 0
 
-    def _carry_out(self, body: Body) -> Any:
-        value = super()._carry_out(body)
+    def carry_out(self, body: Body) -> Any:
+        value = super().carry_out(body)
         match body:
             case Receive(payload={"segment": _} as payload):
                 if self._round_received != body.round_id:
@@ -71,7 +72,7 @@ def _read(payload: dict[str, Any]) -> dict[str, Any]:
     try:
         block = open_segment(payload["segment"], chunk.size_bytes)
     except (OSError, ValueError) as error:
-        raise Failure(Outcome.TRANSFER_FAILED, str(error)) from error
+        raise TransferFailed(str(error)) from error
     return {
         each.name: block[each.offset : each.offset + each.size_bytes]
         .clone()

@@ -6,10 +6,6 @@ from dataclasses import dataclass, field
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 
 
-class NotHeld(Exception):
-    """Requests were to name what the engine cannot use."""
-
-
 @dataclass(slots=True)
 class FakeAdapters:
     """What `deployments.replica.adapters` does, with nothing to load."""
@@ -35,7 +31,7 @@ class FakeAdapters:
     def set(self, live: list[Adapter]) -> None:
         missing = [each.full_name for each in live if each.adapter_id not in self.held]
         if missing:
-            raise NotHeld(f"{missing} are not loaded")
+            raise RuntimeError(f"{missing} are not loaded")
         self.doomed |= set(self.live) - {each.adapter_id for each in live}
         self.live = {each.adapter_id: each for each in live}
         self._remove()

@@ -5,14 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from random import Random
 
 import torch
 from fastapi import FastAPI
 from pydantic import JsonValue
 
-from deployments.protocol.engine_state import asleep, is_paused
 from deployments.protocol.poll import Body, Directive, Instruction, Outcome, Report
 from deployments.replica.follower import Follower
 from deployments.replica.member import EngineMember
@@ -22,8 +19,6 @@ from deployments.replica.staged_member import StagedMember
 from deployments.weights.wire.chunk_layout import describe
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm
-from tests.simulation.engine import SimMember
-from tests.simulation.work import Work
 
 FIRST_VERSION = 3
 LIMIT_S = 10.0
@@ -113,7 +108,7 @@ class Subject(ABC):
 class Following(Subject):
     """A member behind the real follower."""
 
-    def __init__(self, member: EngineMember | SimMember) -> None:
+    def __init__(self, member: EngineMember) -> None:
         self._member = member
         self._directives: asyncio.Queue[Directive] = asyncio.Queue()
         self._reports: asyncio.Queue[Report] = asyncio.Queue()
@@ -167,28 +162,6 @@ class OverEngine(Following):
         return self._llm.begins
 
 
-class AtOnce(Work):
-    async def do(self, usually_s: float) -> None:
-        await asyncio.sleep(0)
-
-
-class Simulated(Following):
-    def __init__(self) -> None:
-        self._simulated = SimMember(
-            FIRST_VERSION,
-            "first",
-            AtOnce(rng=Random(0)),
-            lambda version, weights: None,
-            lambda version, weights: f"/store/v{version}",
-            lambda path, version: Path(path).name,
-        )
-        super().__init__(self._simulated)
-
-    @property
-    def begins(self) -> bool:
-        return self._simulated.generates
-
-
 class Fake(Subject):
     def __init__(self, *, in_place: bool) -> None:
         self._replica = FakeReplica(
@@ -216,5 +189,4 @@ class Fake(Subject):
 
     @property
     def begins(self) -> bool:
-        it = self._replica
-        return not (it.drains or it.held or is_paused(it.condition) or asleep(it.condition))
+        return self._replica.begins

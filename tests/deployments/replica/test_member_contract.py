@@ -1,10 +1,10 @@
-"""The members, the ledger's FakeReplica and the simulation's SimMember do the same with the same directives.
+"""`FakeReplica`, over the engine that the simulation uses too, does what the real members do.
 
-Each case says what the real member answers. After each instruction everything that can be seen of the fakes
-is what is seen of the real member; random sequences look for what no case has thought of.
+Each case says what the real member answers. After each instruction everything that can be seen of the fake is
+what is seen of the real member; random sequences look for what no case has thought of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -38,20 +38,13 @@ from tests.deployments.replica.member_contract import (
     Fake,
     OverEngine,
     Seen,
-    Simulated,
     Subject,
     payload,
 )
 
 STORED_VERSION = 9
-Make = Callable[[], Subject]
-STAGED: dict[str, Make] = {"ledger": lambda: Fake(in_place=False), "simulation": Simulated}
-IN_PLACE: dict[str, Make] = {"ledger": lambda: Fake(in_place=True)}
-PAIRS = [
-    pytest.param(in_place, make, id=f"{'in_place' if in_place else 'staged'}-{name}")
-    for in_place, fakes in ((False, STAGED), (True, IN_PLACE))
-    for name, make in fakes.items()
-]
+Kind = type[Fake] | type[OverEngine]
+BOTH = pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
 ANSWERS = {
     Outcome.DONE: "d",
     Outcome.REJECTED: "r",
@@ -186,7 +179,7 @@ def answers(seen: Sequence[Seen]) -> str:
     return "".join(ANSWERS[outcome] for each in seen for outcome in each.outcomes)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
+@BOTH
 @pytest.mark.parametrize("case", CASES)
 async def test_what_the_real_member_answers(case: str, in_place: bool, stored: str) -> None:
     bodies, *expected = CASES[case]
@@ -195,18 +188,16 @@ async def test_what_the_real_member_answers(case: str, in_place: bool, stored: s
     assert answers(seen) == expected[in_place]
 
 
-@pytest.mark.parametrize(("in_place", "make"), PAIRS)
+@BOTH
 @pytest.mark.parametrize("case", CASES)
-async def test_a_fake_answers_the_same(case: str, in_place: bool, make: Make, stored: str) -> None:
+async def test_a_fake_answers_the_same(case: str, in_place: bool, stored: str) -> None:
     told = [at(stored, body) for body in CASES[case][0]]
-    assert await seen_of(make(), told) == await seen_of(OverEngine(in_place=in_place), told)
+    assert await seen_of(Fake(in_place=in_place), told) == await seen_of(OverEngine(in_place=in_place), told)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("in_place", "make"), PAIRS)
-async def test_no_random_sequence_tells_a_fake_from_the_real_member(
-    in_place: bool, make: Make, stored: str
-) -> None:
+@BOTH
+async def test_no_random_sequence_tells_a_fake_from_the_real_member(in_place: bool, stored: str) -> None:
     bodies = [
         R1,
         R1,
@@ -236,19 +227,13 @@ async def test_no_random_sequence_tells_a_fake_from_the_real_member(
             each for i, each in enumerate(drawn) if not isinstance(each, Receive) or each not in drawn[:i]
         ]
         expected = await seen_of(OverEngine(in_place=in_place), told)
-        assert await seen_of(make(), told) == expected, [each.name for each in told]
+        assert await seen_of(Fake(in_place=in_place), told) == expected, [each.name for each in told]
 
 
-EVERYONE = [
-    *PAIRS,
-    pytest.param(False, lambda: OverEngine(in_place=False), id="staged-real"),
-    pytest.param(True, lambda: OverEngine(in_place=True), id="in_place-real"),
-]
-
-
-@pytest.mark.parametrize(("in_place", "make"), EVERYONE)
-async def test_a_fence_is_for_good(in_place: bool, make: Make) -> None:
-    subject = make()
+@BOTH
+@pytest.mark.parametrize("kind", [Fake, OverEngine])
+async def test_a_fence_is_for_good(kind: Kind, in_place: bool) -> None:
+    subject = kind(in_place=in_place)
     await subject.start()
     try:
         assert (await subject.tell(R1, first_seq=0)).admitted
@@ -261,11 +246,10 @@ async def test_a_fence_is_for_good(in_place: bool, make: Make) -> None:
         await subject.end()
 
 
-@pytest.mark.parametrize(("in_place", "make"), EVERYONE)
-async def test_a_replica_whose_weights_are_uncertain_is_admitted_by_nobody(
-    in_place: bool, make: Make
-) -> None:
-    subject = make()
+@BOTH
+@pytest.mark.parametrize("kind", [Fake, OverEngine])
+async def test_a_replica_with_uncertain_weights_is_not_admitted(kind: Kind, in_place: bool) -> None:
+    subject = kind(in_place=in_place)
     await subject.start()
     try:
         failed = await subject.tell(C1, first_seq=0)
@@ -275,9 +259,10 @@ async def test_a_replica_whose_weights_are_uncertain_is_admitted_by_nobody(
         await subject.end()
 
 
-@pytest.mark.parametrize(("in_place", "make"), EVERYONE)
-async def test_admission_is_the_controllers(in_place: bool, make: Make) -> None:
-    subject = make()
+@BOTH
+@pytest.mark.parametrize("kind", [Fake, OverEngine])
+async def test_admission_is_the_controllers(kind: Kind, in_place: bool) -> None:
+    subject = kind(in_place=in_place)
     await subject.start()
     try:
         assert not (await subject.tell(first_seq=0, admitted=False)).admitted
