@@ -21,8 +21,14 @@ from deployments.weights.staging import device, nan_poison
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
 from deployments.weights.staging.host import HostStaging, reload_refusal, replacing_all
-from deployments.weights.staging.model_state.observation import changed, observe, same
-from deployments.weights.staging.model_state.reachable import path_name
+from deployments.weights.staging.model_state.observation import (
+    Content,
+    Observation,
+    changed,
+    observe,
+    same,
+)
+from deployments.weights.staging.model_state.reachable import AccessPath, path_name
 from deployments.weights.wire.chunk_layout import describe, layout, pack, packed_chunk
 from tests.deployments.weights.staging.families import (
     EXPERTS,
@@ -163,20 +169,23 @@ class StagedModel:
                 is_checkpoint_format=True,
             )
 
+    def _tensors(self, seen: Observation) -> dict[AccessPath, Content]:
+        # On a GPU some buffers are scratch memory.
+        return (seen.tensors if self._kind == "device" else seen.derivable) | seen.parameters
+
     def behind(self, name: str) -> list[str]:
         """What differs from a fresh load."""
         fresh = self._load(self._configure(name))
         found, expected = observe(self._live), observe(fresh)
-        paths = changed(found.derivable | found.parameters, expected.derivable | expected.parameters)
+        ours, theirs = self._tensors(found), self._tensors(expected)
+        paths = changed(ours, theirs)
         paths += [
             path
             for path, number in found.numbers.items()
             if path in expected.numbers and not same(number, expected.numbers[path])
         ]
         if self._kind in ("host", "shadow"):
-            paths += (found.derivable | found.parameters).keys() ^ (
-                expected.derivable | expected.parameters
-            ).keys()
+            paths += ours.keys() ^ theirs.keys()
         # Where oneDNN packed a weight, only its address can be compared. LoRA's batch tensors are written
         # before they are read.
         ignored = ("handler_tensor", "lora_manager.punica_wrapper_mapping[")
