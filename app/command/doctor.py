@@ -1,7 +1,7 @@
-"""What would stop a fleet after its start, found before: limits, shared memory, programs, variables.
+"""Checks before a start what would stop a fleet later: limits, shared memory, programs, variables.
 
-`slipstream serve` refuses what cannot work, adapts to what can, and says both in a sentence each.
-`slipstream doctor` says the same and starts nothing.
+`slipstream serve` refuses what cannot work and adapts to what can, with a sentence for each; `slipstream
+doctor` prints the same and starts nothing.
 """
 
 import getpass
@@ -23,7 +23,7 @@ from app.settings.models import resolve_model
 from app.settings.section import Device
 
 MIN_FILES = 4096  # Ray's head node and a router alone take more than 1,024
-_PROXY_FILES = 2400  # of HAProxy, beside two for each connection
+_PROXY_FILES = 2400  # HAProxy's, beside two for each connection
 _PROXY_CONNECTIONS = 4096  # Serve's default
 SHARED_MEMORY = Path("/dev/shm")
 _FLOAT32_BYTES = 4
@@ -34,7 +34,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine as the launcher finds it."""
+    """The machine's limits and programs."""
 
     open_files: int  # hard limit
     shared_memory_bytes: int  # free in /dev/shm
@@ -55,17 +55,13 @@ class Host:
 
 
 def require_host(config: AppConfig, host: Host) -> None:
-    """Return if a fleet can work here.
-
-    Raises:
-        NotEnough: it cannot; each reason is a sentence.
-    """
+    """Raises NotEnough, with a sentence for each problem, if no fleet can work here."""
     if found := list(problems(config, host, version_bytes(config))):
         raise NotEnough("this machine does not suffice:" + "".join(f"\n  - {each}" for each in found))
 
 
 def examine(config: AppConfig) -> int:
-    """`slipstream doctor`: print what a start would refuse or change; the exit status."""
+    """`slipstream doctor`: print what a start would refuse or change; returns the exit status."""
     home = use_a_home()
     host = Host.here()
     found = list(problems(config, host, version_bytes(config)))
@@ -80,10 +76,10 @@ def examine(config: AppConfig) -> int:
 
 
 def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[str]:
-    """Why a fleet with this configuration would not work here, and what to do: a sentence each.
+    """One sentence for each reason why this configuration would not work here, and what to do.
 
     Args:
-        version_bytes: of one published version; 0: not known.
+        version_bytes: the size of one published version; 0: not known.
     """
     if host.open_files < MIN_FILES:
         yield (
@@ -112,7 +108,7 @@ def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[
 
 
 def adapted(config: AppConfig, host: Host) -> tuple[dict[str, str], list[str]]:
-    """The environment in which a fleet works here, and a line about each change."""
+    """The environment for a fleet here, and one line for each change."""
     environment, lines = dict(host.environment), []
     connections = min(_PROXY_CONNECTIONS, (host.open_files - _PROXY_FILES) // 2)
     if connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
@@ -121,7 +117,7 @@ def adapted(config: AppConfig, host: Host) -> tuple[dict[str, str], list[str]]:
             f"{host.open_files} open files are allowed: HAProxy takes {connections} connections at most"
         )
     if not host.has_compiler:
-        # vLLM compiles a function at the first request for log-probabilities, and the engine would die.
+        # vLLM compiles a function at the first request for log-probabilities; the engine would crash.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         lines.append("there is no C++ compiler: torch compiles nothing")
     port = host.environment.get("VLLM_PORT", "")
@@ -163,17 +159,11 @@ def use_all_files() -> None:
 
 
 def use_a_home() -> str | None:
-    """Give this process, and those that it starts, a home directory and a user name if they have none.
-
-    Returns:
-        A line for a person; None if nothing was to be done.
-
-    Raises:
-        NotEnough: another user has the directory.
-    """
+    """Set HOME and LOGNAME for this process and its children if there are none; returns a line for the user,
+    None if nothing changed. Raises NotEnough: the directory belongs to another user."""
     try:
         getpass.getuser()
-    except (KeyError, OSError):  # a container's user that no file names
+    except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
         os.environ["LOGNAME"] = f"uid{os.getuid()}"
     try:
         home = Path.home()

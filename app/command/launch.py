@@ -118,7 +118,7 @@ def serve(config: Path, dashboard_port: int) -> int:
 
 
 def examine(config: Path) -> int:
-    """Say what would stop a fleet here; the exit status."""
+    """Print what would stop a fleet here; returns the exit status."""
     try:
         file = read_serve_file(config)
         require_gpus(file.config)
