@@ -86,14 +86,13 @@ class AdapterStore:
 
         Args:
             roots: directories, one of which must contain the files.
-            digest: stated by a writer that never changes the files again: they are hard-linked if the file
-                system can, and neither read nor written. Empty: unknown.
+            digest: stated by a writer that never changes the files again: they are hard-linked if possible,
+                and neither read nor written. Empty: unknown.
 
         Raises:
             Incomplete: a file is absent, is shorter than its header says, or changes while it is read.
             ValueError: outside of the roots, or not the files of an adapter.
             CannotWrite: the copy cannot be written.
-            OSError: they cannot be read.
         """
         files = [_confined(source / name, roots) for name in (CONFIG, TENSORS)]
         if not files[1].is_file() and any((source / other).exists() for other in _PICKLED):
@@ -129,14 +128,13 @@ class AdapterStore:
                 sync(path)
 
     def ids(self) -> list[int]:
-        """The ids of the copies, also of those that a crashed process did not complete."""
+        """Also of copies that a crashed process did not complete."""
         if not self.directory.is_dir():
             return []
         names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
         return sorted({int(name[1] or name[2]) for name in names if name is not None})
 
     def remove(self, adapter_id: int) -> None:
-        """Raises OSError."""
         name = f"a{adapter_id:08d}"
         for each in (self.directory / name, self.directory / f".{name}.partial"):
             with suppress(FileNotFoundError):
@@ -144,7 +142,7 @@ class AdapterStore:
 
 
 def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
-    """Hard-link all files, or none; whether that was possible."""
+    """Hard-link all files, or none."""
     try:
         for file, link in zip(files, links, strict=True):
             os.link(file, link)
@@ -228,7 +226,6 @@ def copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
 
 
 def _copied(source: Path, target: Path | None, buffers: _Buffers) -> tuple[int, list[bytes]]:
-    """The size of a file and the digests of its parts."""
     with (
         source.open("rb", buffering=0) as reader,
         _opened(target) as writer,

@@ -111,7 +111,7 @@ def read_header(file: Path) -> FileHeader:
 
 
 def indexed_files(directory: Path) -> set[str] | None:
-    """The file names in the checkpoint's index; None without an index. Raises ValueError."""
+    """The file names in the checkpoint's index; None without an index."""
     try:
         return set(_weight_map(directory).values())
     except FileNotFoundError:
@@ -126,10 +126,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, as Hugging Face's loaders choose them.
-
-    Raises ValueError if there are none, or not all.
-    """
+    """The safetensors files of the checkpoint, as Hugging Face's loaders choose them. Raises ValueError."""
     indexed = indexed_files(directory)
     if indexed is not None:
         strange = sorted(name for name in indexed if name != Path(name).name)
@@ -162,7 +159,7 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
 def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterator[FilePart]:
     """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests.
 
-    Raises ValueError if a file is cut off, has no header, or lacks tensors that the index names.
+    Raises ValueError if a file is incomplete, or lacks tensors that the index names.
     """
     config = _config(directory)
     seen: dict[str, Path] = {}
@@ -198,7 +195,7 @@ def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterato
 
 
 def _config(directory: Path) -> Mapping[str, JsonValue] | None:
-    """None if it is absent, as where a trainer wrote weights for an engine to load."""
+    """None for weights that a trainer wrote for an engine to load."""
     file = directory / "config.json"
     if not file.is_file():
         return None
@@ -246,7 +243,7 @@ def _digests(part: FilePart) -> tuple[str, ...]:
 def check_files(
     directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
 ) -> None:
-    """Compare every tensor in a version's directory with its manifest. Reads each file once.
+    """Compare every tensor in a version's directory with its manifest.
 
     Args:
         fleet_id: the fleet that must own the version; None: any.
@@ -342,9 +339,7 @@ class Checkpoint:
     def open(cls, path: str, roots: Sequence[Path], part_bytes: int = PART_BYTES) -> Self:
         """Read the headers of a directory's files.
 
-        Raises:
-            ValueError: it is outside the roots, or no complete checkpoint, or not as its manifest says.
-            OSError: it cannot be read.
+        Raises ValueError if it is outside the roots, or no complete checkpoint, or not as its manifest says.
         """
         directory = confined(path, roots)
         if not directory.exists():
@@ -381,13 +376,7 @@ class Checkpoint:
 
 
 def stated(part: FilePart, written: VersionManifest | None = None) -> FilePart:
-    """The same part with the digests of its tensors.
-
-    Args:
-        written: the manifest that they must match; None: there is none.
-
-    Raises ValueError if the file ends before a tensor does, or a tensor is not the one that was written.
-    """
+    """The same part with its tensors' digests, which must match the manifest. Raises ValueError."""
     digests = _digests(part)
     problems = [] if written is None else _rewritten(part, digests, written)
     if written is not None and problems:
@@ -401,7 +390,6 @@ _ADVICE = (
 
 
 def _manifest_in(directory: Path, roots: Sequence[Path]) -> VersionManifest | None:
-    """None for another program's file of that name."""
     file = directory / MANIFEST
     with suppress(FileNotFoundError, ValueError), open_file(_confined_file(file, roots)) as content:
         return VersionManifest.decode(content.readall())

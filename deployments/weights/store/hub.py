@@ -29,8 +29,6 @@ logger = serve_logger()
 def downloaded(model: str, revision: str | None = None) -> Path:
     """The directory of a checkpoint; downloaded, if the hub's cache does not have it.
 
-    The hub's own locks make processes of one host wait for each other.
-
     Raises ValueError if the model is neither a directory nor a hub id that can be downloaded.
     """
     if Path(model).is_dir():
@@ -80,9 +78,7 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
         load_format: the engine's; with `dummy` weights there need not be any files.
         of_hub: the directory is the hub's, which may hold a part of the checkpoint.
 
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file has no safetensors header.
+    Raises ValueError if a file has no safetensors header.
     """
     schema = complete_schema(directory, of_hub=of_hub)
     if schema is None and load_format != "dummy":
@@ -135,10 +131,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.j
 
 
 def copy_model_files(model: str, directory: Path) -> None:
-    """Copy every file of a checkpoint, a directory or a hub id in the cache, that holds no weights.
-
-    Raises OSError if one cannot be copied, or the cache does not have the model.
-    """
+    """Copy every file of a checkpoint, a directory or a hub id in the cache, that holds no weights."""
     for file in cached(model).iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(file, directory / file.name)

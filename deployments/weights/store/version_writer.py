@@ -1,8 +1,8 @@
 """Writes committed versions to the store in a background thread, off the critical path.
 
-One version is being written and one may wait: a newer one replaces the one that waits, so a slow disk costs
-versions and never memory or time between steps. The trainer writes what it published. For a publisher that
-writes no checkpoints, a replica writes the tensors that it retained as they arrived (`RetainedVersions`).
+One version is being written and one may wait: a newer one replaces it, so a slow disk costs versions and
+never memory or time between steps. The trainer writes what it published. For a publisher that writes no
+checkpoints, a replica writes the tensors that it retained as they arrived (`RetainedVersions`).
 """
 
 import json
@@ -31,14 +31,10 @@ _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors of any shape, by name and on the CPU, to one safetensors file.
+    """Write tensors of any shape, on the CPU, to one safetensors file. Raises ValueError for other dtypes.
 
-    Unlike `safetensors.torch.save_file` it copies one tensor at most (if it is not contiguous) and releases
-    the interpreter lock while it writes: an engine decodes, or a trainer steps, in the same process.
-
-    Raises:
-        ValueError: the format has no name for a dtype.
-        OSError: the file cannot be written.
+    Unlike `safetensors.torch.save_file` it copies one tensor at most and releases the interpreter lock while
+    it writes: an engine decodes, or a trainer steps, in the same process. `rest` is called every few MiB.
     """
     # The widest dtypes first: then every tensor begins at a multiple of its own item size.
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
@@ -64,9 +60,8 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint directory, by name; memory-mapped: they take no memory and outlive the files.
-
-    Raises ValueError if a tensor is not there; names the first few.
+    """Tensors of a checkpoint directory, memory-mapped: they outlive the files. Raises ValueError if one is
+    absent.
     """
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")) if names else ():
@@ -166,16 +161,12 @@ class VersionWriter:
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
     """Write a checkpoint directory with its manifest, and return it.
 
-    A version that is in the store already, with these weights, stays as it is: its writer crashed before it
-    could report it.
+    A version that is in the store already, with these weights, stays: its writer crashed before it could
+    report it. Raises ValueError if the tensors are not those that were committed, or are stored otherwise.
 
     Args:
         write_files: writes the config and tokenizer files beside the weights.
-
-    Raises:
-        ValueError: a tensor is not what arrived or was committed, or its dtype cannot be stored, or the store
-            has other weights of this version.
-        OSError: the directory cannot be written.
+        rest: called after every few MiB.
     """
     manifest = _manifest(version)
     try:
@@ -229,9 +220,8 @@ def _result(version: CommittedVersion, *, path: str = "", problem: str = "") -> 
 class RetainedVersions:
     """The tensors of a round as they arrived, in host memory until the store has them.
 
-    One worker of a replica retains them (every worker receives all): the version that is arriving, and the
-    newest committed one. On a GPU this costs one copy to the host per tensor while staging; on a CPU it is a
-    reference to memory that the transfer allocated anyway.
+    One worker of a replica retains the version that is arriving and the newest committed one. On a GPU this
+    costs one copy to the host per tensor; on a CPU it is a reference to memory of the transfer.
 
     Called on the engine's thread, except `add`, which runs on the staging thread.
     """
@@ -241,11 +231,11 @@ class RetainedVersions:
         self._committed: _Retained | None = None
 
     def begin(self) -> None:
-        """Discard what is arriving: its update was dropped, or another one begins."""
+        """Discard what is arriving."""
         self._arriving = None
 
     def expect(self, version: int) -> None:
-        """Retain what arrives from now on, as this version."""
+        """Retain what arrives from now on."""
         self._arriving = version, {}
 
     @property
@@ -253,7 +243,6 @@ class RetainedVersions:
         return self._arriving is not None
 
     def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Retain tensors that arrived, by checkpoint name; copied to the host from a GPU."""
         arriving = self._arriving
         if arriving is not None:
             arriving[1].update((name, tensor.cpu()) for name, tensor in tensors)
@@ -270,7 +259,7 @@ class RetainedVersions:
     def committed(
         self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
     ) -> CommittedVersion:
-        """The retained version, for the store. Raises ValueError if it is not this one."""
+        """Raises ValueError if another version is retained."""
         retained, tensors = self._committed or (None, {})
         if retained != version:
             raise ValueError(

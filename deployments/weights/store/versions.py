@@ -3,12 +3,11 @@
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
 
-A writer that was believed lost may still be writing beside its replacement: each has a directory of its own,
-and the first that completes counts. A complete version removes partial ones up to its number, and no newer.
+A writer that was believed lost may still write beside its replacement, in a directory of its own; the first
+that completes counts. A complete version removes partial ones up to its number.
 
-The trainer or a replica writes, after the commit and off the critical path; starting replicas read. Only the
-controller removes versions: it knows which of them a replica was told to load. Other readers hold a shared
-lock on the directory, which keeps the controller from removing it.
+Only the controller removes versions: it knows which of them a replica was told to load. Other readers hold a
+shared lock on the directory, which prevents that.
 """
 
 import fcntl
@@ -76,12 +75,7 @@ _MANIFESTS = TypeAdapter(VersionManifest)
 
 
 class DirectoryLock:
-    """A shared lock that keeps the controller from removing a stored version.
-
-    Raises:
-        ValueError: it is being removed.
-        OSError: it cannot be read.
-    """
+    """Keeps the controller from removing a stored version. Raises ValueError if it is being removed."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
@@ -126,7 +120,7 @@ class Store:
         return path
 
     def manifest_of(self, version: int) -> VersionManifest:
-        """Raises FileNotFoundError as `path_of`, or ValueError if the manifest is damaged; names the file."""
+        """Raises FileNotFoundError, or ValueError if the manifest is damaged."""
         file = self.path_of(version) / MANIFEST
         try:
             return VersionManifest.decode(file.read_bytes())
@@ -135,8 +129,7 @@ class Store:
 
     @contextmanager
     def writing(self, manifest: VersionManifest) -> Iterator[Path]:
-        """A directory to write the checkpoint into; it becomes the version when the block succeeds, and is
-        removed otherwise.
+        """A directory that becomes the version when the block succeeds, and is removed otherwise.
 
         Raises:
             FileExistsError: the version is complete already, or another writer was quicker.

@@ -45,8 +45,7 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
 
     Attributes:
         world_size: counts the publisher (rank 0) and every worker of every replica.
-        chunk_bytes: each transport has its own default.
-        timeout_s: of the rendezvous and of each broadcast.
+        timeout_s: limits the rendezvous and each broadcast.
     """
 
     backend: ClassVar[str] = "broadcast"  # vLLM requires one of every class; each transport has its own
@@ -182,7 +181,7 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
 
     @abstractmethod
     def open_group(self, info: RendezvousInfo, check: Check) -> BroadcastGroup:
-        """Open the rendezvous and become rank 0; waits for the others. Raises TransferFailed."""
+        """Open the rendezvous and become rank 0; waits for the others."""
 
     def connect(self, init_info: Init) -> None:
         if not self.is_sender:
@@ -246,6 +245,6 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
 
 
 def raise_if_failed(call: Future[None] | None) -> None:
-    """Raise the error of a call to the fleet that has failed: then no receiver waits for the sender."""
+    """Raise the error of a call to the fleet that has failed."""
     if call is not None and call.done():
         call.result()

@@ -36,14 +36,7 @@ class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
 
 
 class GlooGroup:
-    """A Gloo group whose waits can be aborted: ProcessGroupGloo's own `abort` does nothing.
-
-    Args:
-        check: raises to end the wait for the members; called every few milliseconds.
-
-    Raises:
-        TransferFailed: not all members joined within `info.timeout_s`.
-    """
+    """A Gloo group whose waits can be aborted: ProcessGroupGloo's own `abort` does nothing."""
 
     is_async: ClassVar[bool] = False
 
@@ -77,11 +70,7 @@ class GlooGroup:
         self._blocks = {}
 
     def broadcast(self, block: torch.Tensor, check: Check = lambda: None) -> None:
-        """Send or receive one block (uint8, host memory) from rank 0.
-
-        Raises:
-            TransferFailed: a peer is gone or exceeded the group's timeout, or `abort` was called.
-        """
+        """Send or receive one block (uint8, host memory) from rank 0. Raises TransferFailed."""
         group = self._group
         if group is None:
             raise TransferFailed(ABORTED)
@@ -109,7 +98,7 @@ class GlooGroup:
 
 
 def _wait_slice(work: Work) -> bool:
-    """Whether the broadcast ended within a slice of time. Raises TransferFailed if it has failed."""
+    """Whether the broadcast ended within a slice of time. Raises TransferFailed."""
     completed = work.is_completed()
     try:
         work.wait(timedelta(seconds=_SLICE_S))
@@ -125,10 +114,7 @@ def _failed(error: RuntimeError) -> TransferFailed:
 
 
 def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
-    """Hold an abandoned group until Gloo's thread leaves the broadcast, at the group's timeout.
-
-    The group's destructor waits for that thread, and would block the thread that runs it.
-    """
+    """Hold a group until Gloo's thread leaves the broadcast: its destructor would wait for that thread."""
     with suppress(RuntimeError):
         work.wait()
 
@@ -150,11 +136,7 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
 
 
 def create_process_group(store: PrefixStore, info: RendezvousInfo, rank: int) -> ProcessGroupGloo:
-    """torch's group over this host's address. All members must have joined the rendezvous.
-
-    Raises:
-        RuntimeError: a member is gone.
-    """
+    """torch's group over this host's address. Raises RuntimeError if a member is gone."""
     options: Any = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=info.timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
@@ -170,7 +152,7 @@ def _from_rank_0() -> Any:
 def _own_address(master_address: str) -> str:
     """The address of this host that the rendezvous host can reach.
 
-    Gloo's default is what the host name resolves to, which containers often cannot reach.
+    Gloo's default is what the host name resolves to, which in containers is often unreachable.
     """
     if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
         return "127.0.0.1"

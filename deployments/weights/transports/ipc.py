@@ -63,10 +63,6 @@ class TrainerRanks:
     into its own page, which all ranks map, that the round has ended or that it has failed. A killed rank
     writes nothing: every wait keeps its deadline.
 
-    Args:
-        own: this rank's page.
-        names: the pages of all ranks, in their order.
-
     Raises ValueError if a page is not on this host.
     """
 
@@ -93,10 +89,7 @@ class TrainerRanks:
         return False
 
     def finish(self, receiving: Future[None], round_id: int) -> None:
-        """On rank 0: wait for its call to the fleet, which has a deadline, and report the end of the round.
-
-        Raises TransferFailed if another rank fails first, or what the call raises.
-        """
+        """On rank 0: wait for its call to the fleet, which has a deadline, and report the round's end."""
         while not wait([receiving], timeout=_ASK_S).done:
             self.have_ended(round_id)
         receiving.result()
@@ -104,7 +97,7 @@ class TrainerRanks:
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raise this rank's failure, or on the other ranks TransferFailed with it. Every rank must call this."""
+    """Raise this rank's failure, or TransferFailed with another rank's. Every rank must call this."""
     reasons = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
@@ -115,19 +108,12 @@ def raise_together(failure: Exception | None) -> None:
 
 @dataclass
 class IpcUpdateInfo(WeightTransferUpdateInfo):
-    """The round that is about to start."""
-
     round_id: int
 
 
 @dataclass
 class IpcTrainerInitInfo(TrainerInitInfo):
-    """The connection of a trainer rank. Several trainer ranks are exactly torch's default process group.
-
-    Attributes:
-        world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: limits every wait for the workers.
-    """
+    """The connection of a trainer rank. Several ranks must be torch's default process group."""
 
     backend: ClassVar[str] = "slipstream_ipc"
 
@@ -228,7 +214,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
 
 class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
-    """The trainer's half: on every trainer rank, for its own channel. Only rank 0 calls the fleet."""
+    """The trainer's half: on every trainer rank, for its own channel."""
 
     init_info_cls = IpcTrainerInitInfo
 
@@ -250,7 +236,6 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return self._is_in_place()
 
     def _is_in_place(self) -> bool:
-        """Whether the tensors that were shared are still the source's."""
         return self._readable() is (None if self._shared is None else self._shared.tensors)
 
     def _readable(self) -> list[torch.Tensor] | None:
@@ -292,7 +277,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         self._ranks.say_failed(self._round_id)
 
     def shutdown(self) -> None:
-        # Not FAILED: the other ranks may still complete a round in which this one has done its part.
+        # Not FAILED: if this rank has done its part, the others may still complete the round.
         if self._page is not None:
             self._page[ABANDONED] = self._round_id
 
@@ -331,7 +316,6 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return PackedBuffers(buffers=(first, second))
 
     def _open(self, init_info: IpcTrainerInitInfo, page: Page, channel: Channel) -> None:
-        """Open the channel to the workers and to the other ranks."""
         channels = gather_from_ranks((self._uuid, channel))
         failure: Exception | None = None
         try:

@@ -1,8 +1,8 @@
 """The channel of transport `ipc`, between a trainer rank and workers on the same host.
 
-A channel is a page of counters in shared memory, and GPU memory that the trainer rank shares: the model's
-own tensors, which workers read in place (`SharedTensors`), or two buffers for tensors that are gathered or
-cast. `Channel` describes it to the workers in JSON types, once per connection.
+A page of counters in shared memory, and GPU memory that the trainer rank shares: the model's own tensors,
+read in place, or two buffers for tensors that are gathered or cast. `Channel` describes it to the workers
+once.
 """
 
 import base64
@@ -36,7 +36,7 @@ from deployments.weights.wire.digest_definition import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHandle:
-    """A CUDA storage that another process can open: what torch's `_share_cuda_` returns, bytes in base64."""
+    """A CUDA storage for another process: what torch's `_share_cuda_` returns, bytes in base64."""
 
     memory: str
     size_bytes: int
@@ -48,13 +48,11 @@ class MemoryHandle:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The UUID of a CUDA device, which is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def share_memory(tensor: torch.Tensor) -> MemoryHandle:
     """The handle of a CUDA tensor's storage, which must outlive its users."""
-    # The first part is the index of the device in this process.
     _, memory, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     return MemoryHandle(
         memory=base64.b64encode(memory).decode(),
@@ -97,7 +95,7 @@ class TensorLocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBuffers:
-    """Buffers into which the trainer rank packs chunks, in turn."""
+    """Buffers that the trainer rank fills in turn."""
 
     kind: Literal["buffers"] = "buffers"
     buffers: tuple[MemoryHandle, MemoryHandle]
@@ -141,15 +139,9 @@ def parse_channels(encoded: object) -> dict[str, Channel]:
 
 @dataclass(kw_only=True)
 class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
-    """The channels of all trainer ranks, and the tensors of every round.
+    """The channels of all trainer ranks, by GPU UUID, and the tensors of every round.
 
-    Attributes:
-        channels: by GPU UUID.
-        rank_offset: the rank of a replica's first worker.
-        world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: limits every wait for the publisher.
-
-    Raises ValueError for channels that are malformed or none.
+    Raises ValueError for malformed channels or none.
     """
 
     channels: Mapping[str, Channel]
@@ -170,7 +162,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
         return sources[rank % len(sources)]
 
     def open_page(self, source: str) -> "Page":
-        """Map the counters of a channel. Raises ValueError if it is on another host."""
+        """Raises ValueError if it is on another host."""
         try:
             return open_page(self.channels[source].page, self.world_size, self.timeout_s)
         except ValueError as error:
@@ -191,15 +183,12 @@ _POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decodi
 class Page:
     """The counters of a channel, in shared memory that the trainer rank and its workers map.
 
-    Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`, so that a count left by an
-    aborted round is never mistaken for the next round's. The other trainer ranks read ENDED and FAILED.
+    Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`: a count of an aborted round
+    is never mistaken for the next round's. The other trainer ranks read ENDED and FAILED.
 
         ABANDONED   the last round that the trainer rank abandoned, or after which it closed the channel
-        ENDED       the last round in which all replicas that remained received everything; rank 0's page
+        ENDED       the last round in which all remaining replicas received everything; rank 0's page
         FAILED      the last round in which the trainer rank failed
-
-    Args:
-        timeout_s: limits every wait.
     """
 
     def __init__(self, mapping: mmap.mmap, timeout_s: float) -> None:
@@ -216,11 +205,11 @@ class Page:
         self._counters[slot] = value
 
     def workers(self) -> list[int]:
-        """The slots of the workers that have opened the channel."""
+        """Those that have opened the channel."""
         return [slot for slot in range(TAKEN, len(self)) if self[slot] != _ABSENT]
 
     def wait(self, reached: Callable[[], bool], peer: str) -> None:
-        """Poll until `reached`, which may raise. Raises TransferFailed after the timeout; names the peer."""
+        """Poll until `reached`, which may raise. Raises TransferFailed after the timeout."""
         deadline = time.monotonic() + self._timeout_s
         while not reached():
             if time.monotonic() > deadline:
@@ -229,7 +218,7 @@ class Page:
 
 
 def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
-    """The name and the counters of a new page, whose segment the caller removes. Raises OSError."""
+    """A new page, and its name, which the caller removes."""
     name, mapping = create_mapping(_page_bytes(world_size))
     page = Page(mapping, timeout_s)
     for slot in range(len(page)):
@@ -239,7 +228,7 @@ def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
 
 
 def open_page(name: str, world_size: int, timeout_s: float) -> Page:
-    """Map the counters of a channel. Raises ValueError if it is not on this host, or of another size."""
+    """Raises ValueError if it is not on this host, or of another size."""
     return Page(open_mapping(name, mmap.ACCESS_WRITE, _page_bytes(world_size)), timeout_s)
 
 
@@ -250,8 +239,7 @@ def _page_bytes(world_size: int) -> int:
 class SharedTensors:
     """The trainer's side of channels without buffers: its n tensors and the table of their digests.
 
-    They are shared once. In a round the trainer only writes their digests, and each worker copies what it
-    needs, once (on another GPU: twice).
+    They are shared once. In a round only their digests are written.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -274,7 +262,6 @@ class SharedTensors:
         )
 
     def refresh_digests(self) -> None:
-        """Queue the digests of the tensors' present content into the table."""
         self._table.copy_(self._inspection().digests)
 
 
@@ -295,8 +282,7 @@ class OpenedTensors:
         self._read: dict[Chunk, tuple[int, list[torch.Tensor]]] = {}  # memory key and tensors
 
     def received(self, chunks: Sequence[Chunk]) -> list[ReceivedChunk]:
-        """The chunks in the trainer's memory. Raises ValueError unless they have the opened tensors, in this
-        order."""
+        """The chunks in the trainer's memory. Raises ValueError unless they have the opened tensors."""
         firsts = list(accumulate((len(chunk.entries) for chunk in chunks), initial=0))
         if firsts[-1] != len(self._locations):
             raise ValueError(f"the chunks have {firsts[-1]} tensors, and {len(self._locations)} were opened")
@@ -322,9 +308,9 @@ class OpenedTensors:
 
 
 class LocalChunk:
-    """A worker's side, on another GPU than the trainer rank's: a chunk is copied here before it is read.
+    """On a worker of another GPU: a chunk is copied here before it is read.
 
-    Copies between two GPUs run on a copy engine. A kernel that reads over the link, NCCL's too, holds
+    Copies between GPUs run on a copy engine. A kernel that reads over the link, NCCL's too, holds
     multiprocessors as long as the link takes (`benchmarks/RESULTS.md`, "A copy engine instead of NCCL").
     Memory for one chunk is enough: readers of the previous one are queued ahead on the same stream.
     """
@@ -333,11 +319,9 @@ class LocalChunk:
         self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)
 
     def block(self, remote: torch.Tensor) -> torch.Tensor:
-        """A copy of a packed chunk (uint8)."""
         return self._memory[: remote.numel()].copy_(remote, non_blocking=True)
 
     def tensors(self, received: ReceivedChunk) -> ReceivedChunk:
-        """A copy of a chunk that is in the trainer's memory."""
         chunk, block = received.chunk, self._memory[: received.chunk.size_bytes]
         for entry, tensor in zip(chunk.entries, received.read(), strict=True):
             view(entry, block).copy_(tensor, non_blocking=True)
@@ -347,7 +331,7 @@ class LocalChunk:
 
 
 def check_location(location: TensorLocation, entry: Entry, storage_bytes: Sequence[int]) -> None:
-    """Raise ValueError unless a tensor is inside one of the opened storages, which have these sizes."""
+    """Raise ValueError unless a tensor is inside one of the opened storages."""
     storage, offset = location
     if not (0 <= storage < len(storage_bytes) and 0 <= offset <= storage_bytes[storage] - entry.size_bytes):
         raise ValueError(f"{entry.name!r} ({entry.size_bytes} bytes) is outside of the opened memory")

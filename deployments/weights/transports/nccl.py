@@ -1,12 +1,11 @@
 """Transport `nccl`: GPUs and hosts. A packed broadcast over a communicator whose waits can all be aborted.
 
-A thread waits for NCCL only by polling, with a deadline, and queues nothing behind a broadcast that has not
-finished: a dead peer leaves no stream stuck, and the group is aborted. Before each broadcast the members
-synchronize on the host: a kernel blocked on a peer occupies SMs that the model needs.
+A thread waits for NCCL only by polling, with a deadline, and queues nothing behind an unfinished broadcast: a
+dead peer leaves no stream stuck. Before each broadcast the members synchronize on the host: a kernel blocked
+on a peer occupies SMs that the model needs.
 
-NCCL forms a communicator inside one call, which waits for all members and cannot be aborted. That call runs
-on a thread of its own. Its caller gives up at a deadline and leaves the thread behind, which holds a socket
-and a little memory; a communicator that it returns later is aborted and never used.
+NCCL forms a communicator inside one call, which cannot be aborted and runs on a thread of its own. At a
+deadline its caller leaves the thread behind; a communicator that it returns later is aborted.
 """
 
 import ctypes
@@ -51,13 +50,11 @@ def create_in_time(
 ) -> PyNcclCommunicator:
     """The communicator of a group whose members have all joined the rendezvous.
 
-    Raises:
-        ValueError: vLLM has disabled it.
-        TransferFailed: a member is gone, or NCCL has not formed the group within the timeout.
+    Raises ValueError if vLLM has disabled it, TransferFailed if NCCL has not formed the group in time.
     """
     attempt = _Attempt(create)
     try:
-        # The environment is the process's: a thread that never returns would never restore it.
+        # Not on the thread, which may never restore the environment.
         with unpinned_nccl_env():
             threading.Thread(target=attempt.run, name="nccl-creation", daemon=True).start()
             problem = _wait(attempt, info.timeout_s, roll_call, check)
@@ -75,7 +72,7 @@ def create_in_time(
             "NCCL_DEBUG=INFO shows what NCCL waits for",
             missing,
         )
-    roll_call.finished(0)  # it need not listen until the first broadcast
+    roll_call.finished(0)  # stop listening until the first broadcast
     return attempt.outcome.result()
 
 
@@ -111,7 +108,7 @@ class _Attempt:
             self.outcome.set_result(communicator)
 
     def made(self, communicator: PyNcclCommunicator) -> None:
-        """NCCL has returned it, and may use it next. Raises TransferFailed if the attempt was abandoned."""
+        """NCCL has returned it, and may use it next."""
         with self._lock:
             known, self._communicator = self._communicator, communicator
             abandoned = self._abandoned
@@ -131,14 +128,14 @@ class _Attempt:
     def problem(self) -> str:
         """Why NCCL has not formed the group; empty if it has, or if something else than NCCL failed."""
         error = self.outcome.exception()
-        # Neither torch's store nor NCCL_CHECK has a finer class. A device fault is not a peer's fault.
+        # NCCL_CHECK has no finer class. A device fault is not a peer's fault.
         if not isinstance(error, RuntimeError) or isinstance(error, _OF_THE_DEVICE):
             return ""
         return str(error).partition("\n")[0] or repr(error)
 
 
 def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
-    """vLLM's communicator, known to `attempt` before its first collective, which may wait for a dead peer."""
+    """vLLM's communicator, known to `attempt` before its first collective, where a dead peer may block it."""
 
     class Announcing(PyNcclCommunicator):
         def all_reduce(self, *args: Any, **kwargs: Any) -> Any:  # vLLM's, when NCCL has formed the group
@@ -149,17 +146,13 @@ def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
 
 
 def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Check) -> PrefixStore:
-    """`rendezvous`, in which every member reports whether its NCCL works: no peer waits in vain.
-
-    Raises ValueError, which names each member whose NCCL does not work, or TransferFailed.
-    """
+    """Raises ValueError, which names each member whose NCCL does not work, or TransferFailed."""
     store, problems = rendezvous(info, rank, check, payload=nccl_problem())
     raise_problems(dict(enumerate(problems)))
     return store
 
 
 def raise_problems(problems: dict[int, str]) -> None:
-    """Raise ValueError if NCCL does not work at a rank; names each."""
     found = [f"rank {rank}: {problem}" for rank, problem in problems.items() if problem]
     if found:
         raise ValueError(f"transport 'nccl' does not work; {'; '.join(found)}")
@@ -184,7 +177,7 @@ def by_unique_id(unique_id: bytes, world_size: int, rank: int, device: torch.dev
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """A stream of its own on the device: no other work waits behind a collective."""
+    """No other work waits behind a collective."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         yield
 
@@ -232,9 +225,7 @@ _WARM_UP_BYTES = 4 << 20
 class NcclGroup:
     """A communicator with its own stream and two buffers, whose waits can be aborted.
 
-    Raises:
-        ValueError: NCCL does not work here or at a peer.
-        TransferFailed: a member did not join, or is gone.
+    Raises ValueError if NCCL does not work here or at a peer, TransferFailed if a member did not join.
     """
 
     is_async: ClassVar[bool] = True
@@ -249,24 +240,24 @@ class NcclGroup:
         self._communicator: PyNcclCommunicator | None
         self._communicator = create_in_time(create, info, rank, self._roll_call, check)
         self._stream = torch.cuda.Stream(device)
-        # Allocated once: an allocation during a broadcast may make the driver wait for all streams.
+        # An allocation during a broadcast may make the driver wait for all streams.
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._done = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._calling = threading.Lock()
         self._call_deadline = math.inf
-        # One watchdog thread for all calls: to start one for each would cost as much as the call.
+        # One for all calls: to start a thread costs as much as a call.
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
         self.warm_up()
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Check
     ) -> tuple[PrefixStore, Create]:
-        """Wait for the other members: the store that they share, and what creates the communicator."""
+        """The store that the members share, and what creates the communicator."""
         store = rendezvous_with_nccl(info, rank, check)
         return store, by_store(store, info.world_size, rank, device)
 
     def warm_up(self) -> None:
-        """Make NCCL connect now, when all members are present; in the first round one may be dead."""
+        """Make NCCL connect now, while all members live."""
         self.reserve(_WARM_UP_BYTES)
         self.start(0, [self.buffer(0, _WARM_UP_BYTES)])
         self.wait(0)
@@ -295,14 +286,9 @@ class NcclGroup:
         return self._buffers[index % BUFFERS][:size_bytes]
 
     def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
-        """Wait for the other members, then queue the broadcasts of parts of buffer `index`, ordered after the
-        current stream.
-
-        Raises:
-            TransferFailed: a member is gone, or exceeded the timeout, or `abort` was called.
-        """
+        """Wait for the other members, then queue the broadcasts."""
         self._await_peers(check)
-        # NCCL may connect to its peers inside the call and wait there for a dead one: the watchdog ends that.
+        # NCCL may block inside the call on a dead peer: the watchdog ends that.
         self._call_deadline = time.monotonic() + self._timeout_s
         try:
             with self._calling:
@@ -329,7 +315,7 @@ class NcclGroup:
 
     def _await_peers(self, check: Check) -> None:
         self._started += 1
-        # One sum for all broadcasts: no member adds for the next one before all have added for this one.
+        # One sum for all broadcasts: no member adds for the next before all have added for this one.
         needed = self._started * self.counted
         if self._add_started(1) < needed:
             self._wait_until(lambda: self._add_started(0) >= needed, check)
@@ -364,8 +350,7 @@ class NcclGroup:
         raise TransferFailed(f"the transfer group failed: {problem}", missing)
 
     def abort(self) -> None:
-        """Also ends what waits on the device."""
-        # Do not interrupt a call that is about to return; a call that hangs is what an abort is for.
+        # Let a call that is about to return finish.
         acquired = self._calling.acquire(timeout=_CALL_S)
         try:
             communicator, self._communicator = self._communicator, None

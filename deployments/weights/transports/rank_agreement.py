@@ -3,8 +3,8 @@
     rank 0      asks the controller for the fleet's status ─┐
     all ranks   ◄── all_gather: who is connected, and to which epoch
 
-A rank that connected on its own would wait for the others forever. Each epoch needs a new connection: a
-process group that lost or gained a member cannot be reused, and a restarted controller has no connection.
+A rank that connected on its own would wait for the others forever. Each epoch needs a new connection, and a
+restarted controller has none.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def gather_from_ranks(value: T) -> list[T]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTarget:
-    """The replicas that rank 0 found, as far as a connection depends on them."""
+    """The replicas that rank 0 found."""
 
     epoch: int
     workers: int  # of all replicas together
@@ -53,8 +53,7 @@ def agree(
         connected: this rank has a connection that suits what it sends now.
         together: every rank calls this; else rank 0 alone.
 
-    Raises:
-        FleetUnavailable: rank 0 cannot send (on rank 0: whatever `find` raised).
+    Raises FleetUnavailable if rank 0 cannot send (on rank 0: what `find` raised).
     """
     target, failure = None, None
     if find is not None:
@@ -75,5 +74,5 @@ def agree(
 
 
 def call_off(reason: str) -> None:
-    """On rank 0, where the others wait in `agree`: it does not send, and they raise FleetUnavailable."""
+    """On rank 0, where the others wait in `agree`: they raise FleetUnavailable."""
     gather_from_ranks(_RankState(connected=False, problem=reason))

@@ -46,10 +46,9 @@ class GroupStore(Protocol):
 class RollCall:
     """One member's part in finding out who is missing.
 
-    When one member of a collective transfer hangs, all others fail, and their errors do not say who hung. So
-    each member that has failed says so in the group's store; those that still wait see it, fail too and say
-    so. Members that stay silent are missing, unless they have finished the broadcast in which the others
-    wait.
+    When one member of a collective transfer hangs, all others fail without knowing who hung. So each member
+    that has failed says so in the group's store; those that still wait see it, and do the same. Members that
+    stay silent are missing, unless they have finished the broadcast in which the others wait.
     """
 
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
@@ -59,7 +58,7 @@ class RollCall:
         threading.Thread(target=self._talk.run, name="roll-call", daemon=True).start()
 
     def is_called(self) -> bool:
-        """Whether a member has failed. Call it while this member waits for the others."""
+        """Whether a member has failed. Call it while waiting for the others."""
         if not self._talk.listening:
             self._talk.listening = True
             self._talk.wake.set()
@@ -71,7 +70,7 @@ class RollCall:
         self._talk.wake.set()
 
     def missing(self, started: int, check: Callable[[], None] = lambda: None) -> tuple[int, ...]:
-        """Report that this member has failed, wait for the others, and return the ranks that are missing.
+        """Report a failure, wait for the others, and return the ranks that are missing.
 
         Empty if all answered, or if the store cannot be reached.
 
@@ -87,8 +86,7 @@ class RollCall:
 
 
 class _Talk:
-    """What a member says in the store. Its thread alone uses the store, and must not keep the `RollCall`
-    alive."""
+    """Its thread alone uses the store, and must not keep the `RollCall` alive."""
 
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -161,17 +159,13 @@ class RendezvousInfo(DescribedTensors, WeightTransferInitInfo):
 def rendezvous(
     info: RendezvousInfo, rank: int, check: Callable[[], None], payload: str = ""
 ) -> tuple[PrefixStore, list[str]]:
-    """Wait until all members have joined at the address that rank 0 opens.
+    """Wait until all members have joined: the store that they share, and the payload of each, by rank.
 
     Args:
         check: raises to end the wait; called every few milliseconds.
         payload: passed to all other members.
 
-    Returns:
-        The store that the members share, and the payload of each, by rank.
-
-    Raises:
-        TransferFailed: not all joined within `timeout_s`; names those that did not.
+    Raises TransferFailed after `timeout_s`, which names those that did not join.
     """
     meeting = Meeting(info, rank, payload)
     return meet(meeting, check), meeting.payloads
@@ -216,7 +210,7 @@ class Meeting:
         self.over.set()
 
     def join(self) -> None:
-        """Set `store` and `payloads`. Raises TransferFailed."""
+        """Set `store` and `payloads`."""
         info, world_size = self.info, self.info.world_size
         if self.rank != 0:
             self.wait_for(lambda: probe(info), lambda: [0])
@@ -258,7 +252,7 @@ def probe(info: RendezvousInfo) -> bool:
 
 
 def _listening(info: RendezvousInfo) -> int | None:
-    """A listening socket for the store; None: the store makes its own, which takes IPv6 and IPv4.
+    """A listening socket for the store; None: the store makes its own, for IPv6 and IPv4.
 
     The store looks up the name of each peer. No hosts file has ::ffff:127.0.0.1, so it asked a name server:
     one that did not answer stalled a rendezvous for 5 s.

@@ -1,15 +1,12 @@
 """vLLM's own `nccl` trainer engine, received into the staging while the engine decodes (`wire: vllm`).
 
-The trainer is rank 0 and may have any number of buffers: broadcasts of one communicator run in the order in
-which they are queued. A worker has two, and a stream for NCCL; events order it and the staging (`NcclGroup`).
-
     not packed    a broadcast for each tensor, at its place in a chunk of ours
     packed        a broadcast for each piece of vLLM's
 
 A broadcast is queued only when the previous chunk is staged. Its kernel occupies the device until the trainer
 sends: with one queued ahead, an H200 produced no token for 120 s beside a stalled trainer. (Staging allocates
 memory and loads kernels, and the driver likely makes these, and the engine, wait for that kernel. Our own
-`nccl` synchronizes all members on the host first; vLLM's trainer cannot be asked to.)
+`nccl` synchronizes all members on the host first.)
 
 The trainer cannot be told that a peer is gone: it waits in its broadcast until it is killed. The workers
 leave the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported only
@@ -115,7 +112,7 @@ class _IdOnly(pickle.Unpickler):
 
 
 class VllmNcclGroup(NcclGroup):
-    """A group that vLLM's trainer engine has opened; the trainer is no part of the workers' agreements."""
+    """vLLM's trainer engine has opened it, and takes no part in the workers' agreements."""
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
@@ -214,7 +211,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
 
 
 def _reserve(group: BroadcastGroup, size_bytes: int) -> None:
-    """Raises ValueError if the trainer chose pieces that need too much memory: no fault of the replica."""
+    """Raises ValueError, no fault of the replica, if the trainer chose too large pieces."""
     try:
         group.reserve(size_bytes)
     except torch.OutOfMemoryError as error:

@@ -1,9 +1,9 @@
 """The trainer's half of every transport.
 
-    prepare                 work that can be done before the replicas know of the round
+    prepare                 work before the replicas know of the round
     start_weight_update     every replica begins an update
     update_weights          the call inside which the replicas receive; it runs beside the sending
-    transfer                packs the source's tensors and moves the bytes (the transport's own part)
+    transfer                packs and moves the bytes (the transport's own part)
     finish_weight_update    the fleet verifies and commits
 
 After a failure `abandon_round` ends the waits of the receivers. The pending call is not joined: it returns
@@ -34,7 +34,7 @@ Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """For vLLM's own engines (`staging: none`), with vLLM's defaults. Raises ValueError."""
+    """For vLLM's own engines (`staging: none`), with vLLM's defaults."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -70,17 +70,16 @@ class ResidentSource(Protocol):
 class ChunkPacker:
     """The chunks of a source, and their content in each round.
 
-    Tensors that a source makes in each pass (gathered, converted) are packed in the order in which it yields
-    them. Resident tensors are the model's own memory: the work of a chunk, including a cast, is prepared
-    once, and a round is a few launches without Python code for each tensor.
+    Tensors that a source makes in each pass are packed as it yields them. Resident tensors are the model's
+    own memory: the work of a chunk, with a cast, is prepared once, and a round is a few launches without
+    Python code for each tensor.
 
     Attributes:
         metadata: (name, dtype, shape) of what is sent, in its order.
-        resident: the tensors themselves if they are resident, before the cast; else None.
-        in_place: the same if no tensor is cast; else None.
+        resident: the resident tensors before the cast, or None.
+        in_place: the same if no tensor is cast, or None.
 
-    Raises:
-        ValueError: the source's resident tensors are not those that it declares.
+    Raises ValueError if the resident tensors are not those that the source declares.
     """
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
@@ -95,7 +94,7 @@ class ChunkPacker:
         self.refresh_resident()
 
     def refresh_resident(self) -> None:
-        """Ask the source again where its tensors are. Raises ValueError as the constructor."""
+        """Ask the source again where its tensors are."""
         resident = self._source.resident() if isinstance(self._source, ResidentSource) else None
         if resident is self.resident:
             return
@@ -107,17 +106,14 @@ class ChunkPacker:
         self.in_place = None if is_cast else resident
 
     def begin(self) -> None:
-        """Call before each round. Raises ValueError as the constructor."""
+        """Call before each round."""
         self.refresh_resident()
         self._pass = iter(self._source) if self.resident is None else iter(())
 
     def pack(self, index: int, block: torch.Tensor) -> None:
-        """Write chunk `index` and its digests into a block; chunks must be packed in their order.
+        """Write chunk `index` and its digests into a block (uint8 [chunk.size_bytes]), chunks in their order.
 
-        Args:
-            block: uint8 [chunk.size_bytes] on the sending device; on a GPU the work is only queued.
-
-        Raises ValueError if the source yields a tensor that it did not declare.
+        On a GPU the work is only queued. Raises ValueError if the source yields what it did not declare.
         """
         chunk = self.chunks[index]
         if self.resident is None:
@@ -153,11 +149,7 @@ def _check_resident(metadata: Metadata, resident: list[torch.Tensor]) -> None:
 
 
 class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
-    """The base of all trainer halves. On every trainer rank; only rank 0, the sender, calls the fleet.
-
-    Args:
-        chunk_bytes: the size of the chunks in which tensors are sent; see `plan_chunks`.
-    """
+    """The base of all trainer halves, on every trainer rank; only rank 0, the sender, calls the fleet."""
 
     def __init__(
         self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, chunk_bytes: int
@@ -171,10 +163,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
     ) -> Self:
         """Connect to the fleet. Called on every trainer rank.
 
-        Raises:
-            ValueError: no source, or the transport cannot work here.
-            TransferFailed: a peer did not join, or rank 0 could not connect.
-            Exception: what the client raises.
+        Raises ValueError if the transport cannot work here, TransferFailed if a peer did not join.
         """
         if source is None:
             raise ValueError(f"transport {init_info.backend!r} needs a WeightSource, got None")
@@ -193,8 +182,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
 
         Raises:
             TransferFailed: a peer is gone, or the model's tensors have moved; connect again.
-            ValueError: the source yields a tensor that its metadata did not declare.
-            Exception: what the client raises.
+            ValueError: the source yields a tensor that it did not declare.
         """
         self.packer.begin()
         self.prepare()

@@ -1,12 +1,12 @@
 """Digests on a CUDA device, bit for bit those of `digest.py`, and the search for NaN, in one pass.
 
 A tensor's words are a matrix of rows of `ROW_WORDS`. Modulo 2**64 the order of sums is free, so a program
-takes a band of columns over a group of rows, multiplies each word by its row's number as it is read, and by
-the column's numbers once at the end: it does not read the large column table for every row.
+takes a band of columns over a group of rows, multiplies each word by its row's number, and by the column's
+numbers once at the end: it does not read the large column table for every row.
 
 One launch handles any number of tensors: a table made on the host lists the groups. The kernel can also copy
-the words as it reads them, so that the source is read once, and cast float32 to bfloat16, in a launch of its
-own; the digest is then that of the cast words.
+the words as it reads them, and cast float32 to bfloat16 in a launch of its own; the digest is that of the
+cast.
 """
 
 from collections.abc import Mapping, Sequence
