@@ -56,7 +56,6 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
     Args:
         core: vLLM's `EngineCoreProc`.
         recompute: preempt running requests, which are recomputed from their first token.
-        resume: resume the scheduler afterwards.
     """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreRequestType
@@ -102,7 +101,7 @@ def drain(core: Any) -> int:
 
 
 def running(core: Any) -> int:
-    """The number of running requests, including preempted ones."""
+    """The number of requests that have started, including preempted ones."""
     scheduler = core.scheduler
     if scheduler.pause_state.name == "PAUSED_NEW":
         # In this state only `kv_holding_waiting` is scheduled, which preempted requests are not in.
@@ -156,11 +155,7 @@ def set_weight_version(core: Any, weight_version: str) -> None:
 
 
 def reset_caches(core: Any, recompute: bool) -> None:
-    """Drop caches of the replaced weights; before `set_weight_version`, in the same pause.
-
-    Args:
-        recompute: preempt running requests, which are recomputed from their first token.
-    """
+    """Drop caches of the replaced weights; before `set_weight_version`, in the same pause."""
     scheduler = core.scheduler
     if recompute:
         if not scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
@@ -181,7 +176,6 @@ def reset_caches(core: Any, recompute: bool) -> None:
 
 
 def _needs_encoder(scheduler: Any, request: Any) -> bool:
-    """Whether it has unused encoder outputs."""
     return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))
 
 

@@ -37,21 +37,19 @@ from deployments.protocol.poll import (
 
 
 class MemberProtocol(Protocol):
-    """What a follower controls: an engine with its staging."""
-
     @property
     def partially_updated(self) -> bool:
         """Its live weights are being changed: any failure now is a failure of the replica."""
 
     def report(self, replica_id: str, incarnation: str) -> Report:
-        """The state of the engine; the follower adds what it knows itself."""
+        """The engine's part of a report."""
 
     async def execute(self, body: Body) -> Value:
         """Run one instruction; the value is acknowledged.
 
         Raises:
             PayloadRejected: the payload is wrong.
-            TransferFailed: a peer of the transfer is gone.
+            TransferFailed: a peer is gone.
             Exception: this replica failed.
         """
 
@@ -59,13 +57,13 @@ class MemberProtocol(Protocol):
         """Break whatever the running instruction waits for; may hang if its engine does."""
 
     def on_directive(self, directive: Directive) -> None:
-        """Admit requests or stop admitting them; a fence takes effect at once."""
+        """Admission and fence take effect at once."""
 
     async def fence(self, reason: str) -> None:
         """Stop for good, even if the engine hangs."""
 
     async def died(self) -> str:
-        """Return the reason once the engine has died."""
+        """Return a reason once the engine has died."""
 
 
 HEARTBEAT_S = 1.0
@@ -85,9 +83,6 @@ class Follower:
     Args:
         poll: the controller's long poll; raises when the controller is unreachable.
         heartbeat_s: interval of reports while an instruction runs.
-        retry_s: delay after a failed poll.
-        interrupt_s: deadline of `member.interrupt`.
-        clock: seconds, monotonic.
 
     Attributes:
         last_contact: when the last answered report was sent. The controller counts from its arrival, which is
@@ -152,7 +147,7 @@ class Follower:
                 return
             await asyncio.sleep(self._retry_s)
 
-    async def goodbye(self) -> None:
+    async def send_last_report(self) -> None:
         """Send the last report, once nothing runs here; raises when the controller is unreachable."""
         await self._ask(self._state(ended=True))
 
@@ -161,7 +156,7 @@ class Follower:
             return await self._poll(report)
 
     async def _report(self) -> Directive | None:
-        """One poll; None when the controller is unreachable (it may be restarting)."""
+        """One poll; None when the controller is unreachable."""
         sent = self._clock()
         polling = asyncio.ensure_future(self._ask(self._state()))
         try:
@@ -192,7 +187,6 @@ class Follower:
         return task.done()
 
     def _distrust(self, reason: str) -> None:
-        """Take no request until the fence arrives."""
         self._failed = self._failed or reason
         if self._directive is not None:
             self._member.on_directive(self._trusted(self._directive))
@@ -250,7 +244,6 @@ class Follower:
         )
 
     async def _interrupt(self) -> bool:
-        """Whether the engine interrupted the running instruction in time."""
         try:
             await asyncio.wait_for(self._member.interrupt(), self._interrupt_s)
         except Exception as error:  # a dead or hung engine; this or the next instruction reports it

@@ -40,7 +40,6 @@ class GracefulShutdown:
         in_flight: the number of running requests.
         failed: fenced or dead, so nothing is worth waiting for.
         stop: refuses requests that have not started their response.
-        goodbye: sends the last report.
         application_stops: whether Serve stops the whole application.
         drain_s: limit for running requests.
     """
@@ -53,7 +52,7 @@ class GracefulShutdown:
         in_flight: Callable[[], int],
         failed: Callable[[], bool],
         stop: Callable[[], None],
-        goodbye: Callable[[], Awaitable[None]],
+        send_last_report: Callable[[], Awaitable[None]],
         application_stops: Callable[[], Awaitable[bool]],
         drain_s: float,
         release_s: float = RELEASE_S,
@@ -64,7 +63,7 @@ class GracefulShutdown:
         self._in_flight = in_flight
         self._failed = failed
         self._stop = stop
-        self._goodbye = goodbye
+        self._send_last_report = send_last_report
         self._application_stops = application_stops
         self._drain_s = drain_s
         self._release_s = release_s
@@ -86,7 +85,7 @@ class GracefulShutdown:
         if not await self._until(lambda: self._member.may_leave, self._release_s) and not self._failed():
             logger.warning("exiting before the ledger released this replica")
         with contextlib.suppress(Exception):  # the controller may be gone
-            await asyncio.wait_for(self._goodbye(), LAST_REPORT_S)
+            await asyncio.wait_for(self._send_last_report(), LAST_REPORT_S)
 
     async def _until(self, ready: Callable[[], bool], limit_s: float) -> bool:
         """Whether it became true in time; gives up if the replica failed or lost its controller."""

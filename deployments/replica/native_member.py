@@ -59,7 +59,6 @@ class NativeMember(EngineMember):
     """Drives vLLM's own transfer engines.
 
     Args:
-        spec: its model determines the tensors of an update.
         one_payload: a version is one payload, so a missing tensor is found before the first byte.
     """
 
@@ -106,8 +105,7 @@ class NativeMember(EngineMember):
 
         Raises:
             PayloadRejected: it does not fit the model; nothing was loaded.
-            RuntimeError: the weights are partially updated: it does not fit, the transfer failed, or another
-                round was interrupted.
+            RuntimeError: anything else; the weights are partially updated.
         """
         if self._receiving != body.round_id:
             self._check_unchanged()
@@ -127,12 +125,6 @@ class NativeMember(EngineMember):
         self._offered |= offered
 
     async def verify(self, body: Verify) -> Staged:
-        """Finish loading.
-
-        Raises:
-            PayloadRejected: no tensors were received.
-            RuntimeError: some are missing.
-        """
         if self._receiving != body.round_id or not (self.partially_updated or self._directory):
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
         self._check(self._offered, complete=True)
@@ -154,11 +146,7 @@ class NativeMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Set the version and resume unless the commit holds; idempotent.
-
-        Raises:
-            RuntimeError: the round's weights are not fully loaded.
-        """
+        """Set the version and resume unless the commit holds; idempotent."""
         if not self.partially_updated and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
         if self._loaded != body.round_id:
@@ -176,11 +164,7 @@ class NativeMember(EngineMember):
         return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
 
     async def drop(self, body: Drop) -> None:
-        """Resume if the round was interrupted while it paused the engine.
-
-        Raises:
-            RuntimeError: the weights are partially updated.
-        """
+        """Resume if the round was interrupted while it paused the engine."""
         self._check_unchanged()
         self._receiving = None
         if self._pausing:
@@ -198,11 +182,7 @@ class NativeMember(EngineMember):
         """Nothing is retained."""
 
     async def _compare(self, part: FilePart, options: StagingOptions) -> None:
-        """Compare a file with the publisher's digests; the engine keeps generating.
-
-        Raises:
-            PayloadRejected: another model's, different, unreadable, or not loadable by vLLM.
-        """
+        """Compare a file with the publisher's digests; the engine keeps generating."""
         await self._check_reloadable()
         begin = time.perf_counter()
         self._reading = FileRead(part, self._model, torch.device("cpu"))

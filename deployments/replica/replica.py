@@ -224,7 +224,7 @@ class Replica:
             in_flight=lambda: self._front.in_flight,
             failed=self._has_failed,
             stop=lambda: self._front.stop(in_order=not self._has_failed()),
-            goodbye=self._goodbye,
+            send_last_report=self._send_last_report,
             application_stops=lambda: asyncio.to_thread(_application_stops),
             drain_s=self._drain_s,
         )
@@ -234,9 +234,9 @@ class Replica:
     def _has_failed(self) -> bool:
         return self._member.fenced is not None or self._engine.dead
 
-    async def _goodbye(self) -> None:
+    async def _send_last_report(self) -> None:
         self._following.cancel()  # a later report would register it again
-        await self._follower.goodbye()
+        await self._follower.send_last_report()
 
 
 def _application_stops() -> bool:

@@ -49,9 +49,7 @@ logger = serve_logger()
 
 
 class EngineDrain:
-    """Schedules no new request while running ones finish.
-
-    Nothing waits here: reports name the number of running requests, and the controller decides when to stop.
+    """Schedules no new request while running ones finish. Reports have their number; the controller waits.
 
     Args:
         ask: calls a utility of every engine core; one answer for each.
@@ -71,11 +69,7 @@ class EngineDrain:
         return Draining(drain_ids=tuple(self._ids), running=self._running) if self._ids else None
 
     async def begin(self, drain_id: str, *, may_run: bool) -> None:
-        """Add a drain. Does not wait for an engine that does not answer.
-
-        Args:
-            may_run: whether the scheduler may run now; if not, `resumed` starts the drain.
-        """
+        """Add a drain. If the scheduler may not run now, `resumed` starts it."""
         self._ids[drain_id], self._running = None, None
         await self._count(DRAIN if may_run else RUNNING)
         if self._watching is None or self._watching.done():
@@ -86,7 +80,7 @@ class EngineDrain:
         await self._ask(DRAIN)
 
     def end(self, drain_id: str) -> bool:
-        """Remove a drain; whether it was the last one."""
+        """Whether it was the last drain."""
         was = drain_id in self._ids
         self._ids.pop(drain_id, None)
         return was and not self._ids
@@ -155,7 +149,7 @@ class RecordingLLM(AsyncLLM):
             yield output
 
 
-FIRST_CALL_S = 60.0  # deadline of calls that only read or set a value, once the engine is up
+FIRST_CALL_S = 60.0  # for calls that only read or set a value
 EXIT_S = 4.0  # for the engine's processes; vLLM then kills them
 STOP_S = 8.0  # then we kill them
 
@@ -271,7 +265,6 @@ class ReplicaEngine:
         return time.perf_counter() - paused
 
     async def reset_caches(self, *, recompute: bool) -> None:
-        """Drop caches computed with the replaced weights, in the pause of the swap."""
         await self._ask_cores(RESET_CACHES, recompute)
 
     async def release(self) -> None:
@@ -280,7 +273,6 @@ class ReplicaEngine:
         await self._resume_if_allowed()
 
     async def load(self, path: str, version: int) -> None:
-        """Load a checkpoint directory into the running engine (catch-up of a late joiner)."""
         core = self.llm.engine_core
         await core.pause_scheduler_async(mode="keep", clear_cache=False)
         await self.workers("load_checkpoint", path=path)
@@ -294,7 +286,6 @@ class ReplicaEngine:
         return self._drain.state
 
     async def drain(self, drain_id: str) -> None:
-        """Schedule no new request until `end_drain`; running ones finish."""
         await self._drain.begin(drain_id, may_run=not (self.held or self.asleep))
 
     async def end_drain(self, drain_id: str) -> None:

@@ -45,8 +45,6 @@ State = TypeVar("State", ConnectState, StagingState)
 
 
 class StagedMember(EngineMember):
-    """Drives the workers' staging engines."""
-
     def __init__(self, engine: ReplicaEngine) -> None:
         super().__init__(engine)
         self._receiving: int | None = None  # the round whose payloads the workers stage
@@ -59,11 +57,7 @@ class StagedMember(EngineMember):
         await self._engine.workers("staging_drop")
 
     async def connect(self, body: Connect) -> None:
-        """Join the transfer group; waits for its other members.
-
-        Raises:
-            TransferFailed: one did not join.
-        """
+        """Join the transfer group; raises TransferFailed if another member does not."""
         await self._discard_leftover()  # a later drop would end the new group's waits, too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         states = await self._ask_until(lambda state: state.done, "staging_connected", ConnectState)
@@ -126,12 +120,6 @@ class StagedMember(EngineMember):
         return written if len(written) == len(states) else None
 
     async def verify(self, body: Verify) -> Staged:
-        """Check that the staged version is complete.
-
-        Raises:
-            PayloadRejected: it is incomplete, or no payload was received.
-            RuntimeError: the workers have staged different tensors.
-        """
         if self._receiving != body.round_id:
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
         states = self._written()
@@ -155,11 +143,7 @@ class StagedMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Swap; idempotent, as a restarted controller repeats it.
-
-        Raises:
-            RuntimeError: another round is staged, or this one is not verified. Nothing is swapped.
-        """
+        """Swap; idempotent, as a restarted controller repeats it."""
         if self._receiving is None and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
         if self.staged_round != body.round_id:

@@ -15,20 +15,21 @@ from vllm.lora.request import LoRARequest
 from deployments.replica.adapters.worker_calls import answer_calls, open_connection
 from deployments.weights.staging.staging_extension import StagingWorkerExtension
 
-_READ = "_slipstream_reads"  # an attribute of vLLM's LoRA manager; see `_reads`
+_READ = "_slipstream_reads"  # set on vLLM's LoRA manager
 
 
 class WorkerExtension(StagingWorkerExtension):
-    """All methods that are added to vLLM's worker. Called on the engine's thread, between two steps; those
-    about the files of adapters on another one, if the replica is on this host (`worker_calls`)."""
+    """All methods added to vLLM's worker. They run between two steps, those about adapters' files on a thread
+    of
+    their own if the replica is on this host (`worker_calls`)."""
 
     def adapter_answer_at(self, path: str) -> bool:
-        """Take calls about files from this Unix socket as well; False if it is on another host."""
+        """Serve calls from this Unix socket; False if it is on another host."""
         try:
             connection = open_connection(Path(path))
         except OSError:
             return False
-        _reads(self.model_runner.lora_manager)  # vLLM's loader is replaced on the thread that uses it
+        _reads(self.model_runner.lora_manager)  # replace vLLM's loader on its own thread
         methods = (
             self.staging_receive_files,
             self.adapter_read,
@@ -40,7 +41,6 @@ class WorkerExtension(StagingWorkerExtension):
         return True
 
     def adapter_read(self, key: str, path: str, is_3d: bool) -> None:
-        """Start reading an adapter's files; poll `adapter_is_read`."""
         manager = self.model_runner.lora_manager
         request = LoRARequest(lora_name=key, lora_int_id=1, lora_path=path, is_3d_lora_weight=is_3d)
         read: Future[Any] = Future()
@@ -57,7 +57,6 @@ class WorkerExtension(StagingWorkerExtension):
         return adapter_id in reads
 
     def adapter_forget(self, key: str, adapter_id: int) -> None:
-        """Drop what was read but not added."""
         reads = _reads(self.model_runner.lora_manager)
         reads.pop(key, None)
         reads.pop(adapter_id, None)

@@ -106,13 +106,7 @@ logger = serve_logger()
 
 
 class EngineAdapters:
-    """Loads adapters into an engine and says which ones requests can select.
-
-    Args:
-        llm: vLLM's `AsyncLLM`.
-        workers: calls a method of every worker.
-        models: the application's `OpenAIServingModels`, if it has one.
-    """
+    """The engine's adapters; `models` is the application's `OpenAIServingModels`, if it has one."""
 
     def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
@@ -130,12 +124,10 @@ class EngineAdapters:
             models.lora_resolvers = []  # they would load into this engine only, under colliding ids
 
     async def connect(self) -> None:
-        """Once the engine is up: loads wait for fewer of its steps from then on."""
         if self._takes_adapters:
             await self._calls.connect()
 
     def close(self) -> None:
-        """The engine ends."""
         self._calls.close()
 
     @property

@@ -31,7 +31,6 @@ class ReceivedAdapter:
         self._directory: Path | None = None
 
     def place(self, load_id: str) -> Path:
-        """Choose the directory for an adapter's files; the previous one is removed."""
         self.drop()
         self._directory = DIRECTORY / owner().name(f"adapter-{load_id}")
         return self._directory
@@ -62,13 +61,7 @@ class _Ahead:
 
 
 class AdapterReader:
-    """Has the workers of one engine read adapters.
-
-    Args:
-        llm: vLLM's `AsyncLLM`.
-        workers: calls a method of every worker.
-        lag_s: how long to wait for files that differ from the fleet's copy.
-    """
+    """Has the workers read adapters; waits up to `lag_s` for files that differ from the fleet's copy."""
 
     def __init__(self, llm: Any, workers: Workers, lag_s: float = LAG_S) -> None:
         self._llm = llm
@@ -79,7 +72,6 @@ class AdapterReader:
         self._base: asyncio.Task[Schema | None] | None = None
 
     async def receive(self, load_id: str, payload: Any) -> None:
-        """Start receiving an adapter's files in the workers."""
         directory = await self.place(load_id)
         await self._workers("staging_receive_files", payload=payload, directory=str(directory))
 

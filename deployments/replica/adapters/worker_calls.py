@@ -1,9 +1,8 @@
-"""Calls about adapters to a thread of each worker. They do not wait for a decoding step.
+"""Calls to a thread of each worker, which do not wait for a decoding step.
 
-vLLM carries out a call to its workers between two steps, which take a second each on a CPU with many answers
-in flight. So each worker has a connection to its replica's process, a Unix socket with a line of JSON for a
-call and for an answer, and a thread that answers there. If a worker is on another host, or a connection has
-ended, the calls go through vLLM.
+vLLM runs calls to its workers between two steps, which can take a second on a CPU: without this a load of an
+adapter took twice as long. Each worker has a Unix socket to its replica: a line of JSON per call and answer.
+If a worker is on another host, or a connection is lost, calls go through vLLM.
 """
 
 import asyncio
@@ -18,30 +17,25 @@ from typing import Any
 from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import DIRECTORY, owner
 
-CONNECT_S = 10.0  # connections that workers have opened are accepted in this time
+CONNECT_S = 10.0
 
 Workers = Callable[..., Awaitable[list[Any]]]
 logger = serve_logger()
 
 
 class WorkerCalls:
-    """Called as `ReplicaEngine.workers`: a method, named arguments of JSON types, an answer from each worker.
-
-    Args:
-        workers: calls through vLLM.
-    """
+    """Called as `ReplicaEngine.workers`, with arguments of JSON types; `workers` calls through vLLM."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._connections: list[_Connection] = []
 
     async def connect(self) -> None:
-        """Once the engine is up."""
         path = DIRECTORY / owner().name("worker-calls")
         try:
             listener = _listen(path)
         except OSError as error:  # no room in shared memory
-            logger.warning("calls about adapters wait for decoding steps: %s: %s", path, error)
+            logger.warning("calls to workers wait for decoding steps: %s: %s", path, error)
             return
         opened: list[_Connection] = []
         try:
@@ -53,52 +47,47 @@ class WorkerCalls:
                 self._connections, opened = opened, []
         except TimeoutError:
             logger.warning(
-                "calls about adapters wait for decoding steps: %d of %d workers did not connect within %g s",
+                "calls to workers wait for decoding steps: %d of %d did not connect within %g s",
                 len(shared) - len(opened),
                 len(shared),
                 CONNECT_S,
             )
         finally:
-            listener.close()  # which ends the connections that were not accepted
+            listener.close()  # also closes connections that were not accepted
             path.unlink(missing_ok=True)
             for each in opened:
                 each.close()
 
     async def __call__(self, method: str, **arguments: Any) -> list[Any]:
-        """Raises RuntimeError with what a worker's thread raised, and whatever vLLM does."""
         if self._connections:
             try:
                 return await asyncio.gather(*(each.call(method, arguments) for each in self._connections))
-            except ConnectionError:  # if the engine has died, vLLM says so
+            except ConnectionError:  # vLLM raises if the engine is dead
                 self.close()
         return await self._workers(method, **arguments)
 
     def close(self) -> None:
-        """The threads end."""
         for each in self._connections:
             each.close()
         self._connections = []
 
 
 class _Connection:
-    """To the thread of one worker."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._numbers = count()
         self._one_at_a_time = asyncio.Lock()
 
     async def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """Raises ConnectionError: it has ended."""
         async with self._one_at_a_time:
             number = next(self._numbers)
             self._writer.write(json.dumps([number, method, arguments]).encode() + b"\n")
             await self._writer.drain()
             answered = -1
-            while answered != number:  # that of a call which was cancelled may come first
+            while answered != number:  # the answer to a cancelled call may come first
                 line = await self._reader.readline()
                 if not line.endswith(b"\n"):
-                    raise ConnectionResetError("the worker's thread has ended")
+                    raise ConnectionResetError("the worker closed its connection")
                 answered, answer, error = json.loads(line)
         if error is not None:
             raise RuntimeError(error)
@@ -109,7 +98,7 @@ class _Connection:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Not asyncio's server: one that is closed while it takes a connection leaves that one open."""
+    """Not asyncio's server, which leaks a connection if it is closed while accepting it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))
@@ -128,11 +117,7 @@ async def _accept(listener: socket.socket) -> _Connection:
 
 
 def open_connection(path: Path) -> socket.socket:
-    """From a worker to its replica.
-
-    Raises:
-        OSError: there is no such socket on this host.
-    """
+    """From a worker to its replica. Raises OSError if the socket is not on this host."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(path))
@@ -143,13 +128,13 @@ def open_connection(path: Path) -> socket.socket:
 
 
 def answer_calls(connection: socket.socket, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """In a thread of a worker: carry out each call, until the replica closes the connection or is gone."""
+    """Serve calls in a thread of a worker until the replica closes the connection or exits."""
     with connection, connection.makefile("rb") as calls, suppress(ConnectionError):
         for line in calls:
             number, method, arguments = json.loads(line)
             answer, error = None, None
             try:
                 answer = methods[method](**arguments)
-            except Exception as raised:  # the caller's: vLLM's about the files
+            except Exception as raised:  # sent to the caller
                 error = f"{type(raised).__name__}: {raised}"
             connection.sendall(json.dumps([number, answer, error]).encode() + b"\n")

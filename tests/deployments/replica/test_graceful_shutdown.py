@@ -28,8 +28,8 @@ class Fleet:
     def may_leave(self, value: bool) -> None:
         self.releases = value
 
-    async def goodbye(self) -> None:
-        self.happened.append("goodbye")
+    async def send_last_report(self) -> None:
+        self.happened.append("last report")
         if not self.contact:
             raise ConnectionError("no controller")
 
@@ -49,7 +49,7 @@ class Fleet:
             in_flight=lambda: self.running,
             failed=lambda: self.failed,
             stop=lambda: self.happened.append(f"stop with {self.running}"),
-            goodbye=self.goodbye,
+            send_last_report=self.send_last_report,
             application_stops=self.application_stops,
             drain_s=drain_s,
             release_s=release_s,
@@ -63,7 +63,7 @@ async def test_idle_replica_sends_its_last_report_at_once() -> None:
     fleet = Fleet()
     await fleet.leave()
     assert fleet.leaving and fleet.drained
-    assert fleet.happened == ["stop with 0", "goodbye"]
+    assert fleet.happened == ["stop with 0", "last report"]
 
 
 async def test_running_requests_finish_first() -> None:
@@ -73,7 +73,7 @@ async def test_running_requests_finish_first() -> None:
     assert fleet.leaving and not fleet.drained and not fleet.happened
     fleet.running = 0
     await task
-    assert fleet.happened == ["stop with 0", "goodbye"]
+    assert fleet.happened == ["stop with 0", "last report"]
 
 
 async def test_shutdown_waits_for_the_open_round() -> None:
@@ -83,7 +83,7 @@ async def test_shutdown_waits_for_the_open_round() -> None:
     assert fleet.drained and fleet.happened == ["stop with 0"]
     fleet.releases = True
     await task
-    assert fleet.happened[-1] == "goodbye"
+    assert fleet.happened[-1] == "last report"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ async def test_every_wait_has_a_limit(
 ) -> None:
     fleet = Fleet(running=2, releases="release_s" not in limits)
     await fleet.leave(**limits)
-    assert fleet.happened == ["stop with 2", "goodbye"]
+    assert fleet.happened == ["stop with 2", "last report"]
     assert warning in caplog.messages
 
 
@@ -117,7 +117,7 @@ async def test_lost_controller_is_not_waited_for() -> None:
     fleet = Fleet(running=1, releases=False)
     fleet.contact = False
     assert await fleet.leave(lost_contact_s=0.2) < 1
-    assert fleet.happened == ["stop with 1", "goodbye"]
+    assert fleet.happened == ["stop with 1", "last report"]
 
 
 async def test_failed_replica_waits_for_nothing() -> None:

@@ -155,7 +155,7 @@ async def test_a_worker_that_does_not_connect_is_not_waited_for_for_ever(
     workers.silent = {1}
     with caplog.at_level("WARNING", "ray.serve"):
         await calls.connect()
-    assert "1 of 2 workers did not connect within 0.1 s" in caplog.text
+    assert "1 of 2 did not connect within 0.1 s" in caplog.text
     assert await calls("name") == ["vllm", "vllm"]
 
 
@@ -165,7 +165,7 @@ async def test_an_engine_starts_though_there_is_no_room_for_a_socket(
     monkeypatch.setattr("deployments.replica.adapters.worker_calls.DIRECTORY", tmp_path / "missing")
     with caplog.at_level("WARNING", "ray.serve"):
         await calls.connect()
-    assert "calls about adapters wait for decoding steps" in caplog.text
+    assert "calls to workers wait for decoding steps" in caplog.text
     assert await calls("name") == ["vllm", "vllm"]
 
 
