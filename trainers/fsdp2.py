@@ -25,13 +25,7 @@ from trainers.layers import decoder_layers
 
 
 def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
-    """The mesh of the default process group on "cpu" or "cuda".
-
-    Raises:
-        ValueError: there is no process group.
-    """
-    if not dist.is_initialized():
-        raise ValueError("FSDP2 needs torch.distributed.init_process_group to be called first")
+    """The mesh of the default process group on "cpu" or "cuda"."""
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

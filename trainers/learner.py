@@ -38,18 +38,14 @@ class Learner:
     trajectories, because of the collectives inside.
 
     Raises:
-        ValueError: a reference policy without a KL coefficient or the reverse; a loss that cannot be loaded.
+        ValueError: the loss cannot be loaded.
     """
 
     def __init__(
         self, policy: TrainedPolicy, config: LearnerConfig, *, reference: Reference | None = None
     ) -> None:
-        if (reference is not None) != (config.loss.kl_coefficient != 0.0):
-            raise ValueError(
-                "a reference policy is needed if and only if loss.kl_coefficient is not 0, "
-                f"got kl_coefficient {config.loss.kl_coefficient} and "
-                f"{'no' if reference is None else 'a'} reference"
-            )
+        has_penalty = config.loss.kl_coefficient != 0.0
+        assert has_penalty == (reference is not None), "a KL penalty needs a reference, and nothing else does"
         self.policy = policy
         self.config = config
         self.steps_done = 0
@@ -74,13 +70,9 @@ class Learner:
                 none.
 
         Raises:
-            ValueError: there are no trajectories, or no token of them is learned from.
             OutOfMemory: the update it happened in has changed nothing.
         """
-        if not any(trajectory.learned_tokens for trajectory in trajectories):
-            raise ValueError(
-                f"a step needs at least one token that is learned from, got {len(trajectories)} trajectories"
-            )
+        assert any(trajectory.learned_tokens for trajectory in trajectories), "there is something to learn"
         started = time.perf_counter()
         if published != self._published:
             self._published, self._published_step = published, self.steps_done

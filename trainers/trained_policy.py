@@ -80,12 +80,10 @@ class TrainedPolicy:
                 call.
 
         Raises:
-            ValueError: no such directory, an unknown dtype, a model whose layers cannot be sharded,
+            ValueError: no such directory, a model whose layers cannot be sharded,
                 checkpointed, compiled or packed, or a checkpoint that lacks parameters or has two different
                 tensors for tied names.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         directory = Path(path)
         if not (directory / "config.json").is_file():
             raise ValueError(
@@ -209,13 +207,8 @@ class BaseOf:
         self._policy = policy
 
     def scores(self, batch: TokenBatch) -> TokenScores:
-        """As `TrainedPolicy.scores`.
-
-        Raises:
-            ValueError: the policy has no adapter.
-        """
-        if self._policy.adapter is None:
-            raise ValueError("the base of a policy without an adapter is the policy itself")
+        """As `TrainedPolicy.scores`."""
+        assert self._policy.adapter is not None, "the base of a policy without an adapter is itself"
         with self._policy.adapter.disabled():
             return self._policy.scores(batch)
 

@@ -131,8 +131,3 @@ def test_every_rank_runs_as_many_micro_batches_as_every_other(count: int, world_
     assert len({len(share) for share in shares}) == 1
     counted = [rows for share in shares for rows, counts in share if counts]
     assert sorted(counted) == sorted(plan)
-
-
-def test_a_budget_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="token_budget must be positive, got 0"):
-        plan_micro_batches([trajectory((1,), (2,))], token_budget=0)

@@ -122,8 +122,3 @@ def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case
 def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="ModuleList named 'layers', got Linear"):
         decoder_layers(torch.nn.Linear(1, 1))
-
-
-def test_sharding_without_a_process_group_is_refused() -> None:
-    with pytest.raises(ValueError, match="init_process_group"):
-        mesh_of_all_ranks("cpu")

@@ -188,10 +188,3 @@ def test_on_a_gpu_packed_steps_are_those_of_rows(tmp_path: Path, kind: str, give
             assert metrics[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
     for left, right in zip(plain.policy.parameters(), lines.policy.parameters(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-3)
-
-
-def test_no_row_is_an_error() -> None:
-    with pytest.raises(ValueError, match="at least one row, got none"):
-        packed([], [])
-    with pytest.raises(ValueError, match="token_budget must be positive, got 0"):
-        plan_lines([tiny.trajectory((1,), (2,))], token_budget=0)
