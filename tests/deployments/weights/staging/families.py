@@ -199,27 +199,26 @@ def inspected(config: VllmConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-def inspect_all(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """Of each family, on a `cpu` with each of the kernels, or on `cuda`."""
-    results = []
-    for kernels in ("onednn", "torch") if kind == "cpu" else ("cuda",):  # with AMX vLLM cannot reload MLA
-        if kind == "cpu":
-            use_kernels(kernels)
-        for name, (description, arguments) in (FAMILIES if kind == "cpu" else GPU_FAMILIES).items():
-            target = directory / name
-            description.save_pretrained(target)
-            config = EngineArgs(
-                model=str(target),
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                max_model_len=64,
-                **{"enforce_eager": True, **arguments},
-            ).create_engine_config()
-            init_parallel_state(config, directory / "rendezvous", "gloo" if kind == "cpu" else "nccl")
-            try:
-                found = inspected(config, torch.device(kind if kind == "cpu" else "cuda:0"))
-            except Exception as error:  # whatever it is: the other families are to be seen as well
-                traceback.print_exc()
-                found = {"failed": f"{type(error).__name__}: {error}"}
-            results.append({"family": name, "kernels": kernels, **found})
+def inspect_families(directory: Path, kernels: str) -> dict[str, dict[str, Any]]:
+    """By family, with kernels for a CPU or with `cuda`."""
+    on_cpu = kernels != "cuda"
+    if on_cpu:
+        use_kernels(kernels)
+    results: dict[str, dict[str, Any]] = {}
+    for name, (description, arguments) in (FAMILIES if on_cpu else GPU_FAMILIES).items():
+        target = directory / name
+        description.save_pretrained(target)
+        config = EngineArgs(
+            model=str(target),
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            max_model_len=64,
+            **{"enforce_eager": True, **arguments},
+        ).create_engine_config()
+        init_parallel_state(config, directory / "rendezvous", "gloo" if on_cpu else "nccl")
+        try:
+            results[name] = inspected(config, torch.device("cpu" if on_cpu else "cuda:0"))
+        except Exception as error:  # whatever it is: the other families are to be seen as well
+            traceback.print_exc()
+            results[name] = {"failed": f"{type(error).__name__}: {error}"}
     return results
