@@ -22,6 +22,7 @@ from deployments.weights.wire.chunk_layout import (
     plan_chunks,
     write_digests,
 )
+from deployments.weights.wire.digest import signed
 
 _POLL_S = 0.01
 
@@ -57,7 +58,7 @@ class FileRead:
         except RuntimeError as error:  # torch's, where the host has no memory
             raise self._no_memory(chunk, error) from error
         self._read(chunk, block)
-        write_digests(chunk, _signed(self._part.digests), block)
+        write_digests(chunk, signed([int(each, 16) for each in self._part.digests]), block)
         try:
             received = block.to(self._device)
         except torch.OutOfMemoryError as error:
@@ -137,8 +138,3 @@ def _differences(config: Mapping[str, Any], own: Mapping[str, Any], prefix: str 
             yield from _differences(theirs, ours, f"{prefix}{name}.")
         elif theirs != ours:
             yield f"{prefix}{name} is {theirs!r:.80}, and the fleet's model has {ours!r:.80}"
-
-
-def _signed(digests: tuple[str, ...]) -> torch.Tensor:
-    values = [int(digest, 16) for digest in digests]
-    return torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in values]).long()

@@ -7,6 +7,7 @@ raises ValueError.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from deployments.weights.wire.digest_definition import Copy, Findings, digest_bytes, unsigned
@@ -30,8 +31,12 @@ def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The digests (int64 [n]) on the device of the tensors."""
     if tensors and tensors[0].is_cuda:
         return inspect(tensors).digests
-    values = [_host_digest(tensor) for tensor in tensors]
-    return torch.tensor([value - (1 << 64) if value >= 1 << 63 else value for value in values]).long()
+    return signed([digest_bytes(t.detach().reshape(-1).view(torch.uint8).numpy()) for t in tensors])
+
+
+def signed(digests: Sequence[int]) -> torch.Tensor:
+    """Digests as torch holds them (int64 [n]): the inverse of `unsigned`."""
+    return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
 
 
 def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
@@ -123,7 +128,3 @@ def is_finite(tensor: torch.Tensor) -> bool:
     # A sum is not finite if and only if a term is not (float32 can hold the sum of any real model's weights).
     # It reads the tensor once and needs no mask of the tensor's size.
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())
-
-
-def _host_digest(tensor: torch.Tensor) -> int:
-    return digest_bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())
