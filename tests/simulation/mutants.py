@@ -102,10 +102,10 @@ MUTANTS = [
     Mutant(
         "acknowledgement_lost",
         REPLICA + "follower",
-        "        polling = asyncio.ensure_future(self._poll(self._state()))\n",
+        "        polling = asyncio.ensure_future(self._ask(self._state()))\n",
         "        state = self._state()\n"
         "        self._acknowledgements.clear()\n"
-        "        polling = asyncio.ensure_future(self._poll(state))\n",
+        "        polling = asyncio.ensure_future(self._ask(state))\n",
     ),
     Mutant(
         "death_waits_for_the_poll",
@@ -189,9 +189,9 @@ MUTANTS = [
             ),
             (
                 "full_disk_is_the_callers_fault",
-                CONTROLLER + "adapter_files",
-                "except CannotWrite as error:\n                raise _no_space(error)",
-                "except CannotWrite as error:\n                raise InvalidRequest(str(error))",
+                CONTROLLER + "store_keeper",
+                "except CannotWrite as error:\n            raise _no_space(error)",
+                "except CannotWrite as error:\n            raise InvalidRequest(str(error))",
                 "full_disk",
             ),
         )
