@@ -76,8 +76,6 @@ class Learner:
         started = time.perf_counter()
         if published != self._published:
             self._published, self._published_step = published, self.steps_done
-        if self.policy.adapter is not None:
-            self.policy.adapter.seed_dropout(self.steps_done, self._rank)
         micro_batches = self._micro_batches(trajectories)
         old = self._old_logprobs(micro_batches) if self.config.updates_per_step > 1 else None
         for done in range(self.config.updates_per_step):

@@ -46,11 +46,9 @@ class LoraAdapter:
 
         self._model = model
         self._seed = seed
-        self._has_dropout = config.dropout > 0
         self._config = PeftConfig(
             r=config.rank,
             lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
             target_modules=_targets(model, config.target_modules),
         )
         model.requires_grad_(False)
@@ -59,7 +57,6 @@ class LoraAdapter:
             model.add_adapter(self._config, _NAME)
         for parameter in self.parameters():
             parameter.data = parameter.data.float()
-        self.drop(False)
 
     def tensors(self) -> dict[str, nn.Parameter]:
         """The trained parameters by their names in peft's files."""
@@ -106,19 +103,6 @@ class LoraAdapter:
     def _layers(self) -> dict[str, Any]:
         """peft's layers by the names of the weights that they adapt."""
         return {f"{module}.weight": self._model.get_submodule(module) for module in self.modules()}
-
-    def drop(self, active: bool) -> None:
-        """Switch the adapter's dropout on or off."""
-        if not self._has_dropout:
-            return
-        for name, module in self._model.named_modules():
-            if name.endswith(".lora_dropout"):
-                module.train(active)
-
-    def seed_dropout(self, step: int, rank: int) -> None:
-        """Make the dropout depend on the step alone, so that a restart changes nothing."""
-        if self._has_dropout:
-            torch.manual_seed((self._seed * 1_000_003 + step * 4_099 + rank) % (1 << 63))
 
     @contextmanager
     def disabled(self) -> Iterator[None]:

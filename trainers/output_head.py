@@ -88,7 +88,7 @@ class OutputHead:
 
         Probed in the first pass: a forward pass settles which parameters FSDP2 gives gradients, and an
         adapter may still freeze them. Without autocast, which would cache the cast weights without gradient.
-        Random numbers (an adapter's dropout) are as without the probe, so that a resumed run draws the same.
+        Random numbers are as without the probe, so that a resumed run draws the same.
         """
         head = self._model.get_output_embeddings()
         if head is None:

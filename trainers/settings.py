@@ -215,7 +215,6 @@ class LoraConfig(_Settings):
     alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
     # Names of linear layers, such as q_proj. None: all linear layers but the output.
     target_modules: tuple[str, ...] | None = None
-    dropout: float = Field(default=0.0, ge=0, lt=1)  # on inputs of adapted layers, in updates
 
     @model_validator(mode="after")
     def _name_of_an_adapter(self) -> Self:

@@ -168,8 +168,6 @@ class TrainedPolicy:
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
         """Log-probabilities of every learned token, with gradient unless gradients are disabled."""
-        if self.adapter is not None:
-            self.adapter.drop(torch.is_grad_enabled())
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             return self._head.scores(
                 batch.predictors,

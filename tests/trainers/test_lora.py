@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
-from trainers.batching import collate, plan_micro_batches
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
 from trainers.lora import TENSORS
@@ -119,32 +118,13 @@ def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in load_file(directory / TENSORS).values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_restored_learner_continues_exactly(tmp_path: Path, dropout: float) -> None:
-    lora = LORA.model_copy(update={"dropout": dropout})
-    straight = trained(adapted(tmp_path, lora))
-    resumed = Learner(adapted(tmp_path, lora), LEARNING)
+def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
+    straight = trained(adapted(tmp_path))
+    resumed = Learner(adapted(tmp_path), LEARNING)
     tiny.copy_state(straight, resumed)
     assert equal(values(resumed.policy), values(straight.policy))
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
     assert equal(values(resumed.policy), values(straight.policy))
-
-
-def test_dropout_acts_in_updates_alone(tmp_path: Path) -> None:
-    def losses(dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-        policy = adapted(tmp_path / str(dropout), LORA.model_copy(update={"dropout": dropout}))
-        trained(policy, 1)
-        [rows] = plan_micro_batches(BATCH[:1], token_budget=99, share_prompts=False)
-        batch = collate(BATCH[:1], rows, pad_token_id=0, device=policy.device)
-        with torch.no_grad():
-            quiet = policy.scores(batch).logprobs
-            assert torch.equal(policy.scores(batch).logprobs, quiet)
-        return quiet, policy.scores(batch).logprobs.detach()
-
-    quiet, update = losses(0.0)
-    assert torch.equal(quiet, update)
-    quiet, update = losses(0.5)
-    assert not torch.equal(quiet, update)
 
 
 def test_the_reference_of_the_penalty_is_the_base_without_a_copy(tmp_path: Path) -> None:
