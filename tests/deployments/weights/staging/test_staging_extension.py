@@ -16,7 +16,6 @@ from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Outcome, StoreResult
 from deployments.weights.staging.worker_reports import (
     ConnectState,
-    LoadPlanSummary,
     ProgressPage,
     StagingState,
     from_wire,
@@ -280,10 +279,6 @@ def test_only_the_first_worker_of_a_replica_retains_and_stores(checkpoint: Path,
     with pytest.raises(ValueError, match="the retained one is None"):
         worker.engine.retained.committed(5, None)
     worker.engine.shutdown()
-
-
-def test_host_staging_has_no_load_plans(worker: MemoryWorker) -> None:
-    assert from_wire(LoadPlanSummary, worker.staging_plans()) == LoadPlanSummary(chunks=0, refused=())
 
 
 @pytest.mark.parametrize("itself", [False, True])
