@@ -1,7 +1,6 @@
 """The catalog of adapters: names, numbers and retention. Every change makes a new catalog.
 
-A version number is never given twice for a name, and an id never at all: an engine finds KV cache blocks by
-the adapter's full name, and two sets of weights under one name would share them.
+Numbers and ids are never reused: an engine finds KV cache blocks by the adapter's full name.
 """
 
 from collections.abc import Collection
@@ -23,15 +22,10 @@ def is_name(name: str) -> bool:
 def check_new(
     catalog: AdapterCatalog, name: str, *, base_model: str, in_place: bool, after: int | None
 ) -> None:
-    """Check the name of a load.
-
-    Clients may number names themselves (ART loads `run@7`): only a name that would stand for two adapters is
-    refused.
+    """Clients may number names themselves (ART loads `run@7`): only a name for two adapters is refused.
 
     Raises:
-        InvalidRequest: no adapter can have this name, it is the full name of a live version, or it is live
-        and
-            `in_place` is false.
+        InvalidRequest: no such name is possible, or it is live and `in_place` is false.
         Conflict: the newest live version is not `after` (0: there is none; None: any).
     """
     if not is_name(name):
@@ -60,11 +54,7 @@ def check_new(
 
 
 def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
-    """The live versions of a name, oldest first; of a full name the one version.
-
-    Raises:
-        NotFound: there is none.
-    """
+    """The live versions of a name, oldest first; of a full name the one version. Raises NotFound."""
     found = [each for each in catalog.live if name in (each.name, each.full_name)]
     if not found:
         raise NotFound(f"The lora adapter '{name}' cannot be found.", {"lora_name": name})

@@ -5,14 +5,11 @@
               one rejects it ─► DROP_ADAPTER where it is held ─► the caller's error
 
 After each event every replica's last report is compared with the catalog, and it is sent the first thing that
-is missing. So a joiner, a replica that returns after a controller restart, and one that missed something are
-the same case. One more thing is known: whether this process has told a replica what requests may name. Until
-then it may still carry out a directive of an earlier controller, and its report can change.
+is missing: a joiner and a replica that missed something are the same case. A replica that this process has
+not sent SET_ADAPTERS may still carry out a directive of an earlier controller.
 
-While a round that holds all replicas until the last one has swapped is decided and carried out, they are told
-nothing of adapters: a load ahead of one replica's COMMIT would stop the whole fleet for as long as it takes.
-
-A replica that fails or misses the deadline is fenced, and the load continues without it.
+Nothing is loaded between the decision and the end of a round that holds: a load ahead of one replica's COMMIT
+would stop the whole fleet.
 """
 
 from dataclasses import replace
@@ -59,10 +56,6 @@ def begin(
         in_place: vLLM's `load_inplace`. Here the name gets another version, and nothing is overwritten.
         after: the newest live version that the caller knows, 0 for none. None: any.
         load_id: for `loaded`; unique unless empty.
-
-    Raises:
-        InvalidRequest: see `adapter_catalog.check_new`.
-        Conflict: the same, or the name is being loaded, or there are too many live versions.
     """
     adapters, limits = state.adapters, state.adapter_limits
     _check_enabled(state)
@@ -87,10 +80,10 @@ def begin(
 
 
 def stage(state: State, adapter: Adapter, files: AdapterFiles) -> PendingCall:
-    """The files are copied, and not durable yet: `complete` or `fail` follows; nothing is live before.
+    """The files are copied, not yet durable: `complete` or `fail` follows.
 
-    The call's result is the live Adapter. Its error is an InvalidRequest if all replicas rejected it, a
-    Conflict if some did, FleetUnavailable if too few replicas serve; then no replica has it.
+    The call's result is the live Adapter. On error (InvalidRequest: all replicas rejected it; Conflict: some
+    did; FleetUnavailable: too few serve) no replica has it.
     """
     load = state.adapters.loads[adapter.name]
     load.adapter = replace(adapter, path=files.path, digest=files.digest, size_bytes=files.size_bytes)
@@ -118,13 +111,7 @@ def give_up(state: State, adapter: Adapter, reason: str) -> None:
 
 
 def unload(state: State, name: str) -> PendingCall:
-    """Retire the versions of a name, or the one of a full name. The call ends when requests may name them
-    nowhere.
-
-    Raises:
-        NotFound: there is none.
-        Conflict: it is being loaded.
-    """
+    """Retire a name, or one full name. The call ends when requests may name it nowhere."""
     _check_enabled(state)
     _check_idle(state, name)
     out = adapter_catalog.named(state.adapters.catalog, name)

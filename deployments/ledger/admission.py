@@ -1,12 +1,10 @@
 """A member's polls, and how it becomes a member, catches up and is admitted.
 
-A joiner serves only the committed version: it receives it in the next round, in which it takes part, or loads
-it from the store if no round comes. Rounds continue while it loads, so it may be behind again afterwards:
-then it waits for a round for as long as it took to load, and at least twice as long as the time before. So it
-converges whatever the rate of rounds, and soon after the last one.
+A joiner receives the committed version in the next round, or loads it from the store if no round comes.
+Rounds continue while it loads. If it is behind again, it waits for a round for as long as it took to load,
+and at least twice as long as before: so it converges at any rate of rounds.
 
-It is paused or put to sleep first if the fleet is, and has all live adapters. It is admitted between rounds,
-or during the staging of a round that it takes part in; never between a round's decision and its end.
+It is admitted between rounds, or during the staging of a round that it takes part in.
 """
 
 from functools import partial
@@ -31,11 +29,8 @@ def on_report(state: State, report: Report) -> bool:
     """Register the sender, and take in its report.
 
     Returns:
-        Whether something may follow from it. Nothing does from a heartbeat, or an acknowledgement that leaves
-        others waiting: the look at all members can be left out.
-
-    Raises:
-        FleetUnavailable: a later report of the same process overtook this one.
+        Whether something may follow. A heartbeat, or an acknowledgement that leaves others waiting, needs no
+        look at all members.
     """
     known = state.find(report.replica_id, report.incarnation)
     if known is not None and report.number < known.last_report:
@@ -64,8 +59,7 @@ def on_report(state: State, report: Report) -> bool:
 
 
 def _says_nothing_new(member: Member, report: Report) -> bool:
-    """Whether a serving replica says the same as before, except for its acknowledgements and what a round
-    changes: its version, what it has staged, and what it retains."""
+    """Except for acknowledgements and what a round changes."""
     return (
         member.state is MemberState.SERVING
         and not (report.leaving or report.ended or report.failed)
@@ -180,8 +174,7 @@ def _may_leave(state: State, member: Member) -> bool:
 def first_weights(
     state: State, replica_id: str, incarnation: str, unloadable: Unloadable | None
 ) -> JoinAnswer:
-    """What a starting replica loads: the newest stored version, or the first checkpoint if it cannot. The
-    next round or the next stored version then brings it up to date.
+    """The newest stored version, or the first checkpoint if the replica cannot load it.
 
     A repeated question has the same answer: the replica may be loading what the first one said.
     """
@@ -201,8 +194,8 @@ def first_weights(
 
 
 def advance(state: State) -> None:
-    """Bring joiners to the committed version and the fleet's engine state, then admit them; and serving
-    members to its engine state, if they missed an operation when the controller restarted."""
+    """Bring joiners to the committed version and the fleet's engine state, then admit them. Serving
+    members may have missed an operation when the controller restarted."""
     current = state.round
     for member in state.live():
         serving = member.state is MemberState.SERVING

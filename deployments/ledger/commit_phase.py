@@ -3,8 +3,7 @@
     together: COMMIT(hold) to all ─► all swapped, or certain not to serve ─► RELEASE to all ─► finished
     rolling:  (DRAIN) COMMIT to `max_unavailable` at a time ─────────────────────────────────► finished
 
-A restarted controller resumes here: it waits for each participant to register again, which continues from its
-own state.
+A restarted controller resumes here, and waits for each participant to register again.
 """
 
 from dataclasses import replace
@@ -341,12 +340,7 @@ def ended(state: State, round_id: int) -> RoundReport | None:
 
 
 def undecided(state: State, round_id: int) -> Round:
-    """The round in flight, if it has this id and no decision yet.
-
-    Raises:
-        SlipstreamError: what aborted this round.
-        Conflict: it is not in flight, or decided.
-    """
+    """The round in flight. Raises what aborted it, or Conflict if it is not in flight or is decided."""
     current = state.round
     if current is not None and current.round_id == round_id and not current.decided:
         return current
@@ -369,13 +363,10 @@ def require_no_round(state: State, action: str) -> None:
 
 
 def closed(state: State, round_id: int, label: str | None) -> PendingCall | None:
-    """The outcome of a round that is closed already; None: it is not.
-
-    For a close that comes again because the controller restarted before its publisher had the answer.
+    """The outcome of a round whose close comes again, after a controller restart; None: it is not closed.
 
     Raises:
-        Conflict: it was closed with another label, so by another publisher. HTTP callers share one lease, and
-            only the label tells a late call apart.
+        Conflict: another publisher closed it. HTTP callers share one lease; only the label tells them apart.
     """
     current = state.round
     if current is not None and current.round_id == round_id:

@@ -1,7 +1,6 @@
 """What the ledger must not forget: each decision is durable before any replica can learn of it.
 
-`recovery` folds decisions into a new ledger; `Lasting` says which of them it still needs. Their JSON form is
-a file format.
+Their JSON form is a file format. `Lasting` says which of them `recovery` still needs.
 """
 
 from collections.abc import Mapping

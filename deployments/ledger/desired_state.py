@@ -1,15 +1,10 @@
 """vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet meaning.
 
-The lasting ones (pause, sleep) set the fleet's engine state, which is durable before a replica learns of the
-operation. A replica in another state, because it joined later or the controller restarted in the middle of an
-operation, is brought to it before it takes requests. No joiner is admitted while such an operation is
-pending.
+Pause and sleep set the fleet's engine state, which is durable before a replica learns of them. A joiner is
+brought to it before it is admitted, which waits while such an operation is pending.
 
-With `mode=wait` the replicas drain first. If requests still run at the timeout, or an operation that does not
-wait overtakes it, nothing changes and the caller gets a Conflict.
-
-While weights are discarded (sleep at level 2) no KV cache is woken: nothing can be computed without it. A
-committed round replaces them.
+With `mode=wait` the replicas drain first; at the timeout nothing changes. While weights are discarded (sleep
+at level 2) no KV cache is woken; a committed round replaces them.
 """
 
 from dataclasses import replace
@@ -53,10 +48,7 @@ def names(state: State) -> tuple[str, ...]:
 
 
 def call_fleet(state: State, operation: Operation) -> PendingCall:
-    """Carry an operation out on every serving replica, with `mode=wait` once no request runs.
-
-    The call's result is {replica id: answer}; its error names the replicas that could not, or on which
-    requests still ran at the timeout (Conflict: nothing has changed then).
+    """Carry an operation out on every serving replica. The call's result is {replica id: answer}.
 
     Raises:
         Conflict: it would let the fleet compute with discarded weights.

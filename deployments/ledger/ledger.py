@@ -1,9 +1,7 @@
 """The ledger: who is a member, which version the fleet is at, and what every member does next.
 
-A pure state machine: no waits, clocks or I/O. `now` is an argument, in seconds; what others wait for is a
-`PendingCall` that a later event completes. Each public method is one event, and ends in `advance`, which
-looks at all members and runs whatever became possible. `on_report` does not: one look is enough for reports
-that come together, and the next tick catches what is missed.
+Each public method is one event at `now` seconds, and ends in `advance`, which runs whatever became possible.
+`on_report` does not: one look is enough for reports that come together, and a tick catches what is missed.
 
     publisher   acquire, connect, open_round, send, close_round ─► PendingCall   waits for the replicas
     replica     poll(Report) ─► Directive                                        waits for updates (the shell)
@@ -91,11 +89,8 @@ class Ledger:
         """The lease of a publisher whose calls carry no token (vLLM's clients); issues it if needed.
 
         Args:
-            renew: for a call that belongs to the open round. Any other may be another program's, and must not
-                keep the round of one that is gone.
-
-        Raises:
-            Conflict: another publisher holds it.
+            renew: the call belongs to the open round. Another program's call must not keep the round of one
+                that is gone.
         """
         state = self._at(now)
         self._expire()
@@ -267,14 +262,10 @@ class Ledger:
         state.record("label", version=state.committed_version, label=label)
 
     def scale(self, wanted: int | None, room: int | None, now: float) -> SizeStatus:
-        """Have so many replicas from now on; None: as many as the load needs.
+        """Have so many replicas; None: as many as the load needs.
 
         Args:
             room: replicas that the cluster's GPUs hold; None: not known.
-
-        Raises:
-            Conflict: the number is fixed.
-            InvalidRequest: outside the configured bounds, or more than the cluster holds.
         """
         state = self._at(now)
         state.size_limits.check(wanted, room)
@@ -347,12 +338,8 @@ class Ledger:
     # -- time and memory ----------------------------------------------------------------------
 
     def tick(self, now: float) -> list[str]:
-        """Check deadlines and the lease.
-
-        Returns:
-            Ids of replicas that are lost because they were silent: the caller ends their processes, which may
-            still exist.
-        """
+        """Check deadlines and the lease. Returns the ids of silent replicas, whose processes may still
+        exist."""
         silent = membership.check_deadlines(self._at(now))
         self.advance(now)
         self._expire()

@@ -96,13 +96,8 @@ def queue(state: State, member: Member, body: Body, call: PendingCall | None = N
 
 
 def withdraw(member: Member, matches: Callable[[Body], bool], *, delivered: bool) -> bool:
-    """Remove matching instructions that are not delivered, or (`delivered`) all of them.
-
-    One that already runs may still be acknowledged, which has no effect.
-
-    Returns:
-        Whether a matching instruction remains.
-    """
+    """Remove matching instructions that are not delivered, or (`delivered`) all. Returns whether one
+    remains."""
     remains = False
     for queued in [each for each in member.queue if matches(each.body)]:
         if queued.delivered and not delivered:
@@ -196,10 +191,7 @@ def register(state: State, report: Report) -> Member | None:
 def recover_member(
     state: State, participant: Participant, *, version: int, was_serving: bool
 ) -> Member | None:
-    """Wait for a member from before a restart; None if it never serves again.
-
-    One whose fence may not have been delivered is waited for as well.
-    """
+    """Wait for a member from before a restart; None if it is certain never to serve again."""
     fenced = state.fences.get(participant.incarnation)
     if fenced is not None and fenced.told:
         return None
@@ -299,13 +291,7 @@ def check_deadlines(state: State) -> list[str]:
 
 
 def count_failed_transfers(state: State, verdict: Verdict, action: str, missing: Mapping[str, str]) -> None:
-    """Fence a member whose transfers keep failing while others receive: it is at fault.
-
-    A transfer that failed everywhere says nothing about a member, unless its peers miss it.
-
-    Args:
-        missing: replicas, by id, that did not answer their peers, and who says so.
-    """
+    """Fence a member whose transfers keep failing while others receive, or whose peers miss it."""
     failed = verdict.transfer_failed if verdict.done else missing
     for replica_id, reason in failed.items():
         member = state.members.get(replica_id)
@@ -353,13 +339,9 @@ def begin_drain(
     then: str,
     on_end: Callable[[PendingDrain], None],
 ) -> None:
-    """Drain the members. `on_end` runs when no request runs on them, or at the timeout.
+    """Drain the members until `forget_drain`. `on_end` runs when no request runs on them, or at the timeout.
 
-    Replicas stay drained until `forget_drain`, or the end of the drain's round. No replica is fenced because
-    its requests take long.
-
-    Args:
-        what, then: what drains, and what follows a timeout; for the event.
+    No replica is fenced because its requests take long. `what`, `then`: for the event of a timeout.
     """
     members = list(members)
 
@@ -401,8 +383,7 @@ def on_draining(state: State, member: Member) -> None:
 
 
 def end_drains(state: State) -> None:
-    """Expire drains, and end those that replicas report and the ledger does not know: their round was
-    aborted, their call was answered, or the controller restarted."""
+    """Expire drains; end those whose round, call or controller is gone."""
     for drain in state.drains:
         if state.now > drain.due:
             drain.late = {member.replica_id: _running(member) for member in drain.call.waiting}

@@ -1,8 +1,7 @@
 """The publisher: its lease with a fencing token, its connection to the fleet, and adapters sent over it.
 
-One publisher at a time; a stale one's calls are refused. A collective connection is valid for exactly its
-members, and a change of membership needs a new one. Any other connection reaches each replica separately: a
-joiner gets it too, one that loads a stored version afterwards.
+A collective connection is valid for exactly its members. Any other reaches each replica separately: a joiner
+gets it too, one that loads a stored version afterwards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +21,7 @@ from deployments.protocol.publishing import Lease
 
 
 def acquire(state: State, publisher: str) -> Lease:
-    """Issue the lease, also to its holder, whose old token becomes stale.
-
-    Raises:
-        Conflict: another publisher holds it.
-    """
+    """Issue the lease, also to its holder, whose old token becomes stale. Raises Conflict."""
     desk = state.publisher
     if desk.lease is not None and desk.lease.publisher != publisher:
         left_s = round(desk.expires - state.now, 1)
@@ -88,11 +83,7 @@ def connection_of(state: State, publisher: str) -> Connection | None:
 
 
 def check_connection(state: State, connection: Connection | None, members: Sequence[Member]) -> Connection:
-    """A communicator that lacks a member, or has a dead one, is never used again.
-
-    Raises:
-        Conflict: no connection, or the membership changed.
-    """
+    """Raises Conflict without a connection, or if a communicator lacks a member or has a dead one."""
     if connection is None:
         reason, broken_by = (
             "connect before opening a round: no publisher is connected",
@@ -113,12 +104,7 @@ def check_connection(state: State, connection: Connection | None, members: Seque
 
 
 def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) -> PendingCall:
-    """Connect every member, each with its own rank offset. The call's result is the connection's id.
-
-    Raises:
-        FleetUnavailable: there is no member.
-        InvalidRequest: `rank_offset` or `world_size` do not fit the members.
-    """
+    """Connect every member, each with its own rank offset. The call's result is the connection's id."""
     members, desk = state.for_round(), state.publisher
     if not members:
         raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
@@ -144,10 +130,8 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
 
 
 def _connected(state: State, call: PendingCall, *, connection: Connection) -> None:
-    """If it failed everywhere the publisher or the network is at fault, and no weight was touched.
-
-    A member whose peers did not come is intact, and is not fenced for them.
-    """
+    """If no member connected, the publisher or the network is at fault. A member whose peers did not come
+    is intact."""
     verdict = classify(call)
     not_done, absent = verdict.not_done, call.absent
     if not not_done and not absent:
@@ -209,11 +193,8 @@ def bring_in(state: State) -> None:
 
 
 def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[Member]) -> int | None:
-    """The `rank_offset` of a collective connection; None if it is not collective.
-
-    Raises:
-        InvalidRequest: it is no rank, or `world_size` is not the publisher's ranks plus every worker.
-    """
+    """None if not collective. Raises InvalidRequest unless `world_size` counts the publisher's ranks and
+    all workers."""
     if "rank_offset" not in init_info:
         return None
     offset, workers = init_info["rank_offset"], sum(member.world_size for member in members)
@@ -235,11 +216,8 @@ def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[M
 def send_adapter(state: State, publisher: str, body: ReceiveAdapter) -> PendingCall:
     """Every member of the connection receives an adapter's files.
 
-    Decides nothing: a replica that received nothing loads the fleet's copy. The call's error is a Conflict
-    that names the replicas without it; a communicator is not used again then.
-
-    Raises:
-        Conflict: the publisher is not connected to exactly the serving replicas.
+    The call's error names the replicas without it, which load the fleet's copy. A communicator is not used
+    again then.
     """
     members = state.for_round()
     connection = check_connection(state, connection_of(state, publisher), members)

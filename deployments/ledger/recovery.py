@@ -1,57 +1,36 @@
-"""A restarted controller: folds its predecessor's decisions into a new state.
+"""A restarted controller folds its predecessor's decisions into a new state.
 
-Replicas that served keep serving, so they are waited for until they register again. An undecided round is
-aborted: replicas that still hold its staging are told to drop it. A decided one that had not finished is
-resumed.
+It waits for the replicas that served to register again. An undecided round is aborted, a decided one resumed.
 """
 
 from collections.abc import Iterable
 
-from deployments.ledger import commit_phase, membership
-from deployments.ledger.decisions import (
-    Admitted,
-    Cataloged,
-    Committed,
-    Decision,
-    Ended,
-    EngineStateChanged,
-    Fenced,
-    Founded,
-    Labelled,
-    LeaseIssued,
-    Opened,
-    Participant,
-    Pinned,
-    Scaled,
-    Started,
-    Stored,
-    Unpinned,
-)
+from deployments.ledger import commit_phase, decisions, membership
 from deployments.ledger.state import ID_SPAN, Pin, RoundPhase, State
 from deployments.protocol.poll import DesiredReplicas
 from deployments.protocol.publishing import RoundReport
 
 
-def recover(state: State, decisions: Iterable[Decision], new_fleet_id: str) -> None:
+def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: str) -> None:
     """Bring a new state to where the decisions say the fleet is, and start its generation."""
     generation = 0
-    committed: Committed | None = None  # and not finished
+    committed: decisions.Committed | None = None  # and not finished
     open_round: int | None = None
-    admitted: list[Participant] = []
-    for decision in decisions:
+    admitted: list[decisions.Participant] = []
+    for decision in journal:
         match decision:
-            case Started():
+            case decisions.Started():
                 generation = decision.generation
-            case Admitted():
+            case decisions.Admitted():
                 admitted.append(decision.member)
                 state.epoch = max(state.epoch, decision.epoch)
-            case Opened():
+            case decisions.Opened():
                 state.last_round_id = open_round = decision.round_id
-            case Committed():
+            case decisions.Committed():
                 committed, open_round = decision, None
                 state.committed_version, state.label = decision.version, decision.label
                 state.persist = decision.persist
-            case Ended():
+            case decisions.Ended():
                 open_round = None
                 commit_phase.keep(state, decision.report)
                 if decision.report.phase == RoundPhase.COMMITTED:
@@ -62,9 +41,9 @@ def recover(state: State, decisions: Iterable[Decision], new_fleet_id: str) -> N
     generation += 1
     # Replicas ignore sequence numbers that they have seen.
     state.next_seq = state.events.next_id = generation * ID_SPAN + 1
-    state.decide(Started(generation=generation))
+    state.decide(decisions.Started(generation=generation))
     if state.founded is None:
-        state.founded = Founded(fleet_id=new_fleet_id)
+        state.founded = decisions.Founded(fleet_id=new_fleet_id)
         state.decide(state.founded)
     state.record("start", generation=generation, version=state.committed_version)
     if open_round is not None:
@@ -78,29 +57,29 @@ def recover(state: State, decisions: Iterable[Decision], new_fleet_id: str) -> N
         commit_phase.resume(state, committed)
 
 
-def _fold(state: State, decision: Decision) -> None:
+def _fold(state: State, decision: decisions.Decision) -> None:
     match decision:
-        case Founded():
+        case decisions.Founded():
             state.founded = decision
-        case LeaseIssued():
+        case decisions.LeaseIssued():
             state.publisher.last_token = decision.token
-        case Fenced():
+        case decisions.Fenced():
             state.fences[decision.incarnation] = decision
             state.epoch = max(state.epoch, decision.epoch)
-        case Stored():
+        case decisions.Stored():
             state.stored = decision
-        case Pinned():
+        case decisions.Pinned():
             state.pins[decision.incarnation] = Pin(decision=decision, since=state.now)
-        case Unpinned():
+        case decisions.Unpinned():
             state.pins.pop(decision.incarnation, None)
-        case Labelled():
+        case decisions.Labelled():
             if decision.version == state.committed_version:
                 state.label = decision.label
-        case EngineStateChanged():
+        case decisions.EngineStateChanged():
             state.engine_state = state.durable_engine_state = decision.engine_state()
-        case Scaled():
+        case decisions.Scaled():
             state.desired = DesiredReplicas(wanted=decision.wanted, number=decision.number)
-        case Cataloged():
+        case decisions.Cataloged():
             state.adapters.catalog, state.adapters.recovered = decision.catalog, True
 
 
@@ -116,5 +95,5 @@ def _abort(state: State, round_id: int) -> None:
         duration_s=0.0,
     )
     commit_phase.keep(state, report)
-    state.decide(Ended(report=report))
+    state.decide(decisions.Ended(report=report))
     state.record("round", round_id=round_id, phase="aborted", version=None, reason=report.reason)

@@ -3,8 +3,7 @@
 open ─► send* ─► RECEIVE ─► close ─► VERIFY ─► digests equal ─► (DRAIN) ─► the decision to commit
   └─────────── abort: publisher, lease, wrong payload, failed transfer, too few replicas ─► DROP
 
-With `in_flight: wait` running requests finish before the decision, or before RECEIVE if it changes live
-weights.
+`in_flight: wait` drains before the decision, or before a RECEIVE that changes live weights.
 """
 
 from collections import Counter
@@ -58,12 +57,7 @@ T = TypeVar("T")
 
 
 def open_round(state: State, options: RoundOptions, connection: Connection | None) -> int:
-    """Open a round with every free member, joiners included: a round carries all weights. Returns its id.
-
-    Raises:
-        Conflict: a round is in flight, or the publisher is not connected to the members and has to be.
-        FleetUnavailable: too few replicas, or some have not returned since a restart.
-    """
+    """Open a round with every free member, joiners included: a round carries all weights. Returns its id."""
     members = _eligible(state)
     if options.file_bytes is None:
         publisher_session.check_connection(state, connection, members)
@@ -114,11 +108,7 @@ def _eligible(state: State) -> list[Member]:
 
 
 def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingCall:
-    """Every participant receives the payload.
-
-    Raises:
-        SlipstreamError: the round is not open, or the payload has not one entry for each worker.
-    """
+    """Every participant receives the payload, or its part of it."""
     current = _open_round(state, round_id)
     parts = _split(payload, current.participants)
     current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
@@ -147,11 +137,7 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
 
 
 def close(state: State, round_id: int, label: str | None) -> PendingCall:
-    """Verify and commit. The call's result is the round's report.
-
-    Raises:
-        SlipstreamError: the round is not open.
-    """
+    """Verify and commit. The call's result is the round's report."""
     current = _open_round(state, round_id)
     current.label, current.close = label, PendingCall(name="close_round", round_id=round_id)
     commit_phase.enter(state, current, RoundPhase.VERIFYING)
@@ -168,11 +154,7 @@ def _open_round(state: State, round_id: int) -> Round:
 
 
 def _split(payload: JsonValue | FilePart, members: Sequence[Member]) -> dict[Member, JsonValue | FilePart]:
-    """Each member's part: a list has one entry per worker, anything else is for all.
-
-    Raises:
-        InvalidRequest: a list of another length.
-    """
+    """Each member's part: a list has one entry per worker, anything else is for all."""
     if not isinstance(payload, list):
         return dict.fromkeys(members, payload)
     workers = sum(member.world_size for member in members)
@@ -269,11 +251,8 @@ def _collective_receive(state: State, current: Round) -> PendingCall | None:
 
 
 def _decide(state: State, current: Round) -> None:
-    """Commit a verified round.
-
-    With `together` no replica may serve the old version without consent, so the decision waits until every
-    fence is delivered; meanwhile the fleet serves the old version.
-    """
+    """With `together` no replica may serve the old version without consent: wait until every fence is
+    delivered."""
     together = current.commit is CommitMode.TOGETHER
     if together and state.uncertain():
         return

@@ -1,6 +1,6 @@
-"""Everything the ledger knows, as plain records. The other modules are functions that change a `State`.
+"""Everything the ledger knows, as plain records; the other modules are functions that change a `State`.
 
-`State.now` is the time of the event that is being handled; no module reads a clock.
+`State.now` is the time of the current event; no module reads a clock.
 """
 
 import itertools
@@ -134,9 +134,8 @@ OnComplete = Callable[["State", "PendingCall"], None]
 class PendingCall:
     """A call that several members carry out: complete when each has answered or is out.
 
-    `certain`: a fenced member counts only once its fence is delivered or it is lost. Until then it may take a
-    request. `batch`: the members that this call and others wait for, where nothing follows from one of the
-    calls before all are complete.
+    `certain`: a fenced member counts once its fence is delivered. `batch`: members that this call and others
+    wait for, where nothing follows before all are complete.
     """
 
     name: str  # of the instruction, or of the publisher's call
@@ -246,10 +245,10 @@ class PendingOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Connection:
-    """One publisher's connection to the members of one epoch.
+    """One publisher's connection to the members of one epoch, whose workers have ranks in order of
+    registration.
 
-    Ranks count the members' workers in order of registration. A *collective* connection (its `init_info` has
-    `rank_offset`) is one communicator, valid for exactly these members.
+    Collective (its `init_info` has `rank_offset`): one communicator, valid for exactly these members.
     """
 
     connection_id: int
@@ -606,11 +605,8 @@ class State:
         return [each for each in self.live() if each.state is MemberState.SERVING]
 
     def for_round(self) -> list[Member]:
-        """The members for a new round or connection.
-
-        A member that is loading a stored version would keep the others waiting: it is left out while enough
-        others are there.
-        """
+        """Members for a new round or connection, without those that are loading while enough others are
+        there."""
         ready = [member for member in self.live() if not member.loading]
         return ready if len(ready) >= self.needed else self.live()
 

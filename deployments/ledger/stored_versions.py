@@ -6,10 +6,8 @@
 
     join or CATCH_UP ─► the version is pinned ─► the joiner holds it, is gone, or had `join_timeout_s`
 
-Writing is off the critical path: STORE is acknowledged when the write has begun, and rounds continue. Reports
-say which version a replica retains, so a restarted controller continues where its predecessor was. Besides
-the newest `keep` versions, at most one for each joiner stays. Pins are decisions: a restarted controller
-keeps them.
+Writing is off the critical path: STORE is acknowledged when the write begins. Reports say what a replica
+retains, and pins are decisions, so a restarted controller continues.
 """
 
 from collections.abc import Mapping
@@ -46,11 +44,7 @@ def advance(state: State) -> None:
 
 
 def set_stored(state: State, version: int, path: str, label: str | None) -> None:
-    """A version is complete on disk.
-
-    Raises:
-        InvalidRequest: the fleet never committed it.
-    """
+    """A version is complete on disk. Raises InvalidRequest for one never committed."""
     committed = state.committed_version
     if not 0 <= version <= committed:
         raise InvalidRequest(
@@ -261,10 +255,7 @@ def _unpin(state: State, incarnation: str) -> None:
 
 
 def refuse(state: State, replica_id: str, incarnation: str, version: int, reason: str) -> None:
-    """This process cannot load a version and is not told to again.
-
-    A late or repeated question does not end a later pin to another version.
-    """
+    """This process cannot load a version. A late or repeated report does not end a pin to another version."""
     pinned = state.pins.get(incarnation)
     if pinned is not None and pinned.decision.version != version:
         return
@@ -284,8 +275,8 @@ def refused(state: State, incarnation: str, version: int) -> bool:
 def on_lost(state: State, replica_id: str, incarnation: str, version: int | None) -> None:
     """This process was lost while it loaded a version; None: the pinned one, if any.
 
-    After `LOSSES` in a row the version is given up for a while, because engines cannot load it although its
-    files are intact. Joiners load the first checkpoint instead, and the next round brings them up to date.
+    After `LOSSES` in a row the version is given up for a while: engines cannot load it although its files are
+    intact.
     """
     pinned, losses = state.pins.get(incarnation), state.losses
     _unpin(state, incarnation)
@@ -317,9 +308,10 @@ def starting(state: State, before: float) -> list[tuple[str, str]]:
 
 
 def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
-    """Versions that may be removed, oldest first; `on_disk`: those in the store, with the fleet id of each.
+    """Versions that may go, oldest first: not the newest `keep`, the newest complete, or pinned ones.
 
-    All of this fleet's except the newest `keep`, the newest known to be complete, and the pinned ones.
+    Args:
+        on_disk: those in the store, with the fleet id of each.
     """
     ordered = sorted(version for version, owner in on_disk.items() if owner == state.fleet_id)
     needed = {*ordered[-keep:], *(each.decision.version for each in state.pins.values())}

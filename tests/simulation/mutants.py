@@ -29,6 +29,17 @@ class Mutant:
     situation: str | None = None
     adapters: bool = False  # found in fleets that serve adapters
 
+    @property
+    def path(self) -> Path:
+        return Path(*self.module.split(".")).with_suffix(".py")
+
+    def source(self) -> str:
+        """The module with the fault. Raises LookupError if its text has changed."""
+        source = self.path.read_text()
+        if self.old not in source:
+            raise LookupError(f"{self.name}: {self.module} has no {self.old!r} any more")
+        return source.replace(self.old, self.new)
+
 
 LEDGER, CONTROLLER, REPLICA = "deployments.ledger.", "deployments.controller.", "deployments.replica."
 MUTANTS = [
@@ -190,8 +201,8 @@ MUTANTS = [
             (
                 "full_disk_is_the_callers_fault",
                 CONTROLLER + "store_keeper",
-                "except CannotWrite as error:\n            raise _no_space(error)",
-                "except CannotWrite as error:\n            raise InvalidRequest(str(error))",
+                "raise _no_space(error) from error",
+                "raise InvalidRequest(str(error)) from error",
                 "full_disk",
             ),
         )
@@ -213,10 +224,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._mutant = mutant
 
     def get_code(self, fullname: str) -> CodeType:
-        source = Path(self.path).read_text()
-        if self._mutant.old not in source:
-            raise LookupError(f"{self._mutant.name}: {fullname} has no {self._mutant.old!r} any more")
-        return compile(source.replace(self._mutant.old, self._mutant.new), self.path, "exec")
+        return compile(self._mutant.source(), self.path, "exec")
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -226,7 +234,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname != self._mutant.module:
             return None
-        file = str(Path(*fullname.split(".")).with_suffix(".py").resolve())
+        file = str(self._mutant.path.resolve())
         return importlib.machinery.ModuleSpec(fullname, _Loader(self._mutant, file), origin=file)
 
 

@@ -75,30 +75,22 @@ def test_a_group_in_which_a_transfer_failed_is_not_used_again() -> None:
 
 def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     scene = connected(GROUP)
-    scene.replicas[1].hangs_in = {ReceiveAdapter}
+    for replica in scene.replicas:
+        replica.hangs_in = {ReceiveAdapter}
     call = send(scene)
     assert not call.done
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
     assert isinstance(call.error, Conflict) and "r1" in call.error.message
     scene.poll(only=scene.replicas[:1])
+    assert "drop" in scene.replicas[0].names() and scene.replicas[0].fenced is None
+    assert scene.status().connection is None
+    scene.replicas[0].hangs_in = set()
     load = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
     loading = scene.ledger.stage_adapter(load, FILES, scene.now)
     scene.ledger.complete_adapter(load, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(8, only=scene.replicas[:1])
     assert ended(loading) and live(scene.replicas[0]) == ["math@1"]
-
-
-def test_nobody_waits_in_a_group_for_a_replica_that_is_lost() -> None:
-    scene = connected(GROUP)
-    for replica in scene.replicas:
-        replica.hangs_in = {ReceiveAdapter}
-    call = send(scene)
-    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
-    assert isinstance(call.error, Conflict), "its publisher is told at once"
-    scene.poll(2, only=scene.replicas[:1])
-    assert "drop" in scene.replicas[0].names() and scene.replicas[0].fenced is None
-    assert scene.status().connection is None
 
 
 @pytest.mark.parametrize("end", ["release", "expire", "acquire", "send"])

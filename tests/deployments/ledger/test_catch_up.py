@@ -112,15 +112,6 @@ def test_what_an_earlier_controller_told_it_to_load_stops_no_round_either() -> N
     assert report_of(scene.publish()).replicas.keys() == {"r0", "late"} and joiner.admitted
 
 
-def test_a_joiner_of_an_idle_fleet_loads_at_once() -> None:
-    scene = Scene(replicas=1)
-    stored_round(scene)
-    scene.wait(5)
-    joiner = scene.start(version=0)
-    scene.poll(2)
-    assert joiner.admitted and joiner.names() == ["connect", "catch_up"]
-
-
 @pytest.mark.parametrize("every_s", [1, 2, 7, 40])
 @pytest.mark.parametrize("load_s", [1, 3, 30, 90])
 @pytest.mark.parametrize("phase_s", [0, 1, 3, 20])

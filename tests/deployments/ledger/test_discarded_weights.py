@@ -65,13 +65,6 @@ def test_waking_all_at_once_is_right_after_the_round() -> None:
     assert_awake(scene)
 
 
-def test_weights_that_slept_in_host_memory_need_no_round() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 1")
-    scene.call("wake_up")
-    assert_awake(scene)
-
-
 def test_a_round_that_is_aborted_brings_no_weights() -> None:
     scene = Scene(replicas=1)
     scene.call("sleep 2")

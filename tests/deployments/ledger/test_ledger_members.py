@@ -3,7 +3,7 @@
 import pytest
 
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
-from deployments.protocol.poll import Connect, Outcome, Receive
+from deployments.protocol.poll import Connect, Receive
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
@@ -44,15 +44,6 @@ def test_a_joiner_is_connected_by_itself_when_the_transport_is_no_collective() -
     scene.poll()
     assert joiner.names() == ["connect"]
     assert report_of(scene.publish()).replicas.keys() == {"r0", "r1"}
-
-
-def test_a_connection_that_fails_everywhere_fences_nobody() -> None:
-    scene = Scene(replicas=2)
-    for replica in scene.replicas:
-        replica.outcomes[Connect] = Outcome.REPLICA_FAILED
-    task = scene.connect()
-    assert isinstance(task.error, InvalidRequest)
-    assert all(each.admitted for each in scene.replicas)
 
 
 def test_a_list_payload_is_cut_by_worker() -> None:

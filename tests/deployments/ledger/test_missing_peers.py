@@ -54,19 +54,3 @@ def test_a_missing_publisher_names_no_replica_and_nobody_names_itself(
     for _ in range(5):
         attempt(scene, Receive)
     assert fenced(scene) == []
-
-
-def test_a_version_that_arrived_ends_the_row() -> None:
-    scene = scene_with(Receive, ((3,), (), (3,)))
-    for _ in range(2):
-        attempt(scene, Receive)
-    outcomes = [dict(replica.outcomes) for replica in scene.replicas]
-    for replica in scene.replicas:
-        replica.outcomes.clear()
-    scene.connect(GROUP)
-    assert report_of(scene.publish()).version == 1
-    for replica, before in zip(scene.replicas, outcomes, strict=True):
-        replica.outcomes.update(before)
-    for _ in range(2):
-        attempt(scene, Receive)
-    assert fenced(scene) == []

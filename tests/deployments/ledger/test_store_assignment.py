@@ -75,18 +75,6 @@ def test_a_write_does_not_hold_the_next_round_up() -> None:
     assert stored(scene) == 2
 
 
-def test_a_late_joiner_catches_up_with_what_a_replica_wrote() -> None:
-    scene = scene_of(1, writes_at_once=False)
-    publish(scene)
-    joiner = scene.start(version=0)
-    scene.poll()
-    assert not joiner.admitted
-    scene.now += 1
-    scene.replicas[0].write(1, None, "/store")
-    scene.poll()
-    assert joiner.admitted and joiner.version == 1
-
-
 @pytest.mark.parametrize("how", ["lost", "refused", "disk"])
 def test_another_replica_writes_when_the_first_cannot(how: str) -> None:
     scene = scene_of(2, writes_at_once=how != "lost")
@@ -103,19 +91,6 @@ def test_another_replica_writes_when_the_first_cannot(how: str) -> None:
     scene.poll()
     assert stored(scene) == 1 and "store" in second.names()
     assert first.fenced is None, "a full disk says nothing of its weights"
-
-
-def test_if_nobody_can_the_status_says_why() -> None:
-    scene = scene_of(2, store_problem="OSError: no space")
-    publish(scene)
-    scene.poll()
-    assert stored(scene) is None
-    assert problem(scene) == ("version 1 is not in the store: r0: OSError: no space; r1: OSError: no space")
-    for replica in scene.replicas:
-        replica.store_problem = ""
-    publish(scene)
-    scene.poll()
-    assert stored(scene) == 2 and problem(scene) is None
 
 
 def test_a_version_that_nobody_retained_is_said_not_to_be_stored() -> None:
