@@ -314,8 +314,8 @@ def test_metrics_do_not_depend_on_the_router(launched: Launched) -> None:
 
 
 def test_requests_come_to_no_other_cluster_of_the_host(launched: Launched) -> None:
-    """Ray gives the fallback proxy of every cluster the same port, and proxies share ports: while a router
-    stands still another fleet would answer."""
+    """Ray gives the fallback proxy of every cluster the same port, and proxies share ports: while a
+    router is stopped another fleet would answer."""
     (proxy, *_) = launched.named("proxy")
     words = proxy.cmdline()
     configuration = Path(words[words.index("-f") + 1]).read_text()
