@@ -239,14 +239,19 @@ def _until(states: Callable[[], list[Any]], reached: Callable[[Any], bool]) -> N
         time.sleep(POLL_S)
 
 
-def _engine(transport: str, directory: str, device: torch.device, corrupt: bool) -> Engine:
-    config = SimpleNamespace(
+def worker_config(directory: str) -> Any:
+    """The part of vLLM's configuration that a transfer engine reads."""
+    return SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
         model_config=SimpleNamespace(model=directory, revision=None),
         load_config=LoadConfig(),
         additional_config={},
         speculative_config=None,
     )
+
+
+def _engine(transport: str, directory: str, device: torch.device, corrupt: bool) -> Engine:
+    config = worker_config(directory)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     record = TRANSPORTS[transport.removeprefix("staged_")]

@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 from torch.multiprocessing import reductions
-from vllm.config import LoadConfig
 from vllm.distributed.device_communicators import pynccl
 from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from vllm.distributed.weight_transfer import ipc_engine, nccl_common, nccl_engine, packed_tensor
@@ -37,7 +36,7 @@ from deployments.weights.transports.rendezvous import RendezvousInfo, meet
 from deployments.weights.transports.vllm_ipc import StagedIpcEngine
 from deployments.weights.transports.vllm_nccl import StagedNcclEngine, VllmMeeting
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
-from tests.deployments.weights.transports.transport_fleet import Fleet, Receiver
+from tests.deployments.weights.transports.transport_fleet import Fleet, Receiver, worker_config
 
 GPU = "GPU-0"
 TIMEOUT_S = 4.0
@@ -246,16 +245,9 @@ class VllmReceiver(Receiver):
     """One worker, whose staging receives vLLM's wire."""
 
     def __init__(self, wire: str, directory: str) -> None:
-        config = SimpleNamespace(
-            parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
-            model_config=SimpleNamespace(model=directory, revision=None),
-            load_config=LoadConfig(),
-            additional_config={},
-            speculative_config=None,
-        )
         kind: Any = CpuIpc if wire == "ipc" else CpuNccl
         self.engine: StagedWeightTransferEngine[Any, Any] = kind(
-            SimpleNamespace(), config, torch.device("cpu"), torch.nn.Module()
+            SimpleNamespace(), worker_config(directory), torch.device("cpu"), torch.nn.Module()
         )
 
 
