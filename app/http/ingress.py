@@ -124,7 +124,7 @@ def build_app(
         # Serve and Starlette each match route after route: the most frequent come first.
         routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
-            ClientDisconnect: answer_nobody,
+            ClientDisconnect: answer_disconnected,
             SlipstreamError: answer_error,
             RequestValidationError: answer_wrong_request,
             HTTPException: answer_http_error,
@@ -195,7 +195,7 @@ async def answer_wrong_request(request: Request, error: Exception) -> Response:
     return await answer_error(request, InvalidRequest(explain(error, request.scope["route"])))
 
 
-async def answer_nobody(request: Request, error: Exception) -> Response:
+async def answer_disconnected(request: Request, error: Exception) -> Response:
     """The client left before its request had arrived."""
     return Response(status_code=499)
 

@@ -56,7 +56,7 @@ class Outgoing:
     headers: CIMultiDict[str]  # without the fleet's key
     body: bytes
     sequences: int
-    identity: RequestIdentity  # of the client's whole request
+    identity: RequestIdentity  # the client's whole request
     blocks: Sequence[int] = ()  # `affinity.block_hashes`
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import httptools
 
-MAX_UNREAD_BYTES = 1 << 18  # of a response; above, the connection is not read
+MAX_UNREAD_BYTES = 1 << 18  # above, the connection is not read
 JOINED_BYTES = 1 << 16  # a smaller body is sent in one write with the head
 CONNECT_TIMEOUT_S = 10.0
 IDLE_S = 15.0  # an unused connection is closed then; a replica keeps it for longer

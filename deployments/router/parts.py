@@ -25,7 +25,7 @@ from deployments.router.prompt_lists import MergedStream, PartFailed, is_stop, m
 from deployments.router.router_limits import RouterLimits
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
-MAX_WAITING_EVENTS = 256  # of one part, not yet taken by the client
+MAX_WAITING_EVENTS = 256  # one part's, not yet taken by the client
 logger = serve_logger()
 
 
@@ -102,7 +102,7 @@ class _Part:
         self.headers: Headers = []
         self.waiting: deque[bytes] = deque()  # events, or the whole response
         self.taken = False  # the client has something of it
-        self.all_begun = False  # of the other parts too
+        self.all_begun = False  # the other parts too
         self.ended = False
         self.failure: Exception | None = None
 

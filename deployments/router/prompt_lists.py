@@ -103,7 +103,7 @@ def _is_conversation(prompt: bytes) -> bool:
     return bool(messages) and all(message.startswith(b"{") for message in messages)
 
 
-MIN_SEQUENCES = 4  # of a part: a decoding step takes nearly as long for one sequence as for four
+MIN_SEQUENCES = 4  # in a part: a decoding step takes nearly as long for one sequence as for four
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

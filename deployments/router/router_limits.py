@@ -11,7 +11,7 @@ class RouterLimits:
 
     max_in_flight: int  # client requests; a split one counts once
     max_body_bytes: int
-    max_sequences: int  # of one request: prompts times completions for each
+    max_sequences: int  # per request: prompts times completions for each
     find_replica_timeout_s: float  # generation does not count
     weight_timeout_s: float  # waiting for a version, without x-weight-timeout
     load_factor: (

@@ -113,7 +113,7 @@ async def test_no_header_makes_another_request_of_it(header: str) -> None:
         assert fleet.engine.reached == [("GET", "/v1/models")]
 
 
-async def test_a_websocket_is_refused_at_both_ports() -> None:
+async def test_websocket_is_refused_at_both_ports() -> None:
     upgrade = (
         "upgrade: websocket",
         "connection: upgrade",
@@ -128,7 +128,7 @@ async def test_a_websocket_is_refused_at_both_ports() -> None:
         assert fleet.engine.reached == []
 
 
-async def test_the_replicas_port_is_for_those_who_know_the_fleets_key() -> None:
+async def test_replicas_port_is_for_those_who_know_the_fleets_key() -> None:
     async with ports() as fleet:
         assert await status_of(fleet.replica, "GET", "/v1/models") == 400
         assert await status_of(fleet.replica, "GET", "/v1/models", "x-slipstream-key: guess") == 400

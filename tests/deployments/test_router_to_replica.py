@@ -10,7 +10,7 @@ import pytest
 from tests.deployments.routed_fleet import SPANS, Fleet, service
 
 
-async def test_an_answer_passes_through_and_gains_versions() -> None:
+async def test_answer_passes_through_and_gains_versions() -> None:
     async with service("a") as (_, router, client):
         answer = await client.post("/whole?q=%20x", content=b"hello")
         assert answer.json() == {
@@ -25,7 +25,7 @@ async def test_an_answer_passes_through_and_gains_versions() -> None:
         assert router.in_flight == 0
 
 
-async def test_a_stream_arrives_as_it_is_made_and_its_last_event_has_the_versions() -> None:
+async def test_stream_arrives_as_it_is_made_and_its_last_event_has_the_versions() -> None:
     async with service("a") as (_, router, client):
         pieces = []
         async with client.stream("GET", "/stream?events=5") as answer:
@@ -38,7 +38,7 @@ async def test_a_stream_arrives_as_it_is_made_and_its_last_event_has_the_version
         assert router.in_flight == 0
 
 
-async def test_a_client_that_goes_away_ends_the_request_and_gives_its_place_back() -> None:
+async def test_client_disconnect_aborts_the_request_and_frees_its_place() -> None:
     async with service("a") as (fleet, router, client):
         async with client.stream("GET", "/stream?events=1000") as answer:
             await anext(answer.aiter_raw())
@@ -52,7 +52,7 @@ async def test_a_client_that_goes_away_ends_the_request_and_gives_its_place_back
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/die", "/die-in-stream", "/die-in-stream?named=1"])
-async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> None:
+async def test_request_that_kills_engines_kills_two_at_most(path: str) -> None:
     async with service("a", "b", "c") as (fleet, _, client):
         # The engine of whoever is asked first dies of it, and says so; the next one's dies as well.
         answer = await client.post(path, content=b"deadly")
@@ -66,7 +66,7 @@ async def test_a_request_that_kills_its_engine_kills_two_at_most(path: str) -> N
 
 
 @pytest.mark.slow
-async def test_a_request_that_kills_its_engine_in_mid_stream_kills_two_however_often_it_is_repeated() -> None:
+async def test_request_that_kills_engines_in_mid_stream_kills_two_at_most() -> None:
     async with service("a", "b", "c") as (fleet, _, client):
         for _ in range(2):
             cut = await client.post("/die-late", content=b"deadly")
@@ -80,7 +80,7 @@ async def test_a_request_that_kills_its_engine_in_mid_stream_kills_two_however_o
         assert (await client.post("/whole", content=b"harmless")).status_code == 200
 
 
-async def test_a_replica_that_is_stopped_in_order_gives_its_requests_away_and_they_are_not_counted() -> None:
+async def test_graceful_shutdown_hands_requests_over_without_a_loss() -> None:
     async with service("a", "b", "c") as (fleet, _, client):
         asked = asyncio.ensure_future(client.post("/late", content=b"long"))
         for _ in range(2):
@@ -94,7 +94,7 @@ async def test_a_replica_that_is_stopped_in_order_gives_its_requests_away_and_th
 
 
 @pytest.mark.parametrize("path", ["/long", "/long?raises=1", "/long?named=1"])
-async def test_a_stream_that_a_stop_in_order_cuts_off_is_not_counted(path: str) -> None:
+async def test_stream_cut_off_by_graceful_shutdown_is_no_loss(path: str) -> None:
     async with service("a", "b", "c") as (fleet, router, client):
         for _ in range(2):
             async with client.stream("POST", path, content=b"long") as answer:
@@ -117,7 +117,7 @@ async def test_a_stream_that_a_stop_in_order_cuts_off_is_not_counted(path: str) 
         assert len(router._forwarder.deadly) == 0
 
 
-async def test_the_requests_of_a_replica_that_failed_are_counted_when_it_is_stopped() -> None:
+async def test_requests_of_a_failed_replica_count_as_losses() -> None:
     async with service("a", "b", "c") as (fleet, _, client):
         asked = asyncio.ensure_future(client.post("/late", content=b"long"))
         for _ in range(2):
@@ -139,7 +139,7 @@ async def _asked(fleet: Fleet) -> str:
 
 
 @pytest.mark.slow
-async def test_a_refusal_moves_the_request_to_another_replica() -> None:
+async def test_refused_request_is_sent_to_another_replica() -> None:
     async with service("a", "b") as (fleet, _, client):
         fleet.engines["a"].refusal = "being stopped"
         for _ in range(8):
@@ -152,14 +152,14 @@ async def test_a_refusal_moves_the_request_to_another_replica() -> None:
         assert (await client.post("/whole", content=b"x")).headers["x-slipstream-replica"] == "a"
 
 
-async def test_a_replica_lost_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
+async def test_replica_lost_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
     async with service("a") as (_, router, client):
         text = (await client.get("/stream?events=2&break=1")).text
         assert text.rstrip().split("\n\n")[-1].startswith('data: {"error": {"type": "replica_unavailable"')
         assert router.in_flight == 0
 
 
-async def test_a_demand_that_is_not_met_is_a_conflict() -> None:
+async def test_demand_that_is_not_met_is_a_conflict() -> None:
     async with service("a") as (_, _, client):
         answer = await client.get("/text", headers={"x-min-weight-version": "8"})
         assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
@@ -200,7 +200,7 @@ async def test_prompts_that_begin_alike_go_to_one_replica() -> None:
 
 
 @pytest.mark.slow
-async def test_a_session_leaves_a_loaded_replica_and_does_not_come_back() -> None:
+async def test_session_leaves_a_loaded_replica_and_does_not_come_back() -> None:
     async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
         home = await replica_of(client, session="s")
         fleet.loads[home] = 100
@@ -211,7 +211,7 @@ async def test_a_session_leaves_a_loaded_replica_and_does_not_come_back() -> Non
         assert {await replica_of(client, "/v1/responses", session="s") for _ in range(5)} == {home}
 
 
-async def test_a_session_whose_answers_are_kept_in_a_replica_stays_there_under_load() -> None:
+async def test_session_whose_answers_are_kept_in_a_replica_stays_there_under_load() -> None:
     async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
         home = await replica_of(client, "/v1/responses", session="s")
         fleet.loads[home] = 100

@@ -37,7 +37,7 @@ async def until(condition: Any) -> None:
 
 
 @pytest.mark.slow
-async def test_a_list_is_answered_by_all_replicas_as_by_one() -> None:
+async def test_list_is_answered_by_all_replicas_as_by_one() -> None:
     asked = {"prompt": PROMPTS, "n": 2, "logprobs": 1, "prompt_logprobs": 1, "return_token_ids": True}
     async with service("a", **ROOM) as (_, _, client):
         alone = (await client.post("/v1/completions", json=asked)).json()
@@ -70,7 +70,7 @@ async def test_lists_of_token_ids_and_batches_of_chats_are_divided_too() -> None
         assert asked_of(fleet) == {"a": [chats[:4]], "b": [chats[4:]]}
 
 
-async def test_the_version_is_the_oldest_and_each_choice_keeps_its_own() -> None:
+async def test_version_is_the_oldest_and_each_choice_keeps_its_own() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         fleet.engines["a"].completions.version = 9
         answer = (await client.post("/v1/completions", json={"prompt": PROMPTS})).json()
@@ -109,7 +109,7 @@ async def test_every_part_has_the_demands_and_the_name_of_the_request() -> None:
         assert (answer.status_code, answer.json()["error"]["detail"]) == (409, {"waited_s": 0.5})
 
 
-async def test_a_client_cannot_ask_for_a_part() -> None:
+async def test_client_cannot_ask_for_a_part() -> None:
     async with service("a", **ROOM) as (_, _, client):
         answer = await client.post(
             "/v1/completions", json={"prompt": "a"}, headers={"x-slipstream-part": "5,5"}
@@ -117,7 +117,7 @@ async def test_a_client_cannot_ask_for_a_part() -> None:
         assert answer.json()["choices"][0]["index"] == 0
 
 
-async def test_the_list_counts_as_a_whole() -> None:
+async def test_list_counts_as_a_whole() -> None:
     async with service("a", "b", max_body_bytes=10_000, max_sequences=15, max_in_flight=1) as (
         fleet,
         _,
@@ -139,7 +139,7 @@ async def test_one_part_that_is_refused_answers_the_whole(stream: bool) -> None:
         assert router.in_flight == 0
 
 
-async def test_a_part_whose_replica_is_lost_goes_elsewhere() -> None:
+async def test_part_of_a_lost_replica_is_retried() -> None:
     async with service("a", "b", "c", **ROOM) as (fleet, _, client):
         fleet.loads = {"c": 100}
         fleet.engines["b"].completions.dies = True
@@ -151,7 +151,7 @@ async def test_a_part_whose_replica_is_lost_goes_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-async def test_so_does_one_that_had_begun_while_the_client_has_nothing_of_it(in_order: bool) -> None:
+async def test_part_that_had_begun_is_retried_while_the_client_has_nothing_of_it(in_order: bool) -> None:
     async with service("a", "b", "c", **ROOM) as (fleet, _, client):
         fleet.loads = {"c": 100}
         fleet.engines["b"].completions.dies = True
@@ -170,7 +170,7 @@ async def test_so_does_one_that_had_begun_while_the_client_has_nothing_of_it(in_
         assert done == "[DONE]" and texts == [prompt.upper() for prompt in prompts]
 
 
-async def test_a_part_that_costs_two_replicas_is_refused_and_so_is_its_repetition() -> None:
+async def test_part_that_loses_two_replicas_is_refused_and_so_is_its_repetition() -> None:
     async with service("a", "b", "c", **ROOM) as (fleet, _, client):
         for engine in fleet.engines.values():
             engine.completions.dies = True
@@ -181,7 +181,7 @@ async def test_a_part_that_costs_two_replicas_is_refused_and_so_is_its_repetitio
         assert again.status_code == 422 and sum(len(lists) for lists in asked_of(fleet).values()) == asked
 
 
-async def test_a_stream_has_the_events_of_all_parts_one_usage_and_one_end() -> None:
+async def test_stream_has_the_events_of_all_parts_one_usage_and_one_end() -> None:
     asked = {"prompt": PROMPTS, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     async with service("a", "b", **ROOM) as (fleet, router, client):
         answer = await client.post("/v1/completions", json=asked)
@@ -202,7 +202,7 @@ async def test_a_stream_has_the_events_of_all_parts_one_usage_and_one_end() -> N
         await until(lambda: router.in_flight == 0)
 
 
-async def test_a_stream_begins_when_every_part_has_and_is_not_held_back_after_that() -> None:
+async def test_stream_begins_when_every_part_has_and_is_not_held_back_after_that() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         prompts = ["slow", *PROMPTS[:6], "slowly"]
         seen: list[bytes] = []
@@ -225,7 +225,7 @@ async def test_a_stream_begins_when_every_part_has_and_is_not_held_back_after_th
         assert b"".join(seen).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_part_that_is_lost_after_the_client_has_some_of_it_ends_the_stream() -> None:
+async def test_part_that_is_lost_after_the_client_has_some_of_it_ends_the_stream() -> None:
     async with service("a", "b", **ROOM) as (fleet, router, client):
         asked = {"prompt": ["slowly", *PROMPTS[:6], "slowly"], "stream": True}
         async with client.stream("POST", "/v1/completions", json=asked) as answer:
@@ -241,7 +241,7 @@ async def test_a_part_that_is_lost_after_the_client_has_some_of_it_ends_the_stre
         assert router.in_flight == 0
 
 
-async def test_an_error_that_vllm_reports_in_a_part_ends_the_stream_as_vllm_does() -> None:
+async def test_error_that_vllm_reports_in_a_part_ends_the_stream_as_vllm_does() -> None:
     async with service("a", "b", **ROOM) as (_, _, client):
         asked = {"prompt": [*PROMPTS[:7], "fault"], "stream": True}
         *events, error, done = events_of((await client.post("/v1/completions", json=asked)).text)
@@ -250,7 +250,7 @@ async def test_an_error_that_vllm_reports_in_a_part_ends_the_stream_as_vllm_does
         assert error["error"]["message"] == "a fault" and done == "[DONE]"
 
 
-async def test_a_client_that_leaves_ends_all_parts() -> None:
+async def test_client_disconnect_aborts_all_parts() -> None:
     async with service("a", "b", **ROOM) as (fleet, router, client):
         asked = {"prompt": ["slowly", *PROMPTS[:6], "slowly"], "stream": True}
         async with client.stream("POST", "/v1/completions", json=asked) as answer:
@@ -259,7 +259,7 @@ async def test_a_client_that_leaves_ends_all_parts() -> None:
         await until(lambda: router.in_flight == 0)
 
 
-async def test_a_request_that_is_cancelled_before_its_answer_ends_all_parts() -> None:
+async def test_request_that_is_cancelled_before_its_answer_ends_all_parts() -> None:
     async with service("a", "b", **ROOM) as (fleet, router, _):
         # Serve cancels the router's task when the client of an answer that has not begun goes away.
         transport = httpx.ASGITransport(app=router)

@@ -72,7 +72,7 @@ async def test_without_a_token_only_health_answers(route: tuple[str, str], heade
 
 
 @pytest.mark.parametrize("route", UNKNOWN_ROUTES)
-async def test_whoever_has_no_token_does_not_learn_what_routes_there_are(route: tuple[str, str]) -> None:
+async def test_routes_are_not_revealed_without_a_token(route: tuple[str, str]) -> None:
     assert await status(route, {}) == 401
     assert await status(route, bearer(USER)) in (404, 405)
 
@@ -110,7 +110,7 @@ async def test_without_tokens_everything_is_open() -> None:
         assert (await fleet.post("/pause")).json() == {"status": "paused"}
 
 
-async def test_a_browser_is_told_to_ask_for_it() -> None:
+async def test_browser_is_told_to_ask_for_it() -> None:
     async with client(FakeController(), token=OPERATOR) as fleet:
         answer = await fleet.get("/")
     assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Basic realm=")
@@ -118,7 +118,7 @@ async def test_a_browser_is_told_to_ask_for_it() -> None:
     assert "needs the operator's token" in answer.json()["error"]["message"]
 
 
-async def test_the_prefix_of_an_application_opens_and_closes_nothing() -> None:
+async def test_prefix_of_an_application_opens_and_closes_nothing() -> None:
     async with client(FakeController(), token=OPERATOR, user_token=USER, root_path="/prefix") as fleet:
         assert (await fleet.get("/prefix/health")).status_code == 200
         assert (await fleet.get("/prefix/fleet")).status_code == 401
@@ -144,7 +144,7 @@ async def test_the_prefix_of_an_application_opens_and_closes_nothing() -> None:
         (None, "evil.example:8000", "http://evil.example:8000", 403),  # its name leads to 127.0.0.1
     ],
 )
-async def test_a_page_of_somebody_elses_cannot_drive_the_fleet(
+async def test_another_origin_cannot_drive_the_fleet(
     token: str | None, host: str, origin: str, expected: int
 ) -> None:
     async with client(FakeController(), token=token) as fleet:
@@ -169,7 +169,7 @@ def allowed(guard: Guard, token: str) -> bool:
     return True
 
 
-def test_a_changed_file_counts_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_token_file_is_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auth, "FILE_PERIOD_S", 0.0)
     file, new = tmp_path / "token", "new-operator-0123456789"
     file.write_text(OPERATOR)
@@ -182,7 +182,7 @@ def test_a_changed_file_counts_without_a_restart(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("damage", ["", "short", None])
-def test_a_damaged_file_locks_nobody_out_and_opens_nothing(
+def test_damaged_token_file_keeps_the_previous_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str | None
 ) -> None:
     monkeypatch.setattr(auth, "FILE_PERIOD_S", 0.0)

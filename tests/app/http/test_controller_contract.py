@@ -29,14 +29,14 @@ async def controller(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIte
     await real.aclose()
 
 
-async def test_a_session_acquires_and_then_renews_the_same_lease(controller: Any) -> None:
+async def test_session_acquires_and_then_renews_the_same_lease(controller: Any) -> None:
     first = await controller.join_lease("http", False)
     assert (first.lease.token, first.round_id) == (1, None)
     assert (await controller.join_lease("http", True)).lease.token == first.lease.token
     assert (await controller.renew(first.lease.token)).publisher == "http"
 
 
-async def test_the_lease_is_free_after_a_release(controller: Any) -> None:
+async def test_lease_is_free_after_a_release(controller: Any) -> None:
     session = await controller.join_lease("http", False)
     await controller.release(session.lease.token)
     lease: Lease = await controller.acquire("trainer")
@@ -50,7 +50,7 @@ async def test_another_publisher_is_a_conflict_that_names_the_holder(controller:
     assert caught.value.detail["holder"] == "trainer"
 
 
-async def test_an_acquired_lease_makes_the_older_token_stale(controller: Any) -> None:
+async def test_acquired_lease_makes_the_older_token_stale(controller: Any) -> None:
     session = await controller.join_lease("http", False)
     await controller.acquire("http")
     for call in (controller.renew(session.lease.token), controller.release(session.lease.token)):
@@ -63,7 +63,7 @@ async def test_an_acquired_lease_makes_the_older_token_stale(controller: Any) ->
 
 
 @pytest.mark.parametrize("method", ["send", "close_round"])
-async def test_a_round_that_is_not_open_is_a_conflict(controller: Any, method: str) -> None:
+async def test_round_that_is_not_open_is_a_conflict(controller: Any, method: str) -> None:
     session = await controller.join_lease("http", False)
     argument: Any = {} if method == "send" else None
     with pytest.raises(Conflict):

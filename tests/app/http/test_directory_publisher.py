@@ -97,7 +97,7 @@ async def test_what_is_wrong_before_a_round_opens_none(fleet: Fleet, directory: 
         ((Outcome.REJECTED, Outcome.REJECTED), InvalidRequest),
     ],
 )
-async def test_what_replicas_refuse_changes_nothing(
+async def test_checkpoint_rejected_by_replicas_changes_nothing(
     fleet: Fleet, directory: Path, body: Any, outcomes: tuple[Outcome, ...], error: type[SlipstreamError]
 ) -> None:
     publisher = publisher_of(fleet.controller, directory)
@@ -113,7 +113,7 @@ async def test_what_replicas_refuse_changes_nothing(
     assert (await publisher.publish(str(directory), None)).version == 1
 
 
-async def test_a_directory_that_is_written_meanwhile_is_said_to_be(fleet: Fleet, directory: Path) -> None:
+async def test_directory_changed_while_read_is_reported(fleet: Fleet, directory: Path) -> None:
     for replica in fleet.replicas.values():
         replica.hangs_in.add(Receive)
     publishing = asyncio.create_task(publisher_of(fleet.controller, directory).publish(str(directory), None))
@@ -129,7 +129,7 @@ async def test_a_directory_that_is_written_meanwhile_is_said_to_be(fleet: Fleet,
 
 
 @pytest.mark.parametrize("rotten", [None, 0, 1])
-async def test_a_stored_version_is_published_only_as_it_was_written(
+async def test_stored_version_is_published_only_as_it_was_written(
     fleet: Fleet, tmp_path: Path, rotten: int | None
 ) -> None:
     """The digests that replicas compare are of the files as they are: with those alone one that rotted is as
@@ -169,7 +169,7 @@ async def test_one_publisher_at_a_time(fleet: Fleet, directory: Path) -> None:
     assert (await fleet.controller.fleet()).committed_version == 1
 
 
-async def test_a_client_that_leaves_takes_its_round_along(fleet: Fleet, directory: Path) -> None:
+async def test_client_disconnect_aborts_the_round(fleet: Fleet, directory: Path) -> None:
     for replica in fleet.replicas.values():
         replica.hangs_in.add(Receive)
     publishing = asyncio.create_task(publisher_of(fleet.controller, directory).publish(str(directory), None))
@@ -180,7 +180,7 @@ async def test_a_client_that_leaves_takes_its_round_along(fleet: Fleet, director
     assert (await fleet.controller.fleet()).lease is None
 
 
-async def test_a_lease_that_ends_with_its_controller_is_told_as_a_publish_to_repeat(directory: Path) -> None:
+async def test_lost_lease_asks_to_publish_again(directory: Path) -> None:
     controller = FakeController()
     publisher = publisher_of(controller, directory)
     for error in (ActorDiedError(), StalePublisher("token 1 is stale: nobody holds the lease")):
@@ -192,10 +192,10 @@ async def test_a_lease_that_ends_with_its_controller_is_told_as_a_publish_to_rep
     assert (await publisher.publish(str(directory), None)).version == 4
 
 
-# -- a disk that stands still ----------------------------------------------------------------------
+# -- a hung disk ----------------------------------------------------------------------------------
 
 
-async def test_a_disk_that_stands_still_is_not_waited_for() -> None:
+async def test_hung_disk_is_not_waited_for() -> None:
     disk, goes = DiskThread(0.05), threading.Event()
     with pytest.raises(RoundAborted, match=r"/nfs: the disk has not answered for 0\.05 s"):
         await disk.run(goes.wait, "/nfs")
@@ -212,7 +212,7 @@ async def test_a_disk_that_stands_still_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), ValueError("wrong"), RecursionError()])
-async def test_what_a_disk_says_is_the_callers_to_mend(error: Exception) -> None:
+async def test_disk_error_is_an_invalid_request(error: Exception) -> None:
     def read() -> None:
         raise error
 

@@ -93,7 +93,7 @@ async def test_wrong_parameter_is_named(
     assert controller.operations == []
 
 
-async def test_a_fleet_is_paused_or_asleep_when_every_replica_is(
+async def test_fleet_is_paused_or_asleep_when_every_replica_is(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     assert (await fleet.get("/is_paused")).json() == {"is_paused": False}
@@ -110,7 +110,7 @@ async def test_requests_are_aborted_on_every_replica_and_counted(fleet: httpx.As
         assert answer.json() == {"status": "aborted", "aborted": aborted}
 
 
-async def test_what_the_controller_refuses_is_passed_on(
+async def test_refusal_of_the_controller_is_returned(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     controller.fail_next["call"] = Conflict("wake the weights first: /wake_up?tags=weights")
@@ -118,14 +118,14 @@ async def test_what_the_controller_refuses_is_passed_on(
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict")
 
 
-async def test_a_fleet_is_awake_when_every_replica_is(
+async def test_fleet_is_awake_when_every_replica_is(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     controller.sleepers = {controller.serving[1]}
     assert (await fleet.post("/wake_up")).json() == {"status": "sleeping", "tags": None}
 
 
-async def test_a_cache_that_one_replica_cannot_reset_is_no_success(
+async def test_cache_that_one_replica_cannot_reset_is_no_success(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     controller.busy = {controller.serving[0]}

@@ -33,7 +33,7 @@ async def test_health_is_503_until_one_replica_serves() -> None:
     assert bad.json() == {"status": "starting", "serving": 0, "members": 0, "weight_version": 3}
 
 
-async def test_the_status_and_the_history_are_the_controllers() -> None:
+async def test_status_and_the_history_are_the_controllers() -> None:
     controller = FakeController()
     controller.reports = [report(1, 3)]
     async with client(controller) as fleet:
@@ -45,7 +45,7 @@ async def test_the_status_and_the_history_are_the_controllers() -> None:
         }
 
 
-async def test_a_rollback_needs_a_version(tmp_path: Path) -> None:
+async def test_rollback_needs_a_version(tmp_path: Path) -> None:
     async def rollback(fleet: httpx.AsyncClient, body: object) -> tuple[int, Any]:
         answer = await fleet.post("/fleet/rollback", json=body)
         return answer.status_code, answer.json()
@@ -73,7 +73,7 @@ async def test_a_rollback_needs_a_version(tmp_path: Path) -> None:
             assert code == 400 and message in refused["error"]["message"]
 
 
-async def test_the_operator_sets_the_number_of_replicas() -> None:
+async def test_operator_sets_the_number_of_replicas() -> None:
     async def scale(body: object) -> tuple[int, Any]:
         answer = await fleet.post("/fleet/scale", json=body)
         return answer.status_code, answer.json()

@@ -50,7 +50,7 @@ def test_every_operation_answers_whatever_is_sent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("served", [TOKEN], indirect=True)
-def test_every_operation_refuses_whoever_has_no_token(served: tuple[str, dict[str, str]]) -> None:
+def test_every_operation_needs_a_token(served: tuple[str, dict[str, str]]) -> None:
     url, headers = served
     document = httpx.get(f"{url}/openapi.json", headers=headers).json()
     operations = {path: list(found.values()) for path, found in document["paths"].items()}

@@ -18,19 +18,19 @@ from tests.app.http.serving import client
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_what_generates_goes_to_a_replica(path: str) -> None:
+async def test_vllm_route_is_forwarded(path: str) -> None:
     async with client(FakeController()) as fleet:
         assert (await fleet.post(path)).json() == {"replica": path}
 
 
 @pytest.mark.parametrize("path", ["/no/such/route", "/pause/", "/collective_rpc", "/scale_elastic_ep"])
-async def test_what_is_neither_ours_nor_passed_is_not_found(path: str) -> None:
+async def test_unlisted_route_is_not_found(path: str) -> None:
     async with client(FakeController()) as fleet:
         answer = await fleet.post(path)
     assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found")
 
 
-async def test_a_route_of_ours_with_another_method_goes_nowhere() -> None:
+async def test_route_of_ours_with_another_method_goes_nowhere() -> None:
     controller = FakeController()
     async with client(controller) as fleet:
         answer = await fleet.get("/pause")
@@ -39,13 +39,13 @@ async def test_a_route_of_ours_with_another_method_goes_nowhere() -> None:
     assert controller.calls == []
 
 
-async def test_the_page_is_ours() -> None:
+async def test_page_is_ours() -> None:
     async with client(FakeController()) as fleet:
         answer = await fleet.get("/")
     assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
 
 
-def test_the_page_shows_every_kind_of_event() -> None:
+def test_page_shows_every_kind_of_event() -> None:
     """A browser's EventSource drops events of a kind that nobody listens for."""
     recorded = {
         call.args[0].value
@@ -60,7 +60,7 @@ def test_the_page_shows_every_kind_of_event() -> None:
 
 
 @pytest.mark.parametrize("detail", [{}, {"retry_after_s": 3.4}])
-async def test_a_fleet_that_is_short_of_something_says_when_to_retry(detail: dict[str, float]) -> None:
+async def test_unavailable_fleet_sends_retry_after(detail: dict[str, float]) -> None:
     controller = FakeController()
     controller.fail_next["fleet"] = FleetUnavailable("no replica serves", detail)
     async with client(controller) as fleet:
@@ -74,7 +74,7 @@ async def test_a_fleet_that_is_short_of_something_says_when_to_retry(detail: dic
     }
 
 
-async def test_an_error_of_our_own_is_one_line() -> None:
+async def test_error_of_our_own_is_one_line() -> None:
     controller = FakeController()
     controller.fail_next["fleet"] = ValueError("first line\nsecond line")  # type: ignore[assignment]
     async with client(controller) as fleet:
@@ -87,7 +87,7 @@ async def test_an_error_of_our_own_is_one_line() -> None:
     }
 
 
-async def test_an_error_of_another_deployment_is_answered_as_its_cause() -> None:
+async def test_error_of_another_deployment_is_answered_as_its_cause() -> None:
     request = Request({"type": "http", "method": "GET", "path": "/fleet", "headers": [], "query_string": b""})
     cause = Conflict("a round is open", {"round_id": 3})
     answer = await answer_foreign_error(request, RayTaskError("fleet", "a traceback", cause))
@@ -97,7 +97,7 @@ async def test_an_error_of_another_deployment_is_answered_as_its_cause() -> None
 # -- routes of prime-rl's and SkyRL's servers --------------------------------------------------------
 
 
-async def test_a_fleet_without_replicas_is_alive() -> None:
+async def test_fleet_without_replicas_is_alive() -> None:
     controller = FakeController()
     controller.serving = ()
     async with client(controller, token="operator-0123456789") as fleet:
@@ -106,14 +106,14 @@ async def test_a_fleet_without_replicas_is_alive() -> None:
     assert (answer.status_code, answer.json()) == (200, {"status": "alive"})
 
 
-async def test_a_fleet_whose_controller_is_gone_is_not() -> None:
+async def test_fleet_without_a_controller_is_not_alive() -> None:
     controller = FakeController()
     controller.fail_next["fleet"] = ActorDiedError()
     async with client(controller) as fleet:
         assert (await fleet.get("/liveness")).status_code == 503
 
 
-async def test_a_session_is_finished_with_a_users_token() -> None:
+async def test_session_is_finished_with_a_users_token() -> None:
     controller = FakeController()
     async with client(controller, token="operator-0123456789", user_token="user-0123456789ab") as fleet:
         path = "/finish_session?session_id=trajectory-1"
@@ -127,7 +127,7 @@ async def test_a_session_is_finished_with_a_users_token() -> None:
 
 
 @pytest.mark.parametrize("path", FOREIGN)
-async def test_a_route_of_another_server_is_named_with_what_to_use(path: str) -> None:
+async def test_route_of_another_server_is_named_with_what_to_use(path: str) -> None:
     assert path not in PASSED.keys() | REFUSED.keys()
     async with client(FakeController()) as fleet:
         answer: httpx.Response = await fleet.post(path, json={})

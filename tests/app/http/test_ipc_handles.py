@@ -42,7 +42,7 @@ def test_pickled_handles_need_the_switch(wrap: Any) -> None:
         refuse_or_restrict(wrap(handles([])), allowed=False)
 
 
-def test_a_payload_without_handles_is_passed_on() -> None:
+def test_payload_without_handles_is_passed_on() -> None:
     payload: Any = [{"segment": "a"}, {"names": []}]
     assert refuse_or_restrict(payload, allowed=False) == payload
 
@@ -82,7 +82,7 @@ def name(module: str, attribute: str) -> bytes:
 
 
 def nested_lists(depth: int) -> bytes:
-    """Each list holds the one before ten times: small in a pickle, without end for whoever walks through."""
+    """Each list holds the one before ten times: small in a pickle, endless to walk through."""
     made = P.EMPTY_LIST + P.MEMOIZE
     for index in range(depth):
         made += P.EMPTY_LIST + P.MEMOIZE + P.MARK + (P.BINGET + bytes([index])) * 10 + P.APPENDS
@@ -159,7 +159,7 @@ def refused(data: bytes) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_pickle_is_refused_quickly_and_in_little_memory(kind: str) -> None:
+def test_hostile_pickle_is_refused_quickly_and_in_little_memory(kind: str) -> None:
     data = P.PROTO + b"\4" + HOSTILE[kind] + STOP
     tracemalloc.start()
     began = time.process_time()
@@ -199,7 +199,7 @@ def test_any_program_of_opcodes_is_handles_or_refused(pieces: list[bytes]) -> No
 @pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_a_changed_byte_of_real_handles_is_handles_or_refused(data: st.DataObject) -> None:
+def test_changed_byte_of_real_handles_is_handles_or_refused(data: st.DataObject) -> None:
     real = bytearray(pickle.dumps([{"GPU-1": ipc_handle()}, {"GPU-2": ipc_handle()}]))
     real[data.draw(st.integers(0, len(real) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(InvalidRequest):

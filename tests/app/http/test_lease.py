@@ -9,7 +9,7 @@ from deployments.protocol.publishing import RoundOptions
 from tests.app.http.fake_controller import FakeController
 
 
-async def test_a_complete_update_acquires_the_lease_once_and_releases_it(
+async def test_complete_update_acquires_the_lease_once_and_releases_it(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     answers = [
@@ -62,7 +62,7 @@ async def test_each_call_is_refused_while_another_publisher_holds_the_lease(
     assert (controller.round_id is not None) == round_open
 
 
-async def test_the_lease_is_held_between_calls_only_while_a_round_is_open(
+async def test_lease_is_held_between_calls_only_while_a_round_is_open(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
@@ -76,7 +76,7 @@ async def test_the_lease_is_held_between_calls_only_while_a_round_is_open(
     assert controller.lease is None
 
 
-async def test_a_call_that_an_open_round_refuses_does_not_keep_that_round(
+async def test_call_refused_by_an_open_round_does_not_renew_its_lease(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/start_weight_update")
@@ -98,7 +98,7 @@ async def test_a_call_that_an_open_round_refuses_does_not_keep_that_round(
         ("/shutdown_weight_transfer_engine", "disconnect", None),
     ],
 )
-async def test_a_call_that_fails_releases_the_lease(
+async def test_call_that_fails_releases_the_lease(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, method: str, body: object
 ) -> None:
     controller.fail_next[method] = InvalidRequest("expected 3 ranks, got 7", {"expected": 3, "actual": 7})
@@ -108,7 +108,7 @@ async def test_a_call_that_fails_releases_the_lease(
     assert controller.lease is None and controller.calls[-1] == "release"
 
 
-async def test_a_round_that_aborts_releases_the_lease(
+async def test_round_that_aborts_releases_the_lease(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/start_weight_update")
@@ -119,7 +119,7 @@ async def test_a_round_that_aborts_releases_the_lease(
     assert (await fleet.post("/start_weight_update")).status_code == 200
 
 
-async def test_a_payload_that_is_rejected_leaves_the_round_and_its_lease(
+async def test_payload_that_is_rejected_leaves_the_round_and_its_lease(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/start_weight_update")
@@ -129,7 +129,7 @@ async def test_a_payload_that_is_rejected_leaves_the_round_and_its_lease(
     assert (await fleet.post("/finish_weight_update")).status_code == 200
 
 
-async def test_a_transfer_that_failed_is_to_be_sent_again_from_its_beginning(
+async def test_transfer_that_failed_is_to_be_sent_again_from_its_beginning(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/start_weight_update")

@@ -14,7 +14,7 @@ async def sent(fleet: httpx.AsyncClient) -> None:
     await fleet.post("/update_weights", json={"update_info": {}})
 
 
-async def test_a_finish_whose_controller_dies_after_the_decision_has_finished(
+async def test_finish_succeeds_if_the_controller_dies_after_the_decision(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await sent(fleet)
@@ -25,7 +25,7 @@ async def test_a_finish_whose_controller_dies_after_the_decision_has_finished(
     assert controller.calls.count("close_round") == 2 and controller.lease is None
 
 
-async def test_a_finish_whose_controller_dies_before_the_decision_is_to_be_sent_again(
+async def test_finish_asks_to_send_again_if_the_controller_dies_before_the_decision(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await sent(fleet)
@@ -40,7 +40,7 @@ async def test_a_finish_whose_controller_dies_before_the_decision_is_to_be_sent_
     ("path", "method", "body"),
     [("/start_weight_update", "open_round", None), ("/update_weights", "send", {"update_info": {}})],
 )
-async def test_a_round_that_is_lost_with_the_controller_is_to_be_sent_again(
+async def test_round_that_is_lost_with_the_controller_is_to_be_sent_again(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, method: str, body: object
 ) -> None:
     if method == "send":
@@ -56,7 +56,7 @@ async def test_a_round_that_is_lost_with_the_controller_is_to_be_sent_again(
     assert controller.version == 3 and controller.lease is None
 
 
-async def test_a_finish_that_comes_twice_is_told_what_the_first_one_did(
+async def test_repeated_finish_reports_the_outcome_of_the_first(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await sent(fleet)

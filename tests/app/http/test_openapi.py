@@ -98,7 +98,7 @@ class ComingAndGoing(FakeRouter):
         await super().__call__(scope, receive, send)
 
 
-async def test_what_a_replica_described_counts_while_none_is_there() -> None:
+async def test_last_document_is_used_while_no_replica_answers() -> None:
     router = ComingAndGoing()
     async with client(FakeController(), router=router) as fleet:
         seen = []
@@ -109,7 +109,7 @@ async def test_what_a_replica_described_counts_while_none_is_there() -> None:
 
 
 @pytest.mark.slow
-def test_the_document_of_vllms_own_server_is_merged_whole() -> None:
+def test_document_of_vllms_own_server_is_merged_whole() -> None:
     server = build_app(server_arguments(SPEC), ("generate",))
     add_server_info(server, None)  # type: ignore[arg-type]
     theirs = server.openapi()
@@ -135,7 +135,7 @@ def test_the_document_of_vllms_own_server_is_merged_whole() -> None:
         assert isinstance(found, Ok), found.err()
 
 
-async def test_a_replica_that_is_slow_is_not_waited_for() -> None:
+async def test_replica_that_is_slow_is_not_waited_for() -> None:
     assert await fetch(SlowRouter(), timeout_s=0.01) is None
 
 

@@ -48,7 +48,7 @@ FAILED_FOR_GOOD = [
 
 @pytest.mark.parametrize("error", FAILED_FOR_GOOD, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("route", ["/pause", "/update_weights"])
-def test_a_call_that_failed_for_good_is_not_repeated(
+def test_call_that_failed_for_good_is_not_repeated(
     fleet: str, controller: FakeController, route: str, error: Exception
 ) -> None:
     session = session_of_trl()
@@ -62,7 +62,7 @@ def test_a_call_that_failed_for_good_is_not_repeated(
 
 
 @pytest.mark.slow
-def test_what_may_be_sent_again_is_503_and_says_when(fleet: str, controller: FakeController) -> None:
+def test_retryable_error_is_503_with_retry_after(fleet: str, controller: FakeController) -> None:
     controller.fail_next["call"] = FleetUnavailable("too few replicas")
     once = requests.post(f"{fleet}/pause")
     assert once.status_code == 503 and once.headers["retry-after"] == "1"
@@ -72,7 +72,7 @@ def test_what_may_be_sent_again_is_503_and_says_when(fleet: str, controller: Fak
 
 
 @pytest.mark.slow
-def test_a_question_may_be_asked_again_whatever_became_of_it(fleet: str, controller: FakeController) -> None:
+def test_lost_read_may_be_repeated(fleet: str, controller: FakeController) -> None:
     controller.fail_next["fleet"] = UNREACHABLE
     assert session_of_trl().get(f"{fleet}/fleet").status_code == 200
     assert controller.calls.count("fleet") == 2

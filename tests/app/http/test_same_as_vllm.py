@@ -165,7 +165,7 @@ def ours(controller: RecordingController) -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize("ask", SAME, ids=lambda ask: f"{ask.path} {ask.body}")
-def test_the_fleet_answers_what_vllm_answers(
+def test_fleet_answers_what_vllm_answers(
     ask: Ask,
     theirs: TestClient,
     engine: RecordingEngine,
@@ -185,7 +185,7 @@ def test_the_fleet_answers_what_vllm_answers(
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_is_answered_otherwise_has_a_reason(name: str, theirs: TestClient, ours: TestClient) -> None:
+def test_differences_from_vllm_have_a_reason(name: str, theirs: TestClient, ours: TestClient) -> None:
     ask, of_vllm, of_ours, _ = DIFFERENT[name]
     assert (ask.send(theirs).status_code, ask.send(ours).status_code) == (of_vllm, of_ours)
 

@@ -72,7 +72,7 @@ def test_histograms_are_intact() -> None:
         assert (count, round(total, 1)) == (3.0, 3.8)
 
 
-def test_of_a_node_there_are_serves_with_their_own_label() -> None:
+def test_only_serves_metrics_of_a_node_are_exposed() -> None:
     found = families(Scraped(nodes={"n1": of_a_node("a"), "n2": of_a_node("b"), "n3": None}))
     assert values(found["ray_serve_request_count"], "replica") == {("a",): 4.0, ("b",): 4.0}
     assert "ray_node_disk_usage" not in found
@@ -88,7 +88,7 @@ def test_of_a_node_there_are_serves_with_their_own_label() -> None:
         "# TYPE vllm:prompt_tokens_total gauge\nvllm:prompt_tokens_total 1\n" * 2 + "x y z",
     ],
 )
-def test_a_replica_that_does_not_answer_is_left_out_and_the_scrape_says_so(answer: str | None) -> None:
+def test_replica_that_does_not_answer_is_left_out_and_the_scrape_says_so(answer: str | None) -> None:
     found = families(Scraped(replicas={"replica-0": of_an_engine(5), "replica-1": answer}))
     assert values(found["vllm:prompt_tokens"], "replica") == {("replica-0",): 5.0}
     up = values(found["slipstream_replica_metrics_up"], "replica")
@@ -102,7 +102,7 @@ def test_types_that_do_not_agree_leave_the_second_out() -> None:
     assert found["vllm:num_requests_running"].type == "gauge"
 
 
-def test_a_member_that_no_router_can_reach_is_down_and_a_stranger_is_shown() -> None:
+def test_unreachable_member_is_down_and_unknown_replica_is_shown() -> None:
     found = families(Scraped(replicas={"replica-9": of_an_engine(1)}))
     up = values(found["slipstream_replica_metrics_up"], "replica")
     assert up == {("replica-0",): 0.0, ("replica-1",): 0.0, ("replica-9",): 1.0}

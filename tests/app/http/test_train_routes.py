@@ -46,7 +46,7 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
 
 
 @pytest.mark.parametrize("media_type", ["application/x-safetensors", "Application/X-Safetensors; charset=x"])
-async def test_a_batch_of_arrays_reaches_the_trainer_as_it_is(media_type: str) -> None:
+async def test_batch_of_arrays_reaches_the_trainer_as_it_is(media_type: str) -> None:
     trainer, headers = FakeTrainer(), {"content-type": media_type}
     async with client(FakeController(), trainer=trainer) as fleet:
         answer = await fleet.post("/train/step", content=b"\x00arrays", headers=headers)
@@ -60,7 +60,7 @@ async def test_a_batch_of_arrays_reaches_the_trainer_as_it_is(media_type: str) -
     assert set(content["content"]) == {"application/json", "application/x-safetensors"}
 
 
-async def test_a_publish_of_an_adapter_answers_with_its_name_and_version() -> None:
+async def test_publish_of_an_adapter_answers_with_its_name_and_version() -> None:
     async with client(FakeController(), trainer=FakeTrainer(adapts=True)) as fleet:
         answer = await fleet.post("/train/publish", json={"label": "step 1"})
         assert answer.json() == asdict(adapter_report(5, "step 1"))
@@ -119,7 +119,7 @@ async def test_without_a_trainer_every_route_says_so() -> None:
         assert "this fleet has no trainer deployment" in answer.json()["error"]["message"]
 
 
-async def test_a_step_whose_loss_is_not_finite_is_answered_with_null() -> None:
+async def test_step_whose_loss_is_not_finite_is_answered_with_null() -> None:
     class Diverged(FakeTrainer):
         async def step(self, batch: Sequence[JsonValue]) -> dict[str, float]:
             return {"loss": float("nan"), "grad_norm": float("inf"), "skipped": True}

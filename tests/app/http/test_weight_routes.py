@@ -21,7 +21,7 @@ from tests.app.http.serving import client
         ("/finish_weight_update", None, "finish_weight_update was called before start_weight_update"),
     ],
 )
-async def test_a_call_before_the_round_is_a_conflict(
+async def test_call_before_the_round_is_a_conflict(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, body: object, message: str
 ) -> None:
     answer = await fleet.post(path, json=body)
@@ -41,7 +41,7 @@ async def test_a_call_before_the_round_is_a_conflict(
         ),
     ],
 )
-async def test_a_call_that_a_round_forbids_is_a_conflict_and_the_round_goes_on(
+async def test_call_forbidden_during_a_round_is_a_conflict_and_keeps_the_round(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, body: object, message: str
 ) -> None:
     await fleet.post("/start_weight_update")
@@ -81,7 +81,7 @@ async def test_a_call_that_a_round_forbids_is_a_conflict_and_the_round_goes_on(
         ),
     ],
 )
-async def test_a_wrong_body_is_refused_before_anything_is_called(
+async def test_wrong_body_is_refused_before_anything_is_called(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, content: bytes, message: str
 ) -> None:
     answer = await fleet.post(path, content=content)
@@ -92,7 +92,7 @@ async def test_a_wrong_body_is_refused_before_anything_is_called(
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"weight_version": null}', b'{"something": 1}'])
-async def test_a_round_needs_no_label_and_unknown_fields_are_ignored_as_vllm_does(
+async def test_round_needs_no_label_and_unknown_fields_are_ignored_as_vllm_does(
     fleet: httpx.AsyncClient, controller: FakeController, content: bytes
 ) -> None:
     await fleet.post("/start_weight_update", content=b"not even JSON: vLLM does not read this body")
@@ -100,7 +100,7 @@ async def test_a_round_needs_no_label_and_unknown_fields_are_ignored_as_vllm_doe
     assert controller.label is None
 
 
-async def test_a_body_that_is_too_large_is_refused(fleet: httpx.AsyncClient) -> None:
+async def test_body_that_is_too_large_is_refused(fleet: httpx.AsyncClient) -> None:
     answer = await fleet.post("/update_weights", content=b"x" * 2000)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "payload_too_large")
 
@@ -131,20 +131,20 @@ async def test_with_the_switch_handles_are_unpickled_and_nothing_else(controller
     ("query", "size"),
     [("", 4), ("?include_dp=true", 4), ("?include_dp=1", 4), ("?include_dp=False", 2), ("?include_dp=0", 2)],
 )
-async def test_the_world_size_counts_all_workers_or_those_of_one_replica(
+async def test_world_size_counts_all_workers_or_those_of_one_replica(
     fleet: httpx.AsyncClient, query: str, size: int
 ) -> None:
     assert (await fleet.get(f"/get_world_size{query}")).json() == {"world_size": size}
 
 
-async def test_the_world_size_of_no_replicas_is_zero(
+async def test_world_size_of_no_replicas_is_zero(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     controller.serving = ()
     assert (await fleet.get("/get_world_size?include_dp=false")).json() == {"world_size": 0}
 
 
-async def test_the_weight_version_is_the_label_or_the_number(
+async def test_weight_version_is_the_label_or_the_number(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     assert (await fleet.get("/weight_info")).json() == {"weight_version": "3"}
@@ -179,7 +179,7 @@ def test_checksums_that_differ_between_replicas_are_named() -> None:
     assert agreed({}) == {}
 
 
-async def test_a_directory_is_a_whole_round_as_prime_rl_has_it(
+async def test_directory_is_a_whole_round_as_prime_rl_has_it(
     controller: FakeController, tmp_path: Path
 ) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -191,4 +191,4 @@ async def test_a_directory_is_a_whole_round_as_prime_rl_has_it(
         await fleet.post("/start_weight_update")
         refused = await fleet.post("/update_weights", json={"weight_dir": str(tmp_path)})
         assert refused.status_code == 409 and "'http' publishes" in refused.json()["error"]["message"]
-        assert controller.round_id == 2, "the round of the other publisher goes on"
+        assert controller.round_id == 2, "the round of the other publisher continues"

@@ -34,7 +34,7 @@ def common(one: bytes, other: bytes) -> int:
     return count
 
 
-def test_a_turn_begins_as_the_turn_before() -> None:
+def test_turns_of_a_conversation_share_blocks() -> None:
     first = chat("a" * 5000)
     second = chat("a" * 5000, "b" * 3000, temperature=0.5)
     assert common(first, second) >= len(block_hashes(first)) - 1, "but for the bytes that end the first list"
@@ -43,7 +43,7 @@ def test_a_turn_begins_as_the_turn_before() -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 3000), st.text("xyz", min_size=600, max_size=3000), st.text("xyz", max_size=3000))
-def test_blocks_are_common_as_far_as_the_bytes_are(shared: int, one: str, other: str) -> None:
+def test_blocks_are_shared_as_far_as_the_bytes(shared: int, one: str, other: str) -> None:
     bodies = [chat("p" * shared + each) for each in (one, other)]
     start = bodies[0].index(b'[{"role"')
     texts = [body[start:] for body in bodies]
@@ -72,7 +72,7 @@ def test_prompts_are_found_as_text_and_as_token_ids(body: dict[str, object]) -> 
     assert block_hashes(spaced) == block_hashes(spaced)
 
 
-def test_models_have_nothing_in_common() -> None:
+def test_models_share_no_blocks() -> None:
     base, adapter = (chat("a" * 5000).replace(b'"m"', name) for name in (b'"base"', b'"adapter"'))
     assert common(base, adapter) == 0
     in_front = [b'{"model":"%s","prompt":"%s"}' % (name, b"a" * 5000) for name in (b"base", b"adapter")]
@@ -85,21 +85,21 @@ def test_models_have_nothing_in_common() -> None:
     "body",
     [b"", b"\0", b"not json", b'{"model": "m"}', b"\xff\xfe" * 5000, b'"prompt":', chat("short")],
 )
-def test_what_has_no_prompt_of_a_block_has_no_blocks(body: bytes) -> None:
+def test_body_without_a_block_of_prompt_has_no_hashes(body: bytes) -> None:
     assert block_hashes(body) == []
 
 
-def test_a_name_inside_of_a_text_is_not_taken_for_the_prompt() -> None:
+def test_name_inside_of_a_text_is_not_taken_for_the_prompt() -> None:
     quoted = json.dumps({"user": 'he says "messages": ' + "x" * 1000, "n": 1}).encode()
     assert block_hashes(quoted) == []
 
 
 @given(st.binary(max_size=2000))
-def test_anything_may_come(body: bytes) -> None:
+def test_any_body_has_bounded_hashes(body: bytes) -> None:
     assert len(block_hashes(body)) <= len(BLOCK_ENDS)
 
 
-def test_the_work_is_bounded() -> None:
+def test_work_is_bounded() -> None:
     """Bytes behind the limit change nothing: they are not read."""
     text = "a" * (2 * MAX_BYTES)
     hashes = block_hashes(chat(text + "b"))
@@ -131,14 +131,14 @@ def test_each_replica_has_the_longest_beginning_that_it_was_sent() -> None:
     assert held(affinity, [9]) == held(affinity, []) == {}
 
 
-def test_the_longest_come_first() -> None:
+def test_longest_come_first() -> None:
     affinity = Affinity()
     for number in (2, 4, 1, 3):
         send(affinity, f"r{number}", PROMPT[:number])
     assert list(affinity.holders(PROMPT, 1)) == [(BLOCK_ENDS[n - 1], [f"r{n}"]) for n in (4, 3, 2, 1)]
 
 
-def test_versions_do_not_mix() -> None:
+def test_prefixes_of_versions_are_separate() -> None:
     affinity = Affinity()
     send(affinity, "r0", PROMPT, version=1)
     assert held(affinity, PROMPT, version=2) == {}
@@ -148,7 +148,7 @@ def test_versions_do_not_mix() -> None:
     )
 
 
-def test_a_session_has_its_last_replica_as_its_home() -> None:
+def test_session_has_its_last_replica_as_its_home() -> None:
     affinity = Affinity()
     assert affinity.home("s") is affinity.home(None) is None
     for replica_id in ("r0", "r1"):
@@ -156,7 +156,7 @@ def test_a_session_has_its_last_replica_as_its_home() -> None:
     assert affinity.home("s") == "r1"
 
 
-def test_what_was_used_least_recently_is_forgotten_first() -> None:
+def test_least_recently_used_entries_are_forgotten_first() -> None:
     affinity = Affinity(max_blocks=6, max_sessions=2)
     send(affinity, "r0", [1, 2, 3])
     send(affinity, "r1", [4, 5])
@@ -186,7 +186,7 @@ def test_replicas_that_come_and_go_leave_nothing_for_ever() -> None:
         )
     )
 )
-def test_the_memory_is_bounded_and_says_nothing_that_was_not_sent(
+def test_memory_is_bounded_and_says_nothing_that_was_not_sent(
     requests: list[tuple[int, int, int | None, list[int]]],
 ) -> None:
     affinity = Affinity(max_blocks=7, max_sessions=3)

@@ -28,14 +28,14 @@ def refuse(deadly: DeadlyRequests, request: RequestIdentity, replicas: Sequence[
         deadly.lost(request, replicas)
 
 
-def test_a_request_is_tried_once_more_after_its_first_loss() -> None:
+def test_request_is_retried_after_its_first_loss() -> None:
     deadly = DeadlyRequests(Clock())
     deadly.lost(identity(), ["a"])
     deadly.check(identity())
     assert len(deadly) == 0
 
 
-def test_many_requests_that_lose_the_same_replica_are_all_tried_once_more() -> None:
+def test_all_requests_that_lose_the_same_replica_are_retried() -> None:
     deadly = DeadlyRequests(Clock())
     for _ in range(100):  # also where their bodies are equal
         deadly.lost(identity(), ["a"])
@@ -45,14 +45,14 @@ def test_many_requests_that_lose_the_same_replica_are_all_tried_once_more() -> N
     assert len(deadly) == 0
 
 
-def test_after_its_second_loss_a_request_is_refused_with_the_replicas_that_it_cost() -> None:
+def test_request_is_refused_after_its_second_loss() -> None:
     with pytest.raises(DeadlyRequest, match=r"2 replicas were lost under this request \(a, b\)") as raised:
         DeadlyRequests(Clock()).lost(identity(), ["a", "b"])
     assert raised.value.status == 422
     assert raised.value.detail == {"replicas": ["a", "b"], "refused_for_s": REFUSED_FOR_S}
 
 
-def test_its_repetition_is_refused_for_ten_minutes() -> None:
+def test_repetition_is_refused_for_ten_minutes() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)
     refuse(deadly, identity())
@@ -71,7 +71,7 @@ def test_another_request_is_not_refused(other: RequestIdentity) -> None:
     deadly.check(other)
 
 
-def test_a_request_without_a_body_is_refused_but_not_remembered() -> None:
+def test_request_without_a_body_is_refused_but_not_remembered() -> None:
     deadly = DeadlyRequests(Clock())
     with pytest.raises(DeadlyRequest) as raised:
         deadly.lost(identity(b"", "/v1/models", "GET"), ["a", "b"])
@@ -80,7 +80,7 @@ def test_a_request_without_a_body_is_refused_but_not_remembered() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_remembered_is_bounded_and_the_oldest_is_forgotten() -> None:
+def test_memory_of_refused_requests_is_bounded() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)
     for number in range(MAX_REMEMBERED + 1):
@@ -95,7 +95,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_is_forgotten() -> None:
     assert len(deadly) == 1
 
 
-def test_one_that_is_refused_again_is_remembered_from_then_on() -> None:
+def test_second_refusal_extends_the_quarantine() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)
     refuse(deadly, identity())
@@ -107,7 +107,7 @@ def test_one_that_is_refused_again_is_remembered_from_then_on() -> None:
         deadly.check(identity())
 
 
-def test_a_stream_that_costs_two_replicas_is_refused_although_only_its_client_can_repeat_it() -> None:
+def test_stream_that_loses_two_replicas_is_refused() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)
     assert not any(deadly.cut_off(identity(), "a") for _ in range(100)), "all that ran on one replica"
@@ -119,7 +119,7 @@ def test_a_stream_that_costs_two_replicas_is_refused_although_only_its_client_ca
     deadly.check(identity(b"other"))
 
 
-def test_what_a_stream_cost_counts_when_it_comes_again_and_is_forgotten_after_ten_minutes() -> None:
+def test_loss_of_a_stream_counts_for_ten_minutes() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)
     deadly.cut_off(identity(), "a")
@@ -133,7 +133,7 @@ def test_what_a_stream_cost_counts_when_it_comes_again_and_is_forgotten_after_te
 
 
 @pytest.mark.slow
-def test_streams_that_were_cut_off_are_bounded_too_and_one_without_a_body_is_not_remembered() -> None:
+def test_memory_of_cut_off_streams_is_bounded_and_ignores_empty_bodies() -> None:
     deadly = DeadlyRequests(Clock())
     for number in range(MAX_REMEMBERED + 1):
         deadly.cut_off(identity(b"%d" % number), "a")

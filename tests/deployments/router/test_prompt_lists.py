@@ -28,18 +28,18 @@ def of(asked: dict[str, Any], path: str = COMPLETIONS, method: str = "POST") -> 
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
-def test_a_list_of_texts_or_of_token_ids_is_one(prompts: list[Any]) -> None:
+def test_list_of_texts_or_token_ids_can_be_split(prompts: list[Any]) -> None:
     found = of({"prompt": prompts, "n": 3, "stream": True})
     assert [json.loads(each) for each in found.prompts] == prompts
     assert (found.completions, found.streams) == (3, True)
 
 
-def test_so_is_a_batch_of_chats_which_vllm_does_not_stream() -> None:
+def test_batch_of_chats_is_split_and_not_streamed() -> None:
     found = of({"messages": [CHAT, CHAT], "n": None, "stream": True}, BATCH_CHAT)
     assert (found.field, found.completions, found.streams) == ("messages", 1, False)
 
 
-def test_a_part_is_the_same_request_for_some_of_the_prompts() -> None:
+def test_part_is_the_same_request_for_some_of_the_prompts() -> None:
     found = of({"prompt": ["a", "b", "c"], "seed": 3, "temperature": 0.5})
     first, second = json.loads(found.part(0, 2)), json.loads(found.part(2, 3))
     assert first.pop("request_id") == second.pop("request_id"), "so their answers have the same id"
@@ -68,7 +68,7 @@ def test_a_part_is_the_same_request_for_some_of_the_prompts() -> None:
         {},
     ],
 )
-def test_what_is_no_list_or_what_vllm_would_refuse_is_left_to_vllm(asked: dict[str, Any]) -> None:
+def test_other_and_invalid_prompts_are_not_split(asked: dict[str, Any]) -> None:
     assert of(asked) is None
 
 
@@ -92,7 +92,7 @@ def test_idle_replicas_get_the_same() -> None:
     assert sizes(64, 8, {"a": 0, "b": 0, "c": 0, "d": 0}) == {"a": 16, "b": 16, "c": 16, "d": 16}
 
 
-def test_a_busy_replica_gets_less_and_a_very_busy_one_nothing() -> None:
+def test_busy_replica_gets_less_and_a_very_busy_one_nothing() -> None:
     assert sizes(100, 1, {"a": 0, "b": 40}) == {"a": 70, "b": 30}
     assert sizes(100, 1, {"a": 0, "b": 10, "c": 500}) == {"a": 55, "b": 45}
     assert sizes(100, 2, {"a": 0, "b": 40}) == {"a": 60, "b": 40}
@@ -106,7 +106,7 @@ def test_small_lists_stay_together() -> None:
     assert len(sizes(10, 1, {"a": 0, "b": 0, "c": 0, "d": 0})) == 2
 
 
-def test_the_answers_to_a_prompt_stay_together() -> None:
+def test_answers_to_a_prompt_stay_together() -> None:
     assert sizes(1, 64, {"a": 0, "b": 0}) == {}
     assert sizes(2, 64, {"a": 0, "b": 0, "c": 0}) == {"a": 1, "b": 1}
     assert sizes(3, 64, {"a": 0, "b": 0}) in ({"a": 2, "b": 1}, {"a": 1, "b": 2})
@@ -164,7 +164,7 @@ def test_choices_are_joined_and_usage_is_summed() -> None:
     }
 
 
-def test_events_pass_but_for_those_that_are_about_the_whole() -> None:
+def test_merged_stream_rewrites_only_events_about_the_whole() -> None:
     merged = MergedStream(2)
     early = event(choices=[{"index": 0, "text": 'of "weight_version": 1 and "choices":[]'}])
     assert merged.add(0, early) == early + b"\n\n"
@@ -194,7 +194,7 @@ def test_without_usage_the_stream_ends_with_done_alone() -> None:
     assert MergedStream(2).end() == b"data: [DONE]\n\n"
 
 
-def test_an_error_of_a_part_is_one_of_the_whole() -> None:
+def test_error_of_a_part_is_one_of_the_whole() -> None:
     with pytest.raises(PartFailed) as raised:
         MergedStream(2).add(1, event(error={"message": "a fault"}))
     assert raised.value.event == event(error={"message": "a fault"})

@@ -21,7 +21,7 @@ from deployments.router.replica_policy import (
 )
 
 
-def test_a_sequence_is_one_and_a_long_prompt_is_more() -> None:
+def test_sequence_is_one_and_a_long_prompt_is_more() -> None:
     assert load_of(1, b"") == 1
     assert load_of(16, b"x" * (LONG_PROMPT_BYTES - 1)) == 16
     assert load_of(1, b"x" * 3 * LONG_PROMPT_BYTES) == 4
@@ -84,7 +84,7 @@ def test_without_a_session_two_are_drawn() -> None:
     assert len(drawn) == 10, "every pair of five"
 
 
-def test_the_less_loaded_of_two_comes_first_by_what_all_routers_have_there() -> None:
+def test_less_loaded_of_two_comes_first_by_what_all_routers_have_there() -> None:
     busy = Candidate(replica_id="busy", version=5, admitted=True, in_flight=3)
     idle = Candidate(replica_id="idle", version=5, admitted=True, in_flight=1)
     assert order_candidates([busy, idle], Demand()) == [["idle", "busy"]]
@@ -93,7 +93,7 @@ def test_the_less_loaded_of_two_comes_first_by_what_all_routers_have_there() -> 
 
 
 @given(st.text(min_size=1, max_size=20))
-def test_a_session_without_a_home_has_one_replica_for_all_routers(session: str) -> None:
+def test_session_without_a_home_has_one_replica_for_all_routers(session: str) -> None:
     demand = Demand(session_id=session)
     first = chosen(FLEET, demand)
     assert chosen(list(reversed(FLEET)), demand) == first
@@ -109,11 +109,11 @@ def test_sessions_spread_over_the_fleet() -> None:
 
 
 @given(st.sampled_from(FLEET), st.text(min_size=1, max_size=20))
-def test_a_session_stays_at_its_home_when_a_replica_joins(home: Candidate, session: str) -> None:
+def test_session_stays_at_its_home_when_a_replica_joins(home: Candidate, session: str) -> None:
     assert chosen(FLEET, Demand(session_id=session, home=home.replica_id)) == home.replica_id
 
 
-def test_a_session_leaves_a_home_that_is_loaded_past_the_bound() -> None:
+def test_session_leaves_a_home_that_is_loaded_past_the_bound() -> None:
     demand = Demand(session_id="s", home="r0", load_factor=1.5)
     loads = {"r1": 20, "r2": 20, "r3": 20, "r4": 20}
     for load, stays in ((28, True), (35, False)):  # 1.5 times the mean is 32.4, or 34.5
@@ -123,7 +123,7 @@ def test_a_session_leaves_a_home_that_is_loaded_past_the_bound() -> None:
     assert chosen(FLEET, few) == "r0", "so few are no load, whatever the others have"
 
 
-def test_a_session_whose_state_is_in_a_replica_does_not_leave_it() -> None:
+def test_session_whose_state_is_in_a_replica_does_not_leave_it() -> None:
     at = chosen(FLEET, Demand(session_id="s"))
     loaded = Demand(session_id="s", in_flight={at: 1000}, load_factor=1.1)
     assert chosen(FLEET, loaded) != at
@@ -133,12 +133,12 @@ def test_a_session_whose_state_is_in_a_replica_does_not_leave_it() -> None:
     )
 
 
-def test_a_prompt_goes_where_its_longest_prefix_is_cached() -> None:
+def test_prompt_goes_where_its_longest_prefix_is_cached() -> None:
     for _ in range(20):
         assert chosen(FLEET, Demand(holders=has({"r3": 6000, "r1": 2000, "r2": 2000}))) == "r3"
 
 
-def test_a_prefix_is_worth_some_load_and_no_more() -> None:
+def test_prefix_is_worth_some_load_and_no_more() -> None:
     cached = BYTES_PER_LOAD * 3
     for _ in range(20):
         near = Demand(holders=has({"r3": cached}), in_flight={"r3": 2})
@@ -167,7 +167,7 @@ def test_prefixes_of_an_older_version_are_not_asked_for() -> None:
     assert asked == [5]
 
 
-def test_a_preferred_replica_comes_first_unless_it_refused_or_is_not_admitted() -> None:
+def test_preferred_replica_comes_first_unless_it_refused_or_is_not_admitted() -> None:
     behind = Candidate(replica_id="behind", version=4, admitted=True)
     demand = Demand(min_version=5, prefer="behind")
     assert flat(order_candidates([FLEET[0], behind], demand))[0] == "behind", "it is there in time"
@@ -212,7 +212,7 @@ DEMANDS = st.builds(
 
 @pytest.mark.slow
 @given(REPLICAS, DEMANDS)
-def test_whatever_is_known_the_rules_hold(fleet: list[Candidate], demand: Demand) -> None:
+def test_order_of_candidates_keeps_its_rules(fleet: list[Candidate], demand: Demand) -> None:
     by_id = {each.replica_id: each for each in fleet if each.admitted}
     groups = order_candidates(fleet, demand)
     assert bool(groups) == bool(by_id), "somebody is chosen if anybody may answer"

@@ -41,23 +41,23 @@ async def test_parts_are_one_body() -> None:
     assert await read_body(request([b"a", b"", b"bc"]), 3) == b"abc"
 
 
-async def test_a_body_is_bounded() -> None:
+async def test_body_is_bounded() -> None:
     with pytest.raises(PayloadTooLarge):
         await read_body(request([b"ab", b"cd"]), 3)
 
 
-async def test_a_client_that_stops_in_the_middle_keeps_no_place() -> None:
+async def test_incomplete_body_is_refused_after_its_time() -> None:
     with pytest.raises(BodyTooSlow, match="5 bytes in") as caught:
         await read_body(request([b"half "], ends=False), 100, grace_s=0.1)
     assert caught.value.status == 408 and caught.value.detail == {"received_bytes": 5}
 
 
-async def test_a_client_that_sends_a_byte_now_and_then_keeps_no_place() -> None:
+async def test_slow_body_is_refused() -> None:
     with pytest.raises(BodyTooSlow):
         await read_body(request([b"x"] * 1000, pause_s=0.02), 10_000, grace_s=0.2)
 
 
-async def test_a_large_body_has_the_time_that_it_needs() -> None:
+async def test_time_limit_grows_with_the_body() -> None:
     part = bytes(BYTES_PER_S // 10)
     parts = [part] * 6  # which may take 0.6 s
     assert len(await read_body(request(parts, pause_s=0.05), 1 << 20, grace_s=0.1)) == 6 * len(part)
@@ -106,7 +106,7 @@ def test_sequences_are_prompts_times_answers(asked: dict[str, Any], count: int) 
                 count_of(body, count - 1)
 
 
-def test_no_spelling_hides_them() -> None:
+def test_no_spelling_hides_the_sequences() -> None:
     for body in (
         b'{"\\u006e": 99}',
         b'{"n": 1, "n": 99}',
@@ -128,7 +128,7 @@ def test_no_spelling_hides_them() -> None:
             count_of(body, 8)
 
 
-def test_what_nests_without_end_is_refused_and_what_is_no_json_is_vllms() -> None:
+def test_deep_nesting_is_refused_and_invalid_json_is_left_to_vllm() -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply"):
         count_of(b'{"prompt": ' + b"[" * 100_000, 8)
     for body in (b"", b"{", b"[1]", b'"n"', b'{"n": ' + b"9" * 10_000 + b"}", b"\xff\xfe\x00"):
@@ -144,7 +144,7 @@ def test_any_body_is_passed_or_refused(body: bytes) -> None:
         return
 
 
-async def test_the_router_refuses_before_a_replica_is_asked() -> None:
+async def test_router_refuses_before_a_replica_is_asked() -> None:
     async with service("a") as (_, router, client):
         answer = await client.post("/whole", json={"prompt": ["a", "b", "c"], "n": 3})
         assert (answer.status_code, answer.json()["error"]["detail"]) == (400, {"expected": 8, "actual": 9})
@@ -173,7 +173,7 @@ def test_headers_have_a_limit() -> None:
 
 
 @pytest.mark.parametrize("name", [b"x-min-weight-version", b"x-weight-timeout", b"x-session-id"])
-def test_a_header_of_ours_that_comes_twice_is_refused(name: bytes) -> None:
+def test_header_of_ours_that_comes_twice_is_refused(name: bytes) -> None:
     check_headers(with_headers(headers=((name, b"1"), (b"cookie", b"a"), (b"cookie", b"b"))))
     with pytest.raises(InvalidRequest, match=f"{name.decode()} must come once, got"):
         check_headers(with_headers(headers=((name, b"1"), (name, b"2"))))
@@ -182,14 +182,14 @@ def test_a_header_of_ours_that_comes_twice_is_refused(name: bytes) -> None:
 LIST = json.dumps({"prompt": [[1, 2], [3, 4]], "n": 3, "stream": True}).encode()
 
 
-def test_a_list_is_counted_and_can_be_split() -> None:
+def test_list_is_counted_and_can_be_split() -> None:
     found = inspect(LIST, "POST", COMPLETIONS, in_session=False, max_sequences=8)
     assert found.sequences == 6 and found.prompts is not None
     part = json.loads(found.prompts.part(1, 2))
     assert part.pop("request_id") and part == {"prompt": [[3, 4]], "n": 3, "stream": True}
 
 
-def test_a_session_and_what_is_no_standard_json_are_not_split() -> None:
+def test_session_and_what_is_no_standard_json_are_not_split() -> None:
     assert inspect(LIST, "POST", COMPLETIONS, in_session=True, max_sequences=8).prompts is None
     for body in (LIST.decode().encode("utf-16"), LIST.replace(b"}", b', "temperature": NaN}')):
         found = inspect(body, "POST", COMPLETIONS, in_session=False, max_sequences=8)

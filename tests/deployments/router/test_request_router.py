@@ -22,7 +22,7 @@ async def chosen(replicas: list[Any], request: Any) -> list[list[Any]]:
     return await router.choose_replicas(replicas, request)
 
 
-async def test_the_demand_among_the_arguments_decides() -> None:
+async def test_demand_in_the_arguments_decides() -> None:
     old = replica("old", version=4, admitted=True, in_flight={})
     new = replica("new", version=5, admitted=True, in_flight={"r": 9})
     request = pending("other", Demand(min_version=5))
@@ -32,13 +32,13 @@ async def test_the_demand_among_the_arguments_decides() -> None:
     assert await chosen([old, new], None) == [[old, new]]
 
 
-async def test_a_replica_that_has_not_reported_yet_may_be_chosen() -> None:
+async def test_replica_that_has_not_reported_yet_may_be_chosen() -> None:
     unknown = replica("unknown")
     fenced = replica("fenced", version=5, admitted=False, in_flight={})
     assert await chosen([unknown, fenced], pending(Demand())) == [[unknown]]
 
 
-async def test_a_census_is_filled_in() -> None:
+async def test_census_is_filled_in() -> None:
     census = Census()
     busy = replica("busy", version=5, admitted=True, in_flight={"r": 9})
     fenced = replica("fenced", admitted=False)
@@ -47,14 +47,14 @@ async def test_a_census_is_filled_in() -> None:
     assert census.metadata == {name: {"address": name} for name in ("busy", "idle", "fenced")}
 
 
-async def test_what_a_replica_says_of_the_asking_router_is_late_and_not_counted() -> None:
+async def test_reported_load_of_the_asking_router_is_ignored() -> None:
     census = Census()
     busy = replica("busy", version=5, admitted=True, in_flight={"mine": 40, "others": 9})
     await chosen([busy], pending(Demand(census=census, router="mine", in_flight={"busy": 1})))
     assert census.loads == {"busy": 10}
 
 
-async def test_the_version_of_the_chosen_replica_is_filled_in() -> None:
+async def test_version_of_the_chosen_replica_is_filled_in() -> None:
     choice = Choice()
     behind, current = replica("behind", version=4), replica("current", version=5)
     await chosen([behind, current], pending(Demand(min_version=5, choice=choice)))

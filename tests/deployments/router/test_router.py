@@ -18,7 +18,7 @@ from deployments.router.router_limits import RETRY_AFTER_S
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
 
-async def test_a_request_is_forwarded_as_it_is_without_the_headers_of_its_connection() -> None:
+async def test_request_is_forwarded_as_it_is_without_the_headers_of_its_connection() -> None:
     async with scene(OK) as fleet:
         headers = {"x-own": "1", "te": "trailers", "x-slipstream-key": "guess", "expect": "100-continue"}
         answer = await fleet.client.post("/v1/a%20b?q=%2F", content=b"hello", headers=headers)
@@ -33,7 +33,7 @@ async def test_a_request_is_forwarded_as_it_is_without_the_headers_of_its_connec
         assert not {"te", "expect", "connection"} & received.headers.keys()
 
 
-async def test_a_response_keeps_its_own_headers_and_loses_those_of_its_connection() -> None:
+async def test_response_keeps_its_own_headers_and_loses_those_of_its_connection() -> None:
     response = (
         b"HTTP/1.1 307 Temporary Redirect\r\nlocation: /elsewhere\r\nset-cookie: a=1\r\nset-cookie: b=2\r\n"
         b"date: today\r\nserver: uvicorn\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -50,7 +50,7 @@ async def test_a_response_keeps_its_own_headers_and_loses_those_of_its_connectio
 
 
 @pytest.mark.parametrize("failure", [REFUSAL, ENGINE_LOST, TRUNCATED, NOTHING])
-async def test_a_replica_that_fails_before_the_first_byte_is_sent_on_is_replaced(failure: bytes) -> None:
+async def test_replica_death_before_first_byte_is_retried(failure: bytes) -> None:
     async with scene(failure, OK) as fleet:
         answer = await fleet.client.post("/x", content=b"again")
         assert (answer.status_code, answer.text) == (200, "ok")
@@ -59,7 +59,7 @@ async def test_a_replica_that_fails_before_the_first_byte_is_sent_on_is_replaced
         assert fleet.router.in_flight == 0
 
 
-async def test_the_choice_knows_how_many_requests_are_at_each_replica() -> None:
+async def test_choice_knows_how_many_requests_are_at_each_replica() -> None:
     async with scene(REFUSAL, OK) as fleet:
         await fleet.client.get("/")
         await fleet.client.get("/")
@@ -77,7 +77,7 @@ async def test_when_every_replica_refuses_the_last_reason_is_in_the_answer() -> 
 
 
 @pytest.mark.slow
-async def test_a_request_remembers_the_last_refusals_only() -> None:
+async def test_request_remembers_the_last_refusals_only() -> None:
     async with scene(*[REFUSAL] * (MAX_REFUSALS + 1), OK) as fleet:
         assert (await fleet.client.get("/")).text == "ok"
         last = fleet.handle.demands[-1].refused
@@ -109,9 +109,7 @@ def log() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("loss", [ENGINE_LOST, TRUNCATED, NOTHING])
-async def test_a_request_under_which_two_replicas_were_lost_reaches_no_third_one(
-    loss: bytes, log: list[str]
-) -> None:
+async def test_request_that_lost_two_replicas_reaches_no_third(loss: bytes, log: list[str]) -> None:
     async with scene(loss, loss, OK) as fleet:
         with pytest.raises(DeadlyRequest, match=r"2 replicas were lost under this request \(r0, r1\)"):
             await fleet.client.post("/v1/completions", content=b"deadly")
@@ -126,7 +124,7 @@ async def test_a_request_under_which_two_replicas_were_lost_reaches_no_third_one
     )
 
 
-async def test_when_a_replica_is_killed_under_many_requests_all_are_answered_by_another() -> None:
+async def test_replica_death_under_many_requests_retries_all() -> None:
     async with scene(NOTHING, OK) as fleet:
         killed, intact = fleet.replicas
         killed.works_s = 0.1
@@ -146,7 +144,7 @@ async def test_attempts_that_reached_no_engine_are_not_counted() -> None:
         assert (await fleet.client.post("/x", content=b"again")).text == "ok"
 
 
-async def test_a_request_that_waits_for_a_replica_is_refused_once_its_twin_was() -> None:
+async def test_waiting_request_is_refused_once_an_identical_one_was() -> None:
     async with scene(NOTHING, NOTHING, OK) as fleet:
         fleet.replicas[1].works_s = 0.1
         first = asyncio.ensure_future(fleet.client.post("/x", content=b"deadly"))
@@ -165,14 +163,14 @@ async def test_a_request_that_waits_for_a_replica_is_refused_once_its_twin_was()
 
 
 @pytest.mark.slow
-async def test_the_time_that_a_lost_answer_took_is_not_a_search_for_a_replica() -> None:
+async def test_time_of_a_lost_response_is_no_search_time() -> None:
     async with scene(NOTHING, OK, timeout_s=0.3) as fleet:
         fleet.replicas[0].works_s = 0.6
         assert (await fleet.client.post("/x", content=b"long")).text == "ok"
 
 
 @pytest.mark.slow
-async def test_the_time_after_a_loss_is_a_search_again() -> None:
+async def test_search_time_counts_again_after_a_loss() -> None:
     async with scene(NOTHING, *[REFUSAL] * 20, timeout_s=0.3) as fleet:
         fleet.replicas[0].works_s = 0.6
         with pytest.raises(FleetUnavailable, match=r"it sleeps$"):
@@ -180,7 +178,7 @@ async def test_the_time_after_a_loss_is_a_search_again() -> None:
         assert 2 < len(fleet.handle.demands) < 10
 
 
-async def test_a_client_that_leaves_a_stream_ends_it_in_the_engine_and_nothing_is_raised() -> None:
+async def test_client_disconnect_during_a_stream_aborts_it_in_the_engine() -> None:
     ended = asyncio.Event()
 
     async def streams(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -78,13 +78,13 @@ def clients_ask(count: int, *, places: int, takes_s: float, rests_s: float = 0.0
     return seen
 
 
-def test_a_few_come_back_as_soon_as_is_configured() -> None:
+def test_few_refused_clients_retry_after_a_second() -> None:
     pacing = RetryAfterPacing(Clock())
     assert [round(pacing.retry_after_s()) for _ in range(20)] == [1] * 20
 
 
 @pytest.mark.parametrize("rests_s", [0.0, 3.0])
-def test_of_a_thousand_clients_only_so_many_come_back_each_second(rests_s: float) -> None:
+def test_retries_of_a_thousand_clients_are_paced(rests_s: float) -> None:
     seen = clients_ask(1280, places=128, takes_s=0.6, rests_s=rests_s, seconds=60)
     begun_per_s = 128 / 0.6
     refused = sum(seen.refused[second] for second in range(30, 60)) / 30
@@ -92,18 +92,18 @@ def test_of_a_thousand_clients_only_so_many_come_back_each_second(rests_s: float
     assert seen.served > 0.85 * 30 * begun_per_s
 
 
-def test_where_requests_take_long_few_come_back() -> None:
+def test_retries_are_few_while_requests_take_long() -> None:
     seen = clients_ask(1000, places=50, takes_s=20.0, seconds=80)
     assert max(seen.refused[second] for second in range(1, 80)) < 1.5 * MIN_RETRIES_PER_S
     assert seen.served > 0.9 * 40 * 50 / 20.0
 
 
-def test_none_is_told_to_wait_for_longer_than_clients_accept() -> None:
+def test_retry_after_is_bounded() -> None:
     pacing = RetryAfterPacing(Clock())
     assert max(pacing.retry_after_s() for _ in range(100_000)) == pytest.approx(1.0 + MAX_PACING_S)
 
 
-def test_a_crowd_that_has_gone_is_forgotten() -> None:
+def test_pacing_forgets_clients_that_do_not_return() -> None:
     clock = Clock()
     pacing = RetryAfterPacing(clock)
     for _ in range(10_000):

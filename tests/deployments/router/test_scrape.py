@@ -56,7 +56,7 @@ async def test_those_that_answer_in_time_are_there_and_the_others_are_named() ->
     assert scraped.nodes == {}, "there is no cluster here"
 
 
-async def test_a_router_asks_all_replicas_also_those_that_refuse_requests() -> None:
+async def test_router_asks_all_replicas_also_those_that_refuse_requests() -> None:
     async with service("a", "b") as (fleet, router, _):
         fleet.engines["b"].refusal = "being stopped"
         scraped = await router.metrics()

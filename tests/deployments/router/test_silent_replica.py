@@ -57,7 +57,7 @@ async def fleet(*replicas: StubReplica, library: Any = httpx) -> AsyncIterator[A
 
 
 @pytest.mark.slow
-async def test_a_request_at_a_replica_that_is_stopped_goes_to_another_one() -> None:
+async def test_request_at_a_stopped_replica_is_retried() -> None:
     async with fleet(Stops(b"", at_once=True), StubReplica(OK)) as client:
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
 
@@ -66,13 +66,13 @@ async def test_a_request_at_a_replica_that_is_stopped_goes_to_another_one() -> N
 @pytest.mark.parametrize(
     "begun", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nonly"]
 )
-async def test_so_does_one_whose_answer_had_begun_and_was_not_forwarded(begun: bytes) -> None:
+async def test_stall_before_the_first_forwarded_byte_is_retried(begun: bytes) -> None:
     async with fleet(Stops(begun), StubReplica(OK)) as client:
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
 
 
 @pytest.mark.slow
-async def test_a_stream_that_was_forwarded_ends_with_an_error() -> None:
+async def test_stalled_stream_ends_with_an_error_event() -> None:
     async with fleet(Stops(BEGUN)) as client:
         answer = await asyncio.wait_for(client.get("/v1/models"), 5)
     assert answer.text.startswith("one") and "the replica that streamed this answer was lost" in answer.text
@@ -98,7 +98,7 @@ async def test_anthropics_client_learns_that_an_answer_was_cut_off(torn: str) ->
 
 
 @pytest.mark.slow
-async def test_a_replica_that_takes_its_time_is_waited_for() -> None:
+async def test_slow_replica_that_answers_probes_is_waited_for() -> None:
     async with fleet(Slow(OK), Stops(b"")) as client:
         assert (await asyncio.wait_for(client.get("/v1/models"), 5)).text == "ok"
 
