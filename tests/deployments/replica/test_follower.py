@@ -1,7 +1,7 @@
 """The follower against a scripted controller and a member that records; no clock is waited for."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -42,18 +42,15 @@ async def run(
 ) -> Member:
     member = Member(act)
     member.partially_updated = partially_updated
-    follower = Follower(
-        replica_id="r",
-        incarnation="i",
-        member=member,
-        poll=script,
-        heartbeat_s=0.02,
-        retry_s=0.01,
-        interrupt_s=interrupt_s,
-    )
-    await asyncio.wait_for(follower.run(), 10)
+    await follow(member, script, interrupt_s=interrupt_s)
     assert member.fenced == "the end"
     return member
+
+
+async def follow(member: Member, poll: Callable[[Report], Awaitable[Directive]], **options: Any) -> None:
+    given = {"heartbeat_s": 0.02, "retry_s": 0.01, **options}
+    follower = Follower(replica_id="r", incarnation="i", member=member, poll=poll, **given)
+    await asyncio.wait_for(follower.run(), 10)
 
 
 async def test_instructions_run_in_order_and_once() -> None:
@@ -62,7 +59,7 @@ async def test_instructions_run_in_order_and_once() -> None:
     assert member.ran == ["connect", "receive", "verify"]
 
 
-async def test_an_acknowledgement_is_repeated_until_it_has_arrived() -> None:
+async def test_acknowledgement_is_repeated_until_it_arrives() -> None:
     script = Script([tell(1, RECEIVE)], [])
     await run(script)
     assert [len(report.acknowledgements) for report in script.reports] == [0, 1, 0, 0]
@@ -77,7 +74,7 @@ async def test_an_acknowledgement_is_repeated_until_it_has_arrived() -> None:
         ("fail", Outcome.REPLICA_FAILED, "RuntimeError: broken"),
     ],
 )
-async def test_the_outcome_says_whose_fault_it_was(act: str, outcome: Outcome, words: str) -> None:
+async def test_outcome_tells_the_faulty_side(act: str, outcome: Outcome, words: str) -> None:
     script = Script([tell(1, RECEIVE)])
     await run(script, act)
     assert script.outcomes == {1: (outcome, words)}
@@ -99,32 +96,32 @@ async def test_a_deadline_while_live_weights_change_is(body: Body, partially_upd
 
 @pytest.mark.parametrize("body", [RECEIVE, RECEIVE_ADAPTER])
 @pytest.mark.parametrize("act", ["hang", "wait for ever"])
-async def test_a_drop_overtakes_an_instruction_that_waits_for_a_peer(act: str, body: Body) -> None:
+async def test_drop_interrupts_an_instruction_that_waits_for_a_peer(act: str, body: Body) -> None:
     """Also one that waits for bytes which do not count any more once the update is dropped."""
     hang, drop = tell(1, body, 60.0), tell(2, DROP)
     member = await run(Script([hang], [hang], [hang, drop], [hang, drop]), act)
     assert member.ran == [body.name, "drop"]
 
 
-async def test_a_controller_that_is_away_is_asked_again() -> None:
+async def test_unreachable_controller_is_polled_again() -> None:
     member = await run(Script(ConnectionError("away"), [tell(1, RECEIVE)]))
     assert member.ran == ["receive"]
 
 
 @pytest.mark.parametrize("body", [RECEIVE, VERIFY, COMMIT])
-async def test_a_fence_takes_effect_although_the_engine_hangs(body: Body) -> None:
+async def test_fence_takes_effect_while_the_engine_hangs(body: Body) -> None:
     member = await run(Script([tell(1, body, 60.0)]), "engine hangs")
     assert member.ran == [body.name]
 
 
-async def test_an_engine_that_does_not_answer_an_interrupt_has_failed() -> None:
+async def test_engine_that_ignores_an_interrupt_has_failed() -> None:
     script = Script([tell(1, RECEIVE, 0.01)], *[[] for _ in range(20)])
     await run(script, "engine hangs", interrupt_s=0.01)
     message = "receive took longer than 0.01 s, and its engine does not answer"
     assert script.outcomes == {1: (Outcome.REPLICA_FAILED, message)}
 
 
-async def test_a_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> None:
+async def test_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> None:
     hang, drop = tell(1, Connect(init_info={}), 60.0), tell(2, DROP)
     member = await run(Script([hang], [hang, drop], [hang, drop]), "engine hangs", interrupt_s=0.01)
     assert member.ran == ["connect", "drop"]
@@ -134,7 +131,9 @@ async def test_a_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> N
     ("body", "is_interrupted"),
     [(CatchUp(version=3, path="v3"), False), (COMMIT, False), (VERIFY, True), (Connect(init_info={}), True)],
 )
-async def test_what_a_drop_does_not_end_goes_on_with_heartbeats(body: Body, is_interrupted: bool) -> None:
+async def test_uninterruptible_instruction_continues_with_heartbeats(
+    body: Body, is_interrupted: bool
+) -> None:
     """A checkpoint may take minutes: half of it, or a replica that is silent meanwhile, would be lost."""
     member, heard = Member("takes long"), 0
     long, drop = tell(1, body, 60.0), tell(2, DROP)
@@ -148,16 +147,13 @@ async def test_what_a_drop_does_not_end_goes_on_with_heartbeats(body: Body, is_i
             member.may_end.set()
         return await script(report)
 
-    follower = Follower(
-        replica_id="r", incarnation="i", member=member, poll=poll, heartbeat_s=0.02, retry_s=0.01
-    )
-    await asyncio.wait_for(follower.run(), 10)
+    await follow(member, poll)
     assert member.ran == [body.name, "drop"]
     assert member.interrupted.is_set() == is_interrupted
     assert script.outcomes == {1: (Outcome.DONE, ""), 2: (Outcome.DONE, "")}
 
 
-async def test_a_fence_is_confirmed_until_the_controller_has_heard_it() -> None:
+async def test_fence_is_confirmed_until_the_controller_has_received_it() -> None:
     script = Script([])
     lost = 2
 
@@ -170,8 +166,7 @@ async def test_a_fence_is_confirmed_until_the_controller_has_heard_it() -> None:
         return directive
 
     member = Member("engine hangs")
-    follower = Follower(replica_id="r", incarnation="i", member=member, poll=poll, retry_s=0.01)
-    await asyncio.wait_for(follower.run(), 10)
+    await follow(member, poll)
     assert [report.fenced for report in script.reports] == [False, False, True, True, True]
 
 
@@ -211,8 +206,7 @@ async def test_weights_that_may_be_a_mixture_take_no_request_before_the_fence_co
     member = Watched("fail")
     member.partially_updated = partially_updated
     script = Script([], [tell(1, body)], [], [])
-    follower = Follower(replica_id="r", incarnation="i", member=member, poll=script, retry_s=0.01)
-    await asyncio.wait_for(follower.run(), 10)
+    await follow(member, script)
     assert admitted == [True, True, False, False, False, False]
     said = [report.failed for report in script.reports]
     assert said[:2] == ["", ""] and all(body.name in words for words in said[2:]), "until a fence has come"
@@ -238,19 +232,11 @@ def controller_of(member: Member, reports: list[Report], *turns: list[Instructio
 
 
 @pytest.mark.parametrize("busy", [False, True])
-async def test_an_engine_that_dies_is_reported_at_once(busy: bool) -> None:
+async def test_engine_death_is_reported_at_once(busy: bool) -> None:
     """Whatever is waited for: the controller's answer, or an instruction that never ends."""
     member, reports = Member("engine hangs"), list[Report]()
     turns = [[tell(1, RECEIVE, 60.0)]] if busy else []
-    follower = Follower(
-        replica_id="r",
-        incarnation="i",
-        member=member,
-        poll=controller_of(member, reports, *turns),
-        heartbeat_s=60.0,
-        retry_s=60.0,
-    )
-    await asyncio.wait_for(follower.run(), 5)
+    await follow(member, controller_of(member, reports, *turns), heartbeat_s=60.0, retry_s=60.0)
     assert [(report.failed, report.fenced) for report in reports] == [
         ("", False),
         (DEADLY, False),
@@ -259,7 +245,7 @@ async def test_an_engine_that_dies_is_reported_at_once(busy: bool) -> None:
     assert member.fenced == DEADLY and not member.admitted
 
 
-async def test_a_death_that_cannot_be_reported_yet_takes_no_request_and_is_said_again() -> None:
+async def test_unreported_engine_death_refuses_requests_and_is_reported_again() -> None:
     member, tries = Member(), 0
 
     async def poll(report: Report) -> Directive:
@@ -273,8 +259,7 @@ async def test_a_death_that_cannot_be_reported_yet_takes_no_request_and_is_said_
             raise ConnectionError("away")
         return Directive(admitted=False, fenced=report.failed)
 
-    follower = Follower(replica_id="r", incarnation="i", member=member, poll=poll, retry_s=0.05)
     begin = asyncio.get_running_loop().time()
-    await asyncio.wait_for(follower.run(), 5)
+    await follow(member, poll, retry_s=0.05)
     assert asyncio.get_running_loop().time() - begin >= 0.15, "each time after a pause"
     assert member.fenced == DEADLY

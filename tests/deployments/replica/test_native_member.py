@@ -189,13 +189,6 @@ async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None
     assert member.partially_updated and engine.did.count("native_update") == 1
 
 
-async def test_an_empty_round_is_rejected_and_changes_nothing(model: Path) -> None:
-    member, engine = member_of(model, one_payload=False)
-    with pytest.raises(PayloadRejected, match="round 9 has brought no payload"):
-        await member.execute(VERIFY)
-    assert engine.did == []
-
-
 async def test_after_the_first_byte_nothing_can_be_undone(model: Path) -> None:
     member, engine = member_of(model)
     engine.fails = "native_update"

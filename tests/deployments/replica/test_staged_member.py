@@ -59,20 +59,6 @@ async def test_the_first_payload_of_a_round_begins_the_update(member: StagedMemb
     assert engine.named("staging_receive")[-1]["begins"], "another round begins its own"
 
 
-async def test_what_is_left_of_a_round_that_a_new_controller_never_heard_of_is_discarded(
-    member: StagedMember, engine: Workers
-) -> None:
-    """A round that was being received says nothing of itself in a report, so nobody has it dropped."""
-    await member.execute(receive(round_id=7))
-    assert member.staged_round is None
-    await member.execute(receive(round_id=8))
-    assert [name for name, _ in engine.calls if name in ("staging_receive", "staging_drop")] == [
-        "staging_receive",
-        "staging_drop",
-        "staging_receive",
-    ]
-
-
 async def test_an_adapter_is_received_into_this_hosts_memory(member: StagedMember, engine: Workers) -> None:
     await member.execute(ADAPTER)
     [arguments] = engine.named("staging_receive_files")
@@ -93,22 +79,6 @@ async def test_an_adapter_is_not_received_beside_what_is_left_of_a_round(
     assert names == ["staging_drop", "staging_receive_files"]
     with pytest.raises(PayloadRejected, match="round 1 has brought no payload"):
         await member.execute(Verify(round_id=1))
-
-
-@pytest.mark.parametrize(
-    ("outcome", "error"),
-    [
-        (Outcome.REJECTED, PayloadRejected),
-        (Outcome.TRANSFER_FAILED, TransferFailed),
-        (Outcome.REPLICA_FAILED, RuntimeError),
-    ],
-)
-async def test_one_worker_without_the_adapter_is_a_replica_without_it(
-    member: StagedMember, engine: Workers, outcome: Outcome, error: type[Exception]
-) -> None:
-    engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
-    with pytest.raises(error, match=r"^what happened$"):
-        await member.execute(ADAPTER)
 
 
 async def test_staging_takes_its_share_only_beside_requests(member: StagedMember, engine: Workers) -> None:
@@ -143,13 +113,6 @@ async def test_what_one_worker_did_not_check_the_replica_did_not(
     assert staged.checks == (Check.NAMES, Check.FINITE) and staged.by_name
 
 
-async def test_a_round_without_a_payload_is_rejected(member: StagedMember, engine: Workers) -> None:
-    await member.execute(receive())
-    with pytest.raises(PayloadRejected, match="round 2 has brought no payload"):
-        await member.execute(Verify(round_id=2))
-    assert member.staged_round is None
-
-
 @pytest.mark.parametrize(
     ("outcome", "error"),
     [
@@ -162,8 +125,9 @@ async def test_one_workers_failure_is_the_replicas(
     member: StagedMember, engine: Workers, outcome: Outcome, error: type[Exception]
 ) -> None:
     engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
-    with pytest.raises(error, match=r"^what happened$"):
-        await member.execute(receive())
+    for body in (receive(), ADAPTER):
+        with pytest.raises(error, match=r"^what happened$"):
+            await member.execute(body)
 
 
 async def test_workers_that_staged_different_tensors_fail_the_replica(

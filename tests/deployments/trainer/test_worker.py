@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 
 from deployments.protocol.errors import InvalidRequest
 from deployments.trainer.spec import StoreStatus, TrainerSpec
+from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
@@ -227,3 +229,17 @@ def test_a_warm_start_needs_tokens_alone(spec: TrainerSpec, controller: Controll
     bare = [{name: each[name] for name in ("prompt_token_ids", "token_ids")} for each in BATCH]
     first, second = worker.step(bare), worker.step(bare)
     assert second["loss"] < first["loss"] and "importance_mean" not in first
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cpu", 1), ("cuda", 3)])
+def test_publish_on_a_cpu_uses_one_core(device: str, threads: int) -> None:
+    worker: Any = object.__new__(TrainerWorker)
+    worker._spec = SimpleNamespace(device=device)
+    worker._publish = lambda label: torch.get_num_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert worker.publish(None) == threads
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
