@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 IDLE_S = 60.0
@@ -115,12 +116,7 @@ def _require_forkable() -> None:
 def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
     """Fork for each connection that sends data. Returns it in the fork, where nothing else is open, and None
     in the server when it stops."""
-    listed = [int(name) for name in os.listdir("/proc/self/fd")]
-    opened = [
-        each for each in listed if each not in (0, 1, 2, lock) and os.path.exists(f"/proc/self/fd/{each}")
-    ]
-    with open(f"{directory}/{RESERVED}", "w") as file:
-        json.dump(opened, file)  # opened by the imports, and so in each fork
+    _list_descriptors(directory, lock)
     owner_process = os.pidfd_open(owner)
     reaped, wakeup = os.pipe()
     for descriptor in (reaped, wakeup):
@@ -128,14 +124,7 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = os.getpid()
-
-    def stop(*_: object) -> None:
-        if os.getpid() == server:  # a fork inherits the handler
-            shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, partial(_stop, directory, os.getpid()))
     listener = _listen(directory)
     clients: dict[int, socket.socket] = {}
     idle_since = time.monotonic()
@@ -175,6 +164,22 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
                 os.close(process)
     shutil.rmtree(directory, ignore_errors=True)
     return None
+
+
+def _list_descriptors(directory: str, lock: int) -> None:
+    """Write down which descriptors the imports have opened: each fork has them."""
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    opened = [
+        each for each in listed if each not in (0, 1, 2, lock) and os.path.exists(f"/proc/self/fd/{each}")
+    ]
+    with open(f"{directory}/{RESERVED}", "w") as file:
+        json.dump(opened, file)
+
+
+def _stop(directory: str, server: int, *_: object) -> None:
+    if os.getpid() == server:  # a fork inherits the handler
+        shutil.rmtree(directory, ignore_errors=True)
+    os._exit(0)
 
 
 def _listen(directory: str) -> socket.socket:
