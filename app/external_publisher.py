@@ -83,12 +83,8 @@ class Publisher:
         self.close()
 
     def publish(self) -> RoundReport:
-        """Make the model's parameters the fleet's next version; returns the round's report.
-
-        Raises:
-            FleetError: the fleet does not respond.
-            RuntimeError: the fleet refused, and keeps its version.
-        """
+        """Make the model's parameters the fleet's next version; returns the round's report. Raises FleetError
+        or RuntimeError: the fleet does not respond, or refused and keeps its version."""
         self._source.begin()
         self._engine.send_weights()
         return self._fleet.send(calls.rounds())[-1]

@@ -114,13 +114,8 @@ class LocalCluster:
         return (self.directory / "ray-start.log").read_text("utf-8", "replace")[-2000:].strip()
 
     def deploy(self, document: Mapping[str, Any]) -> None:
-        """Have Serve start the applications of a config.
-
-        Retries while Serve itself does not start: on a busy machine its proxy may miss its own deadline.
-
-        Raises:
-            ClusterError: Serve refuses the config, or does not start.
-        """
+        """Have Serve start the applications of a config. Retries while Serve itself does not start: on a busy
+        machine its proxy may miss its own deadline. Raises ClusterError."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:

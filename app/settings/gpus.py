@@ -11,15 +11,12 @@ from deployments.weights.transports.registry import SameGpu
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
-    """Compare the GPUs that a configuration needs with those that exist.
+    """Raises ConfigError if the GPUs do not suffice, or Ray may place a replica where the transport does not
+    reach it.
 
     Args:
         hosts: the number of GPUs of each host.
         of: their owner, for a sentence.
-
-    Raises:
-        ConfigError: all hosts together or the largest one have too few, or Ray may place a replica on one
-            that the transport does not reach.
     """
     if config.device is not Device.CUDA:
         return

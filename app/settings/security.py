@@ -53,8 +53,7 @@ class SecurityConfig(Section):
             host: where Serve listens; None: nowhere yet.
 
         Raises:
-            ConfigError: no operator's token although other hosts can connect, or users have one; an empty or
-                unreadable file; a token that is too short, or the same for both.
+            ConfigError: a wrong token or file, or no operator's token although other hosts can connect.
         """
         operator = _tokens("token_file", self.token_file, OPERATOR_VARIABLE, environment)
         user = _tokens("user_token_file", self.user_token_file, USER_VARIABLE, environment)

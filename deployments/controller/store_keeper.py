@@ -157,11 +157,9 @@ class AdapterKeeper:
     """Copies adapters into the fleet's store, before a replica hears of them, and removes them.
 
     Args:
-        roots: directories below which the users' adapters are.
+        roots: directories below which users' adapters are.
         needed: the ids whose files must stay.
         lag_s: how long to wait for incomplete files.
-        disk_s: how long the disk may take to answer.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -190,14 +188,11 @@ class AdapterKeeper:
     async def copy(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
         """Copy an adapter for replicas to read; waits a while for incomplete files. `complete` follows.
 
-        Args:
-            digest: as in `AdapterStore.copy`.
-
         Raises:
             NotFound: there is no such directory.
             InvalidRequest: outside of the roots, not an adapter, or not complete in time.
-            FleetUnavailable: there is no space for the copy, or it cannot be written.
-            Conflict: the disk does not answer.
+            FleetUnavailable: the copy cannot be written.
+            Conflict: the disk hangs.
         """
         if not path or "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")

@@ -12,13 +12,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yields a path to write a file or directory to; renames it, durably, when the block ends.
+    """Yields a path to write a file or directory to; renames it, durably, when the block ends. After an error
+    an older file of that name stays.
 
     Args:
         partial: the name until then, if several processes may write the same; None: `.NAME.partial`.
-
-    Raises:
-        OSError: it cannot be written. An older file of that name stays.
     """
     aside = final.with_name(f".{final.name}.partial") if partial is None else partial
     try:

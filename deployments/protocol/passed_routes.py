@@ -102,14 +102,10 @@ FOREIGN: Mapping[str, str] = {
 
 
 def require_passed(method: str, path: str) -> None:
-    """Check that a request may pass through to a replica.
+    """Raises NoSuchRoute or MethodNotAllowed if a request may not pass through to a replica.
 
     Args:
         path: percent-decoded once, without Serve's route prefix.
-
-    Raises:
-        NoSuchRoute: it may not with any method.
-        MethodNotAllowed: it may with another method.
     """
     methods = PASSED.get(path)
     if methods is None:

@@ -107,13 +107,8 @@ class Slots:
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Wait for a free slot, and take it for as long as this process lives.
-
-    Raises:
-        RuntimeError: all slots stayed taken, or the slot is on another host.
-        TimeoutError: Ray did not start the holders of the slot in time.
-        ValueError: there is no placement group of that name.
-    """
+    """Wait for a free slot, and take it for as long as this process lives. Raises RuntimeError or
+    TimeoutError: all slots stayed taken, Ray did not start the holders, or the slot is on another host."""
     group = get_placement_group(plan.name)
     deadline = time.monotonic() + timeout_s
     while True:
