@@ -53,6 +53,11 @@ class TransferFailed(Exception):
         self.missing_ranks = missing_ranks
 
 
+def printable(text: str) -> str:
+    """The text in UTF-8: half a surrogate, as in a file name of other bytes, is escaped. JSON refuses it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class SlipstreamError(Exception):
     """Base of every error that a caller receives.
 
@@ -65,8 +70,8 @@ class SlipstreamError(Exception):
     type = "internal_error"
 
     def __init__(self, message: str, detail: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = printable(message)
+        super().__init__(self.message)
         self.detail = detail if detail is not None else {}
 
     def __reduce__(self) -> tuple[Any, ...]:

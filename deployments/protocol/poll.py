@@ -21,6 +21,7 @@ from deployments.protocol.adapters import (
     SetAdapters,
 )
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
+from deployments.protocol.errors import printable
 
 
 class KvCache(StrEnum):
@@ -203,6 +204,8 @@ Body = (
     | SetAdapters
     | DropAdapter
 )
+# They may wait for a peer and change no live weights, but with `staging: none` from the first byte on.
+BEFORE_COMMIT = (Connect, Receive, Verify, ReceiveAdapter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +305,9 @@ class Acknowledgement:
     value: Value = None
     missing_ranks: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreResult:
@@ -312,6 +318,9 @@ class StoreResult:
     path: str
     problem: str  # why the version is not in the store; empty if it is
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "problem", printable(self.problem))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unloadable:
@@ -319,6 +328,9 @@ class Unloadable:
 
     version: int
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

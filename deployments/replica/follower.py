@@ -20,11 +20,11 @@ from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
+    BEFORE_COMMIT,
     Acknowledgement,
     Body,
     CatchUp,
     Commit,
-    Connect,
     Directive,
     Drop,
     Instruction,
@@ -32,7 +32,6 @@ from deployments.protocol.poll import (
     Receive,
     Report,
     Value,
-    Verify,
 )
 
 
@@ -71,8 +70,6 @@ RETRY_S = 0.5
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
 FENCED_REPORTS = 5  # attempts to confirm a fence; otherwise a missed heartbeat ends the controller's wait
 INTERRUPT_S = 10.0  # shorter than the heartbeat timeout of the fleet
-# These may wait for a peer and do not change live weights.
-BEFORE_COMMIT = (Connect, Receive, Verify, ReceiveAdapter)
 
 logger = serve_logger()
 

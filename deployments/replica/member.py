@@ -23,8 +23,9 @@ from deployments.protocol.engine_state import (
     WakeUp,
     WeightChecksums,
 )
-from deployments.protocol.errors import PayloadRejected
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
+    BEFORE_COMMIT,
     Body,
     CatchUp,
     Commit,
@@ -141,7 +142,14 @@ class EngineMember(ABC):
         )
 
     async def execute(self, body: Body) -> Value:
-        value = await self._execute(body)
+        try:
+            value = await self._execute(body)
+        except (PayloadRejected, TransferFailed):
+            raise
+        except Exception as error:  # whatever was sent or the host lacks: live weights are untouched
+            if not isinstance(body, BEFORE_COMMIT) or self.partially_updated or self._engine.dead:
+                raise
+            raise PayloadRejected(f"{type(error).__name__}: {error}") from error
         async with self.changed:
             self.changed.notify_all()
         return value

@@ -7,9 +7,11 @@ from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
 from deployments.protocol.engine_state import (
+    AbortRequests,
     EngineState,
     InFlight,
     IsPaused,
+    IsSleeping,
     Operation,
     Pause,
     ResetPrefixCache,
@@ -17,6 +19,7 @@ from deployments.protocol.engine_state import (
     Sleep,
     SleepTag,
     WakeUp,
+    WeightChecksums,
 )
 from deployments.protocol.poll import RunOperation
 from deployments.protocol.publishing import RoundOptions, RoundReport
@@ -146,6 +149,12 @@ def operation(text: str) -> Operation:
             return IsPaused()
         case "reset_prefix_cache":
             return ResetPrefixCache()
+        case "is_sleeping":
+            return IsSleeping()
+        case "abort_requests":
+            return AbortRequests()
+        case "weight_checker":
+            return WeightChecksums()
     raise ValueError(f"unknown operation {text!r}")
 
 

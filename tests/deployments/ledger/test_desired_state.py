@@ -14,7 +14,7 @@ from deployments.protocol.engine_state import (
     is_paused,
     path_to,
 )
-from deployments.protocol.errors import Conflict
+from deployments.protocol.errors import Conflict, ReplicaUnavailable
 from deployments.protocol.poll import Outcome, RunOperation
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
@@ -143,6 +143,18 @@ def test_a_joiner_changes_course_when_the_condition_changes() -> None:
     joiner.hangs_in.clear()
     scene.poll(6)
     assert operations(joiner) == ["pause", "resume"] and joiner.admitted
+
+
+@pytest.mark.parametrize(
+    "text", ["is_paused", "is_sleeping", "reset_prefix_cache", "abort_requests", "weight_checker"]
+)
+def test_a_replica_that_cannot_answer_a_question_is_named_and_not_fenced(text: str) -> None:
+    scene = Scene(replicas=2)
+    scene.replicas[0].outcomes[RunOperation] = Outcome.REPLICA_FAILED
+    call = scene.call(text)
+    assert isinstance(call.error, ReplicaUnavailable) and list(call.error.detail["replicas"]) == ["r0"]
+    scene.poll(3)
+    assert [replica.admitted for replica in scene.replicas] == [True, True]
 
 
 def test_a_joiner_that_cannot_follow_is_fenced() -> None:

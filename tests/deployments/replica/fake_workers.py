@@ -59,6 +59,7 @@ class Workers:
         self.connects = ConnectState(done=True, outcome=Outcome.DONE)
         self.states = [DONE, replace(DONE, stage_s=0.75)]
         self.stored: StoreResult | None = None
+        self.broken: Exception | None = None  # what every call raises
         self.active = False  # vLLM's own flag for an update
         self.reload_refusal: str | None = None
         self.adapters = SimpleNamespace(reader=Reader(self.workers))
@@ -66,6 +67,8 @@ class Workers:
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
+        if self.broken is not None:
+            raise self.broken
         match method:
             case "staging_connected":
                 return [to_wire(self.connects)] * 2

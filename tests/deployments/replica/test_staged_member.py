@@ -11,6 +11,7 @@ from deployments.host.shared_memory import DIRECTORY
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
+    Body,
     Check,
     Connect,
     Drop,
@@ -81,6 +82,22 @@ async def test_an_adapter_is_not_received_beside_what_is_left_of_a_round(
         await member.execute(Verify(round_id=1))
 
 
+@pytest.mark.parametrize(
+    "body", [Connect(init_info={}), receive(), Verify(round_id=1), ADAPTER], ids=lambda body: body.name
+)
+@pytest.mark.parametrize("error", [OverflowError("int too big"), OSError(28, "No space left"), KeyError("w")])
+async def test_any_error_before_the_commit_rejects_what_was_sent_unless_the_engine_is_dead(
+    member: StagedMember, engine: Workers, body: Body, error: Exception
+) -> None:
+    await member.execute(receive())
+    engine.broken = error
+    with pytest.raises(PayloadRejected, match=f"^{type(error).__name__}: "):
+        await member.execute(body)
+    engine.dead = True
+    with pytest.raises(type(error)):
+        await member.execute(body)
+
+
 async def test_staging_takes_its_share_only_beside_requests(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive())
     engine.busy = True
@@ -118,7 +135,7 @@ async def test_what_one_worker_did_not_check_the_replica_did_not(
     [
         (Outcome.REJECTED, PayloadRejected),
         (Outcome.TRANSFER_FAILED, TransferFailed),
-        (Outcome.REPLICA_FAILED, RuntimeError),
+        (Outcome.REPLICA_FAILED, PayloadRejected),
     ],
 )
 async def test_one_workers_failure_is_the_replicas(
@@ -126,16 +143,16 @@ async def test_one_workers_failure_is_the_replicas(
 ) -> None:
     engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
     for body in (receive(), ADAPTER):
-        with pytest.raises(error, match=r"^what happened$"):
+        with pytest.raises(error, match=r"what happened$"):
             await member.execute(body)
 
 
-async def test_workers_that_staged_different_tensors_fail_the_replica(
+async def test_workers_that_staged_different_tensors_reject_the_round(
     member: StagedMember, engine: Workers
 ) -> None:
     engine.states[1] = replace(DONE, digest="bb")
     await member.execute(receive())
-    with pytest.raises(RuntimeError, match=r"staged different tensors: \['aa', 'bb'\]"):
+    with pytest.raises(PayloadRejected, match=r"staged different tensors: \['aa', 'bb'\]"):
         await member.execute(Verify(round_id=1))
 
 
