@@ -23,30 +23,6 @@ from deployments.weights.store.adapter_store import LAG_S, until_complete
 from deployments.weights.store.hub import cached, complete_schema
 from deployments.weights.wire.checkpoint_schema import Schema
 
-
-class ReceivedAdapter:
-    """The adapter that a transport received: a directory in shared memory, owned by this process."""
-
-    def __init__(self) -> None:
-        self._directory: Path | None = None
-
-    def place(self, load_id: str) -> Path:
-        self.drop()
-        self._directory = DIRECTORY / owner().name(f"adapter-{load_id}")
-        return self._directory
-
-    def find(self, load_id: str) -> Path | None:
-        directory = self._directory
-        if directory is None or not directory.name.endswith(f"-adapter-{load_id}"):
-            return None
-        return directory if directory.is_dir() else None
-
-    def drop(self) -> None:
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-
-
 READ_POLL_S = 0.01
 
 logger = serve_logger()
@@ -67,7 +43,7 @@ class AdapterReader:
         self._llm = llm
         self._workers = workers
         self._lag_s = lag_s
-        self._received = ReceivedAdapter()
+        self._directory: Path | None = None  # of received files; in shared memory, owned by this process
         self._ahead: _Ahead | None = None
         self._base: asyncio.Task[Schema | None] | None = None
 
@@ -82,14 +58,15 @@ class AdapterReader:
             ahead.digest.cancel()
             await asyncio.gather(ahead.digest, return_exceptions=True)
             await self._workers("adapter_forget", key=ahead.load_id, adapter_id=0)
-        return await asyncio.to_thread(self._received.place, load_id)
+        await self._drop_received()
+        self._directory = DIRECTORY / owner().name(f"adapter-{load_id}")
+        return self._directory
 
     def arrived(self, load_id: str) -> None:
         """The files are complete: start checking and reading them."""
-        digest = asyncio.create_task(self._read_ahead(load_id))
-        digest.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # retrieve it: the load may never come
+        assert self._directory is not None, "arrived before `place`"
+        digest = asyncio.create_task(self._read_ahead(load_id, self._directory))
+        digest.add_done_callback(lambda done: done.cancelled() or done.exception())  # its load may not come
         self._ahead = _Ahead(load_id=load_id, digest=digest)
 
     async def read(self, adapter: Adapter) -> bool:
@@ -111,9 +88,13 @@ class AdapterReader:
     async def forget(self, adapter: Adapter) -> None:
         await self._workers("adapter_forget", key=adapter.full_name, adapter_id=adapter.adapter_id)
 
-    async def _read_ahead(self, load_id: str) -> str:
-        directory = await asyncio.to_thread(self._received.find, load_id)
-        if directory is None:
+    async def _drop_received(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def _read_ahead(self, load_id: str, directory: Path) -> str:
+        if not directory.is_dir():
             raise ValueError("not in this host's memory")
         await self._begin(load_id, str(directory), is_3d=False)
         digest, problem = await asyncio.to_thread(inspect, directory, *await self._limits())
@@ -138,7 +119,7 @@ class AdapterReader:
             logger.warning("loading %s from the store: %s", adapter.full_name, last_line(error))
             return False
         finally:
-            await asyncio.to_thread(self._received.drop)
+            await self._drop_received()
         return True
 
     async def _begin(self, key: str, path: str, *, is_3d: bool) -> None:

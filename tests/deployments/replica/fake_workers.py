@@ -13,7 +13,7 @@ from deployments.protocol.poll import (
     StoreResult,
     Swapped,
 )
-from deployments.replica.adapters.reading import ReceivedAdapter
+from deployments.replica.adapters.reading import AdapterReader
 from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
 
 CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)
@@ -28,17 +28,12 @@ DONE = StagingState(
 )
 
 
-class Reader:
-    """As `AdapterReader`, with nothing to read."""
+class Reader(AdapterReader):
+    """Reads nothing ahead."""
 
     def __init__(self, workers: Callable[..., Awaitable[list[Any]]]) -> None:
-        self._workers = workers
-        self.received = ReceivedAdapter()
+        super().__init__(None, workers)
         self.begun: list[str] = []
-
-    async def receive(self, load_id: str, payload: Any) -> None:
-        directory = self.received.place(load_id)
-        await self._workers("staging_receive_files", payload=payload, directory=str(directory))
 
     def arrived(self, load_id: str) -> None:
         self.begun.append(load_id)
