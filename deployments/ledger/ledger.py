@@ -380,19 +380,6 @@ class Ledger:
     def fleet_id(self) -> str:
         return self.state.fleet_id
 
-    @property
-    def committed_version(self) -> int:
-        return self.state.committed_version
-
-    @property
-    def size(self) -> int:
-        """Members in any state."""
-        return len(self.state.members)
-
-    @property
-    def heartbeat_timeout_s(self) -> float:
-        return self.state.config.heartbeat_timeout_s
-
     def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
         """Stored versions that are not needed; see `stored_versions.removable`."""
         return stored_versions.removable(self.state, on_disk, keep)

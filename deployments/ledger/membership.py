@@ -24,7 +24,6 @@ from deployments.ledger.state import (
     Verdict,
     classify,
 )
-from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import (
     Acknowledgement,
     Body,
@@ -208,17 +207,6 @@ def recover_member(
             last_poll=state.now,
         ),
     )
-
-
-def check_returned(state: State) -> None:
-    """Raises FleetUnavailable if members have not returned after a restart: a round would leave them
-    behind."""
-    absent = [member.replica_id for member in state.returning()]
-    if absent:
-        raise FleetUnavailable(
-            f"the controller restarted and replicas {absent} have not polled yet; try again",
-            {"replicas": absent},
-        )
 
 
 def admit(state: State, member: Member) -> None:

@@ -97,7 +97,11 @@ def _eligible(state: State) -> list[Member]:
             f"round {current.round_id} is {current.phase}: close or abort it before opening another",
             {"round_id": current.round_id, "phase": current.phase.value},
         )
-    membership.check_returned(state)
+    if absent := [member.replica_id for member in state.returning()]:  # the round would leave them behind
+        raise FleetUnavailable(
+            f"the controller restarted and replicas {absent} have not polled yet; try again",
+            {"replicas": absent},
+        )
     members, needed = state.for_round(), state.needed
     if len(members) < needed:
         raise FleetUnavailable(

@@ -27,7 +27,7 @@ from deployments.ledger.state import (
     join_reasons,
 )
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.poll import Forget, Report, StoreResult, WriteVersion
+from deployments.protocol.poll import Forget, Report, WriteVersion
 
 RETRY_S = 30.0
 LOSSES = 3  # replicas lost in a row while they loaded one version
@@ -65,7 +65,7 @@ def on_report(state: State, member: Member, report: Report) -> bool:
         if result.problem and not member.has_queued(WriteVersion):  # else it is of an earlier attempt
             if _record_failure(state, result.version, member, result.problem):
                 return True
-        elif not result.problem and _is_newest(state, result):
+        elif not result.problem and (state.stored is None or result.version > state.stored.version):
             set_stored(state, result.version, result.path, result.label)
             return True
     return member.retained_version != before and _concerns(state, member)
@@ -78,10 +78,6 @@ def _concerns(state: State, member: Member) -> bool:
         return False
     committing = state.round is not None and state.round.decided  # its end looks at all members
     return retained <= state.stored_version or (retained == state.unstored and not committing)
-
-
-def _is_newest(state: State, result: StoreResult) -> bool:
-    return state.stored is None or result.version > state.stored.version
 
 
 def _record_failure(state: State, version: int, member: Member, reason: str) -> bool:

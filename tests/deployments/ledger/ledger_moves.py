@@ -90,9 +90,9 @@ class LedgerMoves(ReplicaMoves):
 
     @rule()
     def store_committed(self) -> None:
-        self.disk.add(self.ledger.committed_version)
+        self.disk.add(self.ledger.state.committed_version)
         with suppress(SlipstreamError):
-            self.ledger.set_stored(self.ledger.committed_version, "/store", None, self.now)
+            self.ledger.set_stored(self.ledger.state.committed_version, "/store", None, self.now)
         self.persist()
         self.disk -= set(self.ledger.removable(dict.fromkeys(self.disk, "fleet"), 1))
 

@@ -228,7 +228,7 @@ class SmallFleet:
         versions = {each.version for each in self.serving()}
         assert len(versions) <= 1, f"served at once: {versions}"
         assert all(version <= committed for version in versions), f"{versions}, the disk says {committed}"
-        assert self.ledger.committed_version == committed
+        assert self.ledger.state.committed_version == committed
 
     def check_end(self) -> None:
         """With messages that arrive every round ends, and who is not fenced serves its version."""
@@ -239,7 +239,7 @@ class SmallFleet:
                 self.publish()
         self.settle()
         assert self.ledger.status(self.now).round is None, "a round does not end"
-        committed = self.ledger.committed_version
+        committed = self.ledger.state.committed_version
         for seat in self.seats:
             replica = seat.replica
             if seat.alive and replica.fenced is None:

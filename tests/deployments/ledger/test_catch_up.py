@@ -19,7 +19,7 @@ def loading(scene: Scene) -> FakeReplica:
     joiner = FakeReplica(replica_id="late", incarnation="late-1", hangs_in={CatchUp})
     scene.replicas.append(joiner)
     scene.wait(3)
-    assert joiner.loading_version == scene.ledger.committed_version
+    assert joiner.loading_version == scene.ledger.state.committed_version
     return joiner
 
 

@@ -22,7 +22,7 @@ def test_a_committed_round_is_answered_with_its_report(restarts: int) -> None:
         scene.restart()
     again = close_again(scene, scene.token, report.round_id, "one")
     assert report_of(again) == report
-    assert scene.ledger.committed_version == 1
+    assert scene.ledger.state.committed_version == 1
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

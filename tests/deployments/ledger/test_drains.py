@@ -48,7 +48,7 @@ def test_a_round_that_waits_is_decided_when_no_request_runs(native: bool) -> Non
     for replica in scene.replicas:
         replica.take_requests(3)  # they wait in vLLM's queue
     scene.wait(50)
-    assert scene.ledger.committed_version == 0 and scene.replicas[1].running == 2
+    assert scene.ledger.state.committed_version == 0 and scene.replicas[1].running == 2
     assert [each.draining for each in scene.status().members] == [True, True]
     assert [each.running for each in scene.status().members] == [0, 2]
     scene.replicas[1].end_requests()
@@ -135,7 +135,7 @@ def test_a_publisher_that_aborts_while_replicas_drain_sets_them_free() -> None:
     scene.ledger.abort_round(scene.token, 1, "changed its mind", scene.now)
     scene.poll()
     assert goes_on(scene) and scene.replicas[0].running == 3
-    assert scene.ledger.committed_version == 0
+    assert scene.ledger.state.committed_version == 0
 
 
 @pytest.mark.parametrize("min_replicas", [1, 2])
@@ -159,7 +159,7 @@ def test_a_drain_ends_with_the_controller_that_asked_for_it() -> None:
     assert all(len(each.drains) == 2 for each in scene.replicas)
     scene.restart()
     scene.poll(4)
-    assert goes_on(scene) and scene.ledger.committed_version == 0
+    assert goes_on(scene) and scene.ledger.state.committed_version == 0
     assert not any(isinstance(each, EngineStateChanged) for each in scene.journal)
 
 

@@ -146,7 +146,7 @@ def test_a_decided_round_of_files_is_finished_after_a_restart() -> None:
     scene.poll()
     scene.close(round_id, "x")
     scene.poll(2)
-    assert scene.ledger.committed_version == 1, "decided, and no replica has heard of it"
+    assert scene.ledger.state.committed_version == 1, "decided, and no replica has heard of it"
     scene.restart()
     scene.poll(6)
     call = scene.close(round_id, "x")

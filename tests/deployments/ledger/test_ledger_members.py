@@ -160,4 +160,4 @@ def test_a_replica_whose_engine_has_died_is_fenced_with_its_report_and_rounds_go
     scene.connect()
     call = scene.close(scene.receive())
     scene.poll(10, only=[other])
-    assert report_of(call).phase == "committed" and other.version == scene.ledger.committed_version
+    assert report_of(call).phase == "committed" and other.version == scene.ledger.state.committed_version

@@ -20,7 +20,7 @@ def test_an_undecided_round_is_gone_after_a_restart_and_its_staging_is_dropped()
     scene.poll(1)  # verified here; the acknowledgement never arrives
     scene.restart()
     scene.poll()
-    assert scene.ledger.committed_version == 0
+    assert scene.ledger.state.committed_version == 0
     assert "drop" in scene.replicas[0].names() and scene.replicas[0].admitted
     assert scene.status().round is None
 
@@ -153,7 +153,7 @@ def test_a_swap_that_fails_for_a_controller_that_has_died_is_not_forgotten() -> 
     scene.restart()
     scene.poll(6)
     assert one.fenced is not None and "replica_failed here" in one.fenced
-    assert other.admitted and scene.ledger.committed_version == other.version == 1
+    assert other.admitted and scene.ledger.state.committed_version == other.version == 1
 
 
 def test_no_round_opens_after_a_restart_before_all_who_served_have_polled() -> None:

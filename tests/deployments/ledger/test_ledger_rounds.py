@@ -98,7 +98,7 @@ def test_together_waits_until_a_fenced_replica_says_so_before_it_decides() -> No
     scene.ledger.on_report(bad.report(), scene.now)  # fenced, and the directive is not sent yet
     for _ in range(2):  # the first directive that fences it is lost on the way
         scene.poll(3, only=[good])
-        assert scene.ledger.committed_version == 0 and "commit" not in good.names()
+        assert scene.ledger.state.committed_version == 0 and "commit" not in good.names()
         fence = scene.ledger.poll(bad.report(), scene.now)
     bad.take(fence)
     scene.poll(1, only=[bad])

@@ -23,8 +23,8 @@ class Walk(LedgerMoves):
 
     @invariant()
     def the_committed_version_never_goes_back(self) -> None:
-        assert self.ledger.committed_version >= self.committed
-        self.committed = self.ledger.committed_version
+        assert self.ledger.state.committed_version >= self.committed
+        self.committed = self.ledger.state.committed_version
 
     @invariant()
     def together_means_one_version_at_a_time(self) -> None:
@@ -36,7 +36,7 @@ class Walk(LedgerMoves):
     def nobody_admitted_serves_an_uncommitted_version(self) -> None:
         for replica in self.replicas:
             if replica.admitted:
-                assert replica.version <= self.ledger.committed_version
+                assert replica.version <= self.ledger.state.committed_version
 
     @invariant()
     def outside_a_commit_all_in_contact_serve_the_committed_version(self) -> None:
@@ -60,7 +60,7 @@ class Walk(LedgerMoves):
         committed = [each.round_id for each in ended if each.phase == "committed"]
         assert decided[-1:] == committed[-1:]
         for replica in self.serving():
-            assert replica.version == self.ledger.committed_version
+            assert replica.version == self.ledger.state.committed_version
             assert not replica.drains, "it begins no request, for nobody"
         status = self.ledger.status(self.now)
         for replica in self.serving():

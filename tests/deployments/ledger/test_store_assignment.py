@@ -69,7 +69,7 @@ def test_a_write_does_not_hold_the_next_round_up() -> None:
     scene = scene_of(2, writes_at_once=False)
     publish(scene)
     publish(scene)
-    assert scene.ledger.committed_version == 2 and stored(scene) is None
+    assert scene.ledger.state.committed_version == 2 and stored(scene) is None
     scene.replicas[0].write(2, None, "/store")
     scene.poll()
     assert stored(scene) == 2
@@ -226,7 +226,7 @@ def test_a_version_that_is_stored_during_its_commit_is_forgotten_without_a_tick(
     publish(scene)
     assert replica.retained_version == 1
     call = scene.close(scene.receive(persist=True))
-    while scene.ledger.committed_version < 2:
+    while scene.ledger.state.committed_version < 2:
         scene.poll(1)  # until the round is decided, and its commit ordered
     scene.ledger.set_stored(2, "/store", None, scene.now)
     scene.poll(3)
