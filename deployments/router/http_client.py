@@ -3,8 +3,8 @@
     ReplicaConnection ──bytes──► httptools' parser ──callbacks──► ReplicaResponse ──piece()──► reader
 
 A router reads tens of thousands of pieces in a second, one event of one stream each. With aiohttp's client an
-event costs twice the CPU (25 to 31 µs instead of 13 to 14), and 1.2 to 1.4 times as much if a task is woken
-for each piece (`benchmarks.streams`, 2026-11-28). No redirects, cookies, compression or encryption.
+event costs twice the CPU (25 to 31 µs instead of 13 to 14), and ours 1.2 to 1.6 times as much if a task is
+woken for each piece (`benchmarks.streams`, 2026-11-28). No redirects, cookies, compression or encryption.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """vLLM's completions and batch chat routes, as far as the answer to a list of prompts has a shape.
 
-What the real ones answer is compared in `tests/fleet/test_prompt_lists.py`.
+What the real ones answer is compared in `tests/fleet/test_launched.py`.
 """
 
 import asyncio
