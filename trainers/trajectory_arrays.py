@@ -28,12 +28,7 @@ MEDIA_TYPE = "application/x-safetensors"
 
 Array = npt.NDArray[np.generic]
 _KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
-_REQUIRED = {
-    "prompt_lengths": "integers",
-    "prompt_token_ids": "integers",
-    "lengths": "integers",
-    "token_ids": "integers",
-}
+_REQUIRED = dict.fromkeys(("prompt_lengths", "prompt_token_ids", "lengths", "token_ids"), "integers")
 _OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
 _MASKS = {"loss_mask": True, "constrained": False}  # with their defaults
 _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": "integers"}
@@ -93,9 +88,11 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     _check(arrays, sampled=sampled)
     prompt_lengths, lengths = arrays["prompt_lengths"], arrays["lengths"]
     count, tokens = len(lengths), sum(lengths.tolist())  # numpy's own sum could wrap
-    _check_size("prompt_token_ids", arrays, sum(prompt_lengths.tolist()))
-    for name in ("token_ids", "logprobs", *_MASKS):
-        _check_size(name, arrays, tokens)
+    sizes = {"prompt_lengths": count, "prompt_token_ids": sum(prompt_lengths.tolist())}
+    sizes |= dict.fromkeys(("token_ids", "logprobs", *_MASKS), tokens)
+    for name, expected in sizes.items():
+        if name in arrays and len(arrays[name]) != expected:
+            raise ValueError(f"{name}: expected [{expected}], got [{len(arrays[name])}]")
     zeros = np.zeros(tokens, np.float32)
     advantages = arrays.get("advantages", np.zeros(count, np.float32))
     if len(advantages) not in (count, tokens):
@@ -149,16 +146,9 @@ def _check(arrays: Mapping[str, Array], *, sampled: bool) -> None:
         expected = "[spans, 4]" if name == "weight_versions" else "one dimension"
         if array.ndim != (2 if name == "weight_versions" else 1) or array.shape[1:] not in ((), (4,)):
             raise ValueError(f"{name}: expected {expected}, got {list(array.shape)}")
-    count = len(arrays["lengths"])
-    _check_size("prompt_lengths", arrays, count)
     for name in ("prompt_lengths", "lengths"):
         if (arrays[name].astype(np.int64) < 0).any():  # numpy would count from the end
             raise ValueError(f"{name}: expected numbers of tokens, got {arrays[name].min()}")
-
-
-def _check_size(name: str, arrays: Mapping[str, Array], expected: int) -> None:
-    if name in arrays and len(arrays[name]) != expected:
-        raise ValueError(f"{name}: expected [{expected}], got [{len(arrays[name])}]")
 
 
 def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:
