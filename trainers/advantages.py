@@ -29,8 +29,7 @@ def group_normalised(rewards: torch.Tensor, *, epsilon: float = 1e-6) -> torch.T
 def centred(rewards: torch.Tensor) -> torch.Tensor:
     """r - mean within the group; float [G] -> float [G].
 
-    Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783: the
-    standard deviation would give more weight to prompts that are nearly always or never solved.
+    Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783.
     """
     return rewards - rewards.mean()
 
@@ -78,9 +77,8 @@ def batch_advantages(
 ) -> list[list[float]]:
     """Advantages of all groups of a batch, in order; a group has the rewards of one prompt.
 
-    REINFORCE++: Hu et al. 2025, https://arxiv.org/abs/2501.03262, normalises over the batch, because small
-    groups have no reliable deviation; one completion per prompt suffices. Its variant with a baseline first
-    subtracts the mean of the group.
+    REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262) normalises over the batch; its variant with
+    a baseline first subtracts the mean of the group.
 
     Raises:
         ValueError: as `group_advantages`; REINFORCE++ needs two rewards in the batch.
@@ -103,10 +101,8 @@ def batch_advantages(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ; if not, GRPO and its kin learn nothing from it.
-
-    DAPO's dynamic sampling (Yu et al. 2025, https://arxiv.org/abs/2503.14476, section 3.2) replaces such
-    groups.
+    """Whether the rewards of a group differ; DAPO (https://arxiv.org/abs/2503.14476, section 3.2) replaces
+    other groups.
 
     Raises:
         ValueError: a reward is not finite.
@@ -117,10 +113,8 @@ def has_signal(rewards: Sequence[float]) -> bool:
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """What the reward of a completion of `length` tokens loses for its length, 0.0 down to -1.0.
-
-    Zero up to max_tokens - buffer_tokens, then linear, and -1.0 at max_tokens, where a completion is cut off.
-    DAPO: https://arxiv.org/abs/2503.14476, equation 13.
+    """What a reward loses for a completion of `length` tokens: 0.0 up to max_tokens - buffer_tokens, then
+    linearly to -1.0 at max_tokens. DAPO: https://arxiv.org/abs/2503.14476, equation 13.
 
     Raises:
         ValueError: the buffer is not within 1 and max_tokens.

@@ -1,17 +1,14 @@
 """Batching: from trajectories of any length to micro-batches of bounded size.
 
-A row is a prompt and up to G completions side by side, which attend to the prompt and to themselves but not
-to each other, at the positions they would have alone. The result equals that of separate rows; with eight
-short completions to a prompt of a hundred tokens it costs a sixth. Prompts are padded left, completions
-right.
+A row is a prompt and up to G completions side by side, which do not attend to each other and have the
+positions they would have alone.
 
     columns   0 ............ P-1 | P ...... P+T-1 | P+T ... P+2T-1
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
-With G = 1 the mask is one that every attention kernel accepts. `trainers.packed_lines` has a layout without
-padding for GPUs. Losses and metrics do not see the layout, only the M learned tokens of a micro-batch;
-`predictors` are the positions that predict them.
+With G = 1 every attention kernel accepts the mask. Losses and metrics see only the M learned tokens of a
+micro-batch; `predictors` are the positions that predict them.
 """
 
 import math
@@ -98,10 +95,9 @@ def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_pr
 def plan_micro_batches(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = False
 ) -> list[list[Row]]:
-    """Micro-batches: lists of rows that together have at most `token_budget` padded tokens.
+    """Lists of rows that together have at most `token_budget` padded tokens, packed longest first.
 
-    Rows are packed longest first, so that rows of similar length share a micro-batch. A trajectory longer
-    than the budget gets its own.
+    A trajectory longer than the budget gets a micro-batch of its own.
     """
 
     def measure(row: Row) -> tuple[int, int, int]:
@@ -128,8 +124,8 @@ def plan_micro_batches(
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
     """The micro-batches of one rank, each with a flag: false if it must not contribute to the loss.
 
-    Every rank gets the same number, because a sharded model gathers its layers in every pass and the others
-    would block. A rank that is short of one runs a filler.
+    Every rank gets the same number, because a sharded model gathers in every pass; a rank short of one runs a
+    filler.
     """
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]

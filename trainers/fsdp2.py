@@ -1,12 +1,9 @@
-"""FSDP2: a model's layers sharded over the ranks of a process group; each rank reads its own shards.
+"""FSDP2: a model's layers sharded over the ranks; each rank reads its own shards.
 
-Each decoder layer is a unit (`fully_shard`), and so are untied embeddings and output layer; the rest is the
-root unit. Every rank must run the same sequence of forwards, backwards and parameter reads, because each of
-them gathers. An adapter is whole on every rank, and the learner averages its gradients.
-
-No process ever has the whole model: `empty_model` makes it on the meta device, `shard_model` shards it there,
-and `read_shards` reads this rank's rows of each tensor by transformers' own loader, which fuses experts and
-renames modules.
+Units of `fully_shard` are the decoder layers, untied embeddings and output layer, and the rest. Every rank
+must run the same forwards, backwards and parameter reads, because each of them gathers. No process ever has
+the whole model: it is made and sharded on the meta device, and transformers' own loader reads this rank's
+rows.
 """
 
 from pathlib import Path
@@ -59,9 +56,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
     """Read this rank's shards, and buffers whole, onto the mesh's device; returns the names that are missing.
 
-    These are the steps of `from_pretrained` after it made a model. Its own `distributed_config` has no
-    setting for float32 reductions, shards on torch's default accelerator, and needs a plan that not every
-    family has.
+    These are the steps of `from_pretrained` after it made a model; its own `distributed_config` has no
+    setting for float32 reductions, and needs a plan that not every family has.
 
     Raises:
         OSError: a file cannot be read.

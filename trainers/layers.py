@@ -1,11 +1,9 @@
 """The decoder layers of a model: what is compiled, and what is kept for the backward pass.
 
-    False          everything that the backward pass reads
-    True           the layer's input; the backward pass runs the layer again
-    "selective"    what is expensive to recompute
-
-For "selective", the partitioner of compiled layers chooses within a memory budget
-(`activation_memory_budget`); without compilation the results of matrix products and attention are kept.
+False          everything that the backward pass reads
+True           the layer's input
+"selective"    what is expensive to recompute: chosen by the partitioner of compiled layers, otherwise the
+               results of matrix products and attention
 """
 
 from functools import partial

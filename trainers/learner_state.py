@@ -1,9 +1,7 @@
 """What a restarted learner needs beside its published weights: AdamW's moments, and master weights.
 
-Master weights are the tensors that publishing rounds (float32 published as bfloat16): updates smaller than
-the rounding exist only in them. Both are by parameter name and sharded as the model is, so that
-`torch.distributed.checkpoint` can restore them on any number of ranks. Settings (learning rate, betas, weight
-decay) are not part of them.
+Master weights are the tensors that publishing rounds: smaller updates exist only in them. Both are by
+parameter name and sharded as the model is.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,8 +1,6 @@
-"""LoRA with peft: a model of which only an adapter is trained, and the adapter's files.
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) with peft: the adapter of a model, and its files.
 
-Hu et al. 2021, https://arxiv.org/abs/2106.09685. The files are peft's own, which vLLM and transformers read.
-The base is frozen in its own dtype. The adapter is float32, which keeps updates that bfloat16 would round
-away.
+The adapter is float32 over a base in any dtype, which keeps updates that bfloat16 would round away.
 """
 
 import json
@@ -31,10 +29,8 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 class LoraAdapter:
     """The adapter of a model, and the only part of it that is trained from now on.
 
-    Make it before the first forward pass of a sharded model; it is not sharded itself.
-
-    Args:
-        seed: of the first values, the same on all ranks.
+    Make it before the first forward pass of a sharded model. All ranks need the same `seed`, which sets the
+    first values.
 
     Raises:
         ValueError: the model has no linear layer of a name in `target_modules`.
@@ -205,14 +201,13 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
 def safetensors_file(
     tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str]
 ) -> torch.Tensor:
-    """The bytes of a safetensors file (uint8 [size]): a length, a header, the tensors in the order of names.
+    """The bytes of a safetensors file (uint8 [size]) of tensors of one device, in the order of names.
 
     https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata
     differently in each call, so files of two ranks would differ. On a GPU the file is made there, and
-    complete on return; a copy to the host that also casts would copy all bytes of the wider dtype first.
+    complete on return.
 
     Args:
-        tensors: of one device and dtype.
         dtype: of the tensors in the file: float32, bfloat16 or float16.
     """
     names = sorted(tensors)

@@ -1,11 +1,8 @@
-"""Losses by name, and what they have in common.
-
-A loss returns a number for each learned token of a micro-batch. The learner weights and sums them, corrects
-them for the policy that sampled the tokens, and adds the KL penalty.
+"""Losses by name. A loss returns a number for each learned token of a micro-batch.
 
 *current* is the policy being optimised, *old* is it at the beginning of the step, and *rollout* the one that
-the inference engine sampled from: older weights, and other kernels. A loss bounds current / old;
-`policy_loss` corrects for old / rollout.
+the inference engine sampled from: older weights, other kernels. A loss bounds current / old; `policy_loss`
+corrects for old / rollout.
 """
 
 import importlib
@@ -135,13 +132,10 @@ def clipped_surrogate(ratio: torch.Tensor, tokens: LearnedTokens, config: LossCo
 def ppo_clip(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
     """The clipped surrogate of each token. The losses that share it differ in `DEFAULTS` and in advantages.
 
-    - GRPO: averaged over the tokens of each completion, then over completions. Shao et al. 2024,
-      https://arxiv.org/abs/2402.03300, equation 3.
-    - Dr. GRPO: summed and divided by a constant, so that long completions are not favoured. Liu et al. 2025,
-      https://arxiv.org/abs/2503.20783. Set `max_tokens` to the longest completion.
-    - DAPO: a higher upper bound, so that unlikely tokens may grow; averaged over all tokens. Yu et al. 2025,
-      https://arxiv.org/abs/2503.14476.
-    - REINFORCE++: advantages normalised over the batch. Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    - GRPO: Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3.
+    - Dr. GRPO: Liu et al. 2025, https://arxiv.org/abs/2503.20783. Set `max_tokens` to the longest completion.
+    - DAPO: Yu et al. 2025, https://arxiv.org/abs/2503.14476.
+    - REINFORCE++: Hu et al. 2025, https://arxiv.org/abs/2501.03262.
     """
     return clipped_surrogate(tokens.log_ratio.exp(), tokens, config)
 
@@ -149,9 +143,7 @@ def ppo_clip(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 def gspo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
     """The clipped surrogate of each token with the geometric mean of its completion's ratios.
 
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.3, GSPO-token: equal to GSPO where all
-    tokens of a completion have one advantage. The bounds are three orders below those of tokens, because the
-    ratio is a mean.
+    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.3, GSPO-token.
     """
     means = tokens.means_of_completions(tokens.log_ratio.detach())
     # The value is the completion's ratio, the gradient flows through the token's own log-probability.

@@ -2,8 +2,8 @@
 
 8-bit moments (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861) are codes of a byte each, and a scale
 per block of 256. `torch.distributed.checkpoint` cannot copy torchao's tensor class, so checkpoints have codes
-and scales as tensors of their own, sharded by rows like the parameter. Only moments whose rows are whole
-blocks are kept in 8 bit, so that a scale belongs to one row.
+and scales as tensors of their own, sharded by rows. Moments whose rows are not whole blocks are not kept in 8
+bit.
 """
 
 import math

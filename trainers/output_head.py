@@ -1,12 +1,9 @@
 """Log-probabilities of chosen tokens, whatever a model does before and after its output matrix.
 
-Logits are the largest tensor of a step: 20 GB in float32 for 32k tokens of a vocabulary of 150k. Two things
-keep them small. The model's own forward runs, but its output layer gets the hidden states of single positions
-(transformers' `logits_to_keep` chooses the same columns of every row). And where a model returns what its
-output layer returns, the layer runs on one part of the positions at a time, and again in the backward pass.
-From logits to log-probabilities is one autograd function in float32, compiled without a float32 copy of the
-logits. Families that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are found by a probe; theirs
-are made at once.
+Logits would be the largest tensor of a step: 20 GB in float32 for 32k tokens of a vocabulary of 150k. So the
+output layer gets the hidden states of single positions only, a part of them at a time, and again in the
+backward pass. Families that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are found by a probe;
+their logits are made at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,12 +57,12 @@ class OutputHead:
         with_entropies: bool = False,
         **inputs: Any,
     ) -> TokenScores:
-        """The log-probabilities of M tokens, with gradient unless gradients are disabled.
+        """The log-probabilities of M tokens.
 
         Args:
             positions: int64 [M], into the R * L positions of the inputs: where each token is predicted.
             targets: int64 [M]: the tokens.
-            inputs: what the model's forward takes; `input_ids` is [R, L].
+            inputs: of the model's forward; `input_ids` is [R, L].
         """
         if not self._is_last:
             logits = logits_at(self._model, positions, **inputs)
@@ -86,9 +83,9 @@ class OutputHead:
     def _is_last(self) -> bool:
         """Whether the model returns exactly what its output layer returns.
 
-        Probed in the first pass: a forward pass settles which parameters FSDP2 gives gradients, and an
-        adapter may still freeze them. Without autocast, which would cache the cast weights without gradient.
-        Random numbers are as without the probe, so that a resumed run draws the same.
+        Probed in the first pass, because a forward pass settles which parameters FSDP2 gives gradients.
+        Without autocast, which would cache the cast weights without gradient. Random numbers are as without
+        the probe.
         """
         head = self._model.get_output_embeddings()
         if head is None:
@@ -142,12 +139,7 @@ class _Parts:
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """The logits of M positions, [M, V], in the model's dtype.
-
-    Args:
-        positions: int64 [M], into the R * L positions of the inputs.
-        inputs: what the model's forward takes; `input_ids` is [R, L].
-    """
+    """The logits [M, V] of M positions, as in `OutputHead.scores`, in the model's dtype."""
     head = model.get_output_embeddings()
     chosen: list[bool] = []
     if head is None:

@@ -1,14 +1,12 @@
-"""Micro-batches without padding, for GPUs.
-
-A line holds prompts, each followed by its completions:
+"""Micro-batches without padding, for GPUs. A line holds prompts, each followed by its completions:
 
     line          p0 p1 | r0 r1 r2 | s0 | q0 q1 q2 | t0 t1 | pad
     prompts        0  0    0  0  0    0    1  1  1    1  1    -1
     completions   -1 -1    0  0  0    1   -1 -1 -1    2  2    -1
 
-A token attends to the tokens before it of its own completion and of its prompt. FlexAttention computes only
-the blocks that have such a pair, so a prompt is read once for all of its completions in the line. Its
-backward pass exists on GPUs only. Lines have few different lengths, because a kernel is compiled for each.
+A token attends to earlier tokens of its own completion and of its prompt. FlexAttention computes only the
+blocks that have such a pair; its backward pass exists on GPUs only. Lines have few different lengths, because
+a kernel is compiled for each.
 """
 
 import math
@@ -41,7 +39,6 @@ class _Line:
         repeated.
 
         Args:
-            prompt: its length.
             completions: (length, index of the trajectory) of each.
             must: take the first one whatever its length.
         """
@@ -138,10 +135,9 @@ def pack(
 
 
 def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
-    """FlexAttention's mask of a line: the blocks of 128 queries and 128 keys with a pair that attends.
+    """FlexAttention's mask of a line, in blocks of 128 queries and 128 keys.
 
-    torch's `create_block_mask` compares all queries with all keys at once: that takes a tensor [L, L], or a
-    kernel that took three minutes to compile for lines of 16k tokens.
+    torch's `create_block_mask` would take a tensor [L, L], or a kernel that compiles for minutes.
 
     Args:
         prompts: int [L], the number of each token's prompt, -1 for padding. L is a multiple of 128.

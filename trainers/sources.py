@@ -1,8 +1,7 @@
 """A model's parameters under the names and shapes of its checkpoint, which vLLM loads.
 
-transformers 5 holds some weights in another form than checkpoints do (fused experts, renamed modules).
-`save_pretrained` converts the whole model at once; here one layer is converted at a time, and not at all
-where the result is a view of the model's own tensors.
+transformers 5 fuses experts and renames modules. Here one layer is converted back at a time, or none where
+the result is a view of the model's own tensors.
 """
 
 import re
@@ -110,15 +109,15 @@ class _Layer:
 class ParameterSource:
     """The parameters of a plain or sharded (FSDP2) model; each iteration reads the current values.
 
-    Sharded tensors are gathered one layer at a time: every rank must iterate to the end. A yielded tensor may
-    be the model's own memory, which the next step changes.
+    Sharded tensors are gathered layer by layer: every rank must iterate to the end. A yielded tensor may be
+    the model's own memory.
 
     Args:
-        adapter: added to what is yielded, under the base's names.
+        adapter: added to what is yielded.
         dtype: floating-point tensors are cast to it on their device; None: no cast.
         convert: tensors of one layer's state to those of its checkpoint; by default transformers' conversion.
-        stored: the names in the model's checkpoint. Aliases of tied weights among them are yielded as well.
-        frozen: what the checkpoint has beside the model's tensors, on the CPU; yielded last, unchanged.
+        stored: names in the model's checkpoint; aliases of tied weights among them are yielded too.
+        frozen: what the checkpoint has beside the model's tensors; yielded last.
 
     Raises:
         ValueError: an iteration would not yield all of the model's parameters.
@@ -310,10 +309,9 @@ def load_parameters(
     values: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Copy tensors, named as in the model's state, into a plain or sharded model, in place.
+    """Copy tensors, whole or sharded like the model, into a model in place.
 
     Args:
-        values: full tensors, or those of a model that is sharded alike.
         state: the model's without its adapter; None: it has no adapter.
 
     Raises:

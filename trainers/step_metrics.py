@@ -1,8 +1,6 @@
 """The metrics of a step, from sums over the learned tokens of all micro-batches and ranks.
 
-A token's *staleness* is the newest published version minus the version of the weights that sampled it. Tokens
-of unknown version do not count in what depends on it, and tokens constrained by a grammar not in differences
-between the engines.
+A token's *staleness* is the newest published version minus the version that sampled it.
 """
 
 import torch

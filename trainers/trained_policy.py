@@ -25,11 +25,10 @@ class TrainedPolicy:
 
     Attributes:
         adapter: the part that is trained; None: all.
-        compute_dtype: of matrix products (torch's autocast); None: the parameters' own. Parameters, gradients
-            and what is published keep their dtype.
+        compute_dtype: of matrix products (torch's autocast); None: the parameters' own.
 
-    Log-probabilities are those at temperature 1, as vLLM reports them at any sampling temperature
-    (`logprobs_mode: raw_logprobs`). Rollouts must sample at temperature 1 to match.
+    Log-probabilities are those at temperature 1, as vLLM reports them (`logprobs_mode: raw_logprobs`).
+    Rollouts must sample at temperature 1 to match.
     """
 
     def __init__(
@@ -69,20 +68,15 @@ class TrainedPolicy:
         """Read a checkpoint directory.
 
         Args:
-            dtype: of the parameters.
             device: ignored if there is a mesh.
             compute_dtype: of matrix products; None: `dtype`.
-            activation_checkpointing: what of each layer is kept for the backward pass, see `trainers.layers`.
-            compile_layers: torch.compile each decoder layer, and what is done with logits.
+            activation_checkpointing: see `trainers.layers`.
             packed: attention for `trainers.packed_lines`, which needs a GPU to train.
-            trust_remote_code: run the code that the checkpoint brings; else one that needs it is refused.
-            mesh: ranks that the model is sharded over, on its device (`trainers.fsdp2`). Each must make this
-                call.
+            mesh: ranks that the model is sharded over, on its device. Each must make this call.
 
         Raises:
-            ValueError: no such directory, a model whose layers cannot be sharded,
-                checkpointed, compiled or packed, or a checkpoint that lacks parameters or has two different
-                tensors for tied names.
+            ValueError: no such directory, a model whose layers cannot be sharded, checkpointed, compiled or
+                packed, or a checkpoint that lacks parameters or has two different tensors for tied names.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():

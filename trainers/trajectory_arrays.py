@@ -1,16 +1,14 @@
 """A batch of trajectories as arrays in the safetensors format, for HTTP and Ray's object store.
 
-    prompt_lengths     integers [N]       tokens of each prompt
-    prompt_token_ids   integers [P]       all prompts, one after the other
-    lengths            integers [N]       tokens of each completion
-    token_ids          integers [T]       all completions, one after the other
-    logprobs           floats [T]
-    advantages         floats [N] or [T]  of each completion, or of each token
-    loss_mask          booleans or integers [T]; optional
-    constrained        booleans or integers [T]; optional
-    weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
-
-A token takes 8 bytes (with a mask and its own advantage 13) instead of 25 in JSON.
+prompt_lengths     integers [N]       tokens of each prompt
+prompt_token_ids   integers [P]       all prompts, one after the other
+lengths            integers [N]       tokens of each completion
+token_ids          integers [T]       all completions, one after the other
+logprobs           floats [T]
+advantages         floats [N] or [T]  of each completion, or of each token
+loss_mask          booleans or integers [T]; optional
+constrained        booleans or integers [T]; optional
+weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
 """
 
 from collections import defaultdict

@@ -4,8 +4,7 @@
     beside it they go to the replicas          ──► a replica that received none reads the fleet's copy
     the controller dies meanwhile              ──► its successor's catalog tells what became of the load
 
-A version belongs to this trainer if its file names this fleet and a trainer step. Versions that others loaded
-under the name are never replaced.
+Versions that others loaded under the name are never replaced: this trainer's name the fleet and its step.
 """
 
 import shutil
@@ -91,9 +90,8 @@ class AdapterSyncClient(FleetWeightSyncClient):
 
 
 class AdapterSender:
-    """Sends an adapter's files to the replicas over the transport that weights take.
-
-    A failed transfer costs time only: replicas then load the fleet's copy, which has the same digest.
+    """Sends an adapter's files to the replicas. A failed transfer costs time only: replicas load the fleet's
+    copy.
 
     Args:
         every_rank: each rank reaches only the replicas on its own GPU, so all of them send; else rank 0
@@ -119,10 +117,9 @@ class AdapterSender:
     ) -> float | None:
         """Send an adapter's files; returns the seconds it took, None if it failed (the log has the reason).
 
-        If every rank sends, every rank calls this with the same files, or rank 0 calls `end`.
-
         Args:
-            files: uint8 [size] by name, on any device, always in the same order.
+            files: uint8 [size] by name, on any device, always in the same order; the same on every rank that
+                sends.
             on_sending: called on rank 0 once the replicas are about to receive.
 
         Raises:
@@ -228,13 +225,9 @@ class AdapterPublisher:
     ) -> AdapterReport:
         """Make the adapter the next version of its name, on all replicas or on none.
 
-        Args:
-            step: optimizer steps that it has had.
-            base_version: of the weights that it was trained on.
-
         Raises:
             InvalidRequest: the replicas rejected it.
-            Conflict: others loaded the newest version, or are loading one, some replicas rejected it, or the
+            Conflict: others loaded the newest version or are loading one, some replicas rejected it, or the
                 files cannot be written. The fleet is as it was.
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """

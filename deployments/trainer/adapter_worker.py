@@ -1,8 +1,7 @@
 """One rank of a trainer that trains an adapter and publishes it alone.
 
-Every rank holds the whole adapter. Rank 0 alone publishes it; the others send it where rank 0 does not reach
-every replica. The base is the version that the fleet had committed when the trainer started: an adapter of
-another base is not published, because it would run on weights it was not trained on.
+Every rank holds the whole adapter; rank 0 publishes it. The base is the version that the fleet had committed
+when the trainer started; an adapter of another base is not published.
 """
 
 import hashlib

@@ -1,9 +1,7 @@
 """The checkpoint that the fleet and its trainer start from. The trainer's model may be a part of it.
 
-    trained  what the model has, also under a second name (`lm_head` stored beside tied embeddings)
-    frozen   the rest: layers of multi-token prediction, a vision tower, rotary tables
-
-The trainer sends and stores both, so every version has every tensor.
+The rest is frozen (a vision tower, multi-token prediction, rotary tables): sent and stored as it is, so that
+every version has every tensor.
 """
 
 import json

@@ -28,12 +28,8 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 class FleetWeightSyncClient:
     """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet.
 
-    Synchronous, like vLLM's protocol: never call it inside an event loop. `update_weights` may run in another
-    thread beside the other calls. Errors are those of `PublishSession`.
-
-    Args:
-        publisher: the name that holds the lease.
-        options: how rounds commit.
+    Synchronous: never call it inside an event loop. `update_weights` may run in another thread. Errors are
+    those of `PublishSession`.
 
     Attributes:
         label: of the next round, stated when it is closed.
@@ -121,7 +117,7 @@ class FleetConnection:
         """What all ranks must connect to; None if all connections are still good.
 
         Args:
-            reusable: this rank's connection, if any, suits what it sends now.
+            reusable: this rank's connection suits what it sends now.
             together: every rank calls this; else rank 0 alone.
 
         Raises:

@@ -1,7 +1,6 @@
-"""Copies of a trainer's tensors in pinned host memory, made on CUDA streams of their own.
+"""Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own: nothing waits for them.
 
-Neither the transfer that runs beside them nor the replicas wait for these copies. Pinned memory is faster,
-and copies to pageable memory may delay what other threads queue (`benchmarks/RESULTS.md`, "GPU tests that
+Copies to pageable memory may delay what other threads queue (`benchmarks/RESULTS.md`, "GPU tests that
 passed").
 """
 
@@ -48,9 +47,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class GpuCopier:
     """Copies published weights from a GPU into pinned memory for the store, while they are sent.
 
-    Only `wait` waits for the copies. Pinned memory for two versions is allocated while the trainer starts,
-    because pinning takes seconds. It grows to as many versions as exist at once: one being written, one
-    waiting, one being copied.
+    Pinned memory for two versions is allocated while the trainer starts, because pinning takes seconds. It
+    grows to as many versions as exist at once.
     """
 
     def __init__(self, source: ParameterSource) -> None:

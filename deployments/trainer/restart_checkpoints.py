@@ -5,13 +5,9 @@
         .metadata  __0_0.distcp  __1_0.distcp   one file per rank
     trainer/checkpoints/.step-000020-*.partial  being written; removed when the next trainer starts
 
-They hold AdamW's moments and the master weights that publishing rounds; the weights themselves are in the
-store. A save copies the tensors to host memory beside the calls that follow; the next step waits for the
-copy. A thread then writes them. While one is being written, all ranks skip further saves: a slow disk costs
-checkpoints, never time or memory.
-
-Tensors are stored by parameter name as parts of the whole, so any number of ranks can read them. All ranks
-must share the directory.
+They hold AdamW's moments and master weights; the weights themselves are in the store. A save copies the
+tensors to host memory; the next step waits for that, and a thread writes them. While it does, all ranks skip
+further saves: a slow disk costs checkpoints, never time or memory. Any number of ranks can read a checkpoint.
 """
 
 import contextlib
@@ -74,8 +70,7 @@ class CheckpointMeta:
     digest: str | None = None  # the published version's; None: unknown
 
     def is_of(self, step: int, digest: str | None) -> bool:
-        """Whether it holds the weights of this version. After a rollback the same step comes again with other
-        weights, so the digest counts too."""
+        """Whether it holds the weights of this version; after a rollback a step comes again with others."""
         return self.step == step and self.digest in (None, digest)
 
 
@@ -258,15 +253,15 @@ def resume(
 ) -> str | None:
     """Continue from the learner's weights with what the nearest usable checkpoint has. Called on every rank.
 
-    A checkpoint of these weights restores the learner exactly. One of another step or of other weights gives
-    its moments; without any, moments start at zero.
+    A checkpoint of these weights restores the learner exactly; another one gives its moments; without any,
+    moments start at zero.
 
     Args:
         step: optimizer steps that the weights have had.
         digest: of the version with the weights; None: unknown.
 
     Returns:
-        None if the learner is exactly what it was after that step, else the difference, for the log.
+        None if the learner is exactly what it was, else the difference, for the log.
     """
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):
@@ -289,12 +284,9 @@ def restore(
 ) -> str | None:
     """Read a checkpoint into the learner. Called on every rank; all of them read it, or none does.
 
-    Args:
-        exact: the checkpoint was made of the learner's weights.
-
     Returns:
-        None if the learner has its weights and moments; `OTHER_WEIGHTS` if it has its moments alone; else why
-        it cannot be used.
+        None if the learner has its weights and moments (`exact` only); `OTHER_WEIGHTS` if moments alone; else
+        why it cannot be used.
     """
     own = _look(learner, path)
     agreed = gather_from_ranks(own if isinstance(own, str) else None)

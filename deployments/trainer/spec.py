@@ -19,15 +19,11 @@ class TrainerSpec:
     """A trainer's settings, and what the rest of the configuration determines for it.
 
     Attributes:
-        config: the section `trainer` of the configuration.
         model: a checkpoint directory or a hub id, loaded if the store has no version yet.
-        revision: of the hub's repository; None: its main branch.
         device: "cpu" or "cuda".
         store_dir: the store of committed versions, shared with the controller.
         transport: a name in `deployments.weights.transports.registry`.
-        chunk_bytes: of a piece in which weights are sent.
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
-        trust_remote_code: run the code that a checkpoint brings.
     """
 
     config: TrainerConfig

@@ -43,11 +43,9 @@ logger = serve_logger()
 class SerialQueue:
     """Runs calls one at a time, first come first served. A call that has begun runs to its end.
 
-    Workers cannot be stopped in mid-step. If the caller disconnects, the call continues, and the status tells
-    a client that asks later what was done. A caller that disconnects while it waits is dropped.
-
-    Work runs in a new context: Ray finds by a context variable which actor call a task belongs to, and Serve
-    cancels every actor call made for a request whose caller disconnected, those to the workers included.
+    Workers cannot be stopped in mid-step: if the caller disconnects, the call continues, and the status tells
+    what was done. Work runs in a new context, because Serve cancels every actor call made for a request whose
+    caller disconnected.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,12 +117,8 @@ async def watch(
 ) -> None:
     """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
 
-    The store is written after the commit. If every replica dies before the write ends, the version exists
-    nowhere; if the write fails, joiners cannot load it. A new round brings joiners up to date.
-
-    Args:
-        publish: publishes the current weights under a label.
-        published: the version that this trainer published last.
+    The store is written after the commit: if every replica dies before, or the write fails, joiners cannot
+    load it.
     """
     lost_checks = 0
     while True:
@@ -146,11 +140,11 @@ _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker: until its lease expires no other publisher could publish,
-    and no joiner load a stored version beside the open round.
+    """End the round and the lease of a dead worker, which would block other publishers and joiners until it
+    expires.
 
     A new lease under the same name makes the dead worker's token stale. A closed round is left alone: it may
-    still commit. A failure is logged; the lease then expires.
+    commit.
 
     Args:
         shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect.
@@ -180,7 +174,6 @@ class Trainer:
 
     Args:
         slots: their GPUs are shared by ranks and replicas; None: the ranks have GPUs of their own.
-        ping_timeout_s: a worker that does not answer within it counts as hung.
 
     Raises:
         FleetUnavailable: a worker died while it loaded the model, or did not load it in time.
@@ -238,10 +231,10 @@ class Trainer:
             step: optimizer steps expected to be done; None: any number.
 
         Raises:
-            OtherStep: another number was done, because this trainer replaced one; nothing changed.
+            OtherStep: another number was done, because this trainer replaced one.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
-            Conflict: others loaded the adapter's name, or the fleet has another base; nothing changed.
+            Conflict: others loaded the adapter's name, or the fleet has another base.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
 

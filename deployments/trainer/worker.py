@@ -182,10 +182,8 @@ class TrainerRank:
 class TrainerWorker(TrainerRank):
     """One rank of a trainer of all weights, or of an adapter that is merged into its base when published.
 
-    The base of such an adapter is what the trainer started from: the model, or a stored version. If it cannot
-    resume exactly, the stored version becomes the base and the adapter starts from zero on it.
-
-    Every method is called on all ranks alike, except `store_status` (rank 0).
+    If such a trainer cannot resume exactly, the stored version becomes the base, and the adapter starts from
+    zero on it.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
@@ -284,8 +282,7 @@ class TrainerWorker(TrainerRank):
         )
 
     def load_version(self, version: int) -> None:
-        """Go back to the weights of a stored version; the optimizer's moments start at zero, also after a
-        restart.
+        """Go back to the weights of a stored version; moments start at zero, also after a restart.
 
         Raises:
             InvalidRequest: the version is not in the store, or damaged; nothing has changed.
