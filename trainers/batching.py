@@ -82,7 +82,6 @@ def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> 
 
 
 def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
-    """Rows of trajectories with the same prompt, as many as the budget allows."""
     rows: list[Row] = []
     for members in same_prompts(trajectories, share_prompts=share_prompts):
         prompt = trajectories[members[0]].prompt_token_ids
@@ -202,17 +201,14 @@ def lay_out(
 
 
 def _booleans(completion: Trajectory, values: Sequence[bool] | None, default: bool) -> torch.Tensor:
-    """bool [tokens of the completion]."""
     return torch.full((len(completion.token_ids),), default) if values is None else torch.tensor(values)
 
 
 def _advantages(completion: Trajectory) -> torch.Tensor:
-    """float32 [tokens of the completion]."""
     return torch.tensor(completion.advantage, dtype=torch.float32).expand(len(completion.token_ids))
 
 
 def _versions(completion: Trajectory) -> torch.Tensor:
-    """int64 [tokens of the completion]."""
     versions = torch.full((len(completion.token_ids),), UNKNOWN_VERSION, dtype=torch.int64)
     for span in completion.weight_versions:
         versions[span.start : span.end] = span.version

@@ -22,7 +22,6 @@ from trainers.layers import decoder_layers
 
 
 def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
-    """The mesh of the default process group on "cpu" or "cuda"."""
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 

@@ -62,12 +62,10 @@ class Learner:
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
 
-        An update whose loss or gradient is not finite is not applied: the metric `skipped` is true, and the
-        schedule does not advance.
+        An update whose loss or gradient is not finite is not applied: `skipped` is true in the metrics.
 
         Args:
-            published: the newest version that the trainer published, from which staleness is counted; None:
-                none.
+            published: the newest version that the trainer published; None: none.
 
         Raises:
             OutOfMemory: the update it happened in has changed nothing.

@@ -66,7 +66,6 @@ class LoraAdapter:
         return list(self.tensors().values())
 
     def modules(self) -> list[str]:
-        """The names of the adapted modules in the base model."""
         names = (name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in self.tensors())
         return list(dict.fromkeys(names))
 
@@ -128,11 +127,7 @@ class LoraAdapter:
         }
 
     def write(self, directory: Path) -> None:
-        """Write peft's two files durably.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write peft's two files durably."""
         for name, content in self.files().items():
             with (directory / name).open("wb") as file:
                 file.write(memoryview(content.cpu().numpy()))
@@ -140,12 +135,7 @@ class LoraAdapter:
                 os.fsync(file.fileno())
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The tensors of an adapter that was written with these settings.
-
-        Raises:
-            ValueError: it has other settings or tensors.
-            OSError: a file cannot be read.
-        """
+        """The tensors of an adapter that was written with these settings; ValueError if it has others."""
         written = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         own = self._written()
         for key in ("r", "lora_alpha", "target_modules"):
@@ -157,11 +147,7 @@ class LoraAdapter:
 
     @torch.no_grad()
     def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors, by their names in peft's files.
-
-        Raises:
-            ValueError: they are not those of this adapter; nothing has changed.
-        """
+        """Copy tensors, by their names in peft's files."""
         self.check(values)
         for name, parameter in self.tensors().items():
             parameter.copy_(values[name])
@@ -175,13 +161,11 @@ class LoraAdapter:
             raise ValueError(f"{len(wrong)} tensors are of another adapter or base, first {wrong[0]!r}")
 
     def _written(self) -> dict[str, Any]:
-        """The configuration as in the file."""
         made = {**self._config.to_dict(), "inference_mode": True}
         return {key: sorted(value) if isinstance(value, set) else value for key, value in made.items()}
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]:
-    """The last parts of the names of the layers to adapt."""
     output = model.get_output_embeddings()
     linear = [
         name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output

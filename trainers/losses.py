@@ -224,7 +224,6 @@ def _try(loss: Loss, config: LossConfig) -> None:
 
 
 def _example() -> LearnedTokens:
-    """Three tokens of two completions."""
     logprobs = torch.tensor([-1.0, -0.5, -2.0])
     return LearnedTokens(
         logprobs=logprobs.clone().requires_grad_(),

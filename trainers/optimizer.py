@@ -80,7 +80,6 @@ def zero_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> d
 
 
 def _adamw_8bit(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Raises ValueError if torchao is not installed."""
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:

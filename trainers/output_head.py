@@ -123,7 +123,6 @@ class _Parts:
         self._with_entropies = with_entropies
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float [M, H] -> float32 [M]."""
         if len(hidden) <= self._at_once:
             return self._part(hidden, self._targets, 0)
         parts = zip(hidden.split(self._at_once), self._targets.split(self._at_once), strict=True)
@@ -174,7 +173,6 @@ def _replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
 
 
 def _logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """float [M, V] -> float32 [M]."""
     return logits.float().logsumexp(-1)
 
 
@@ -196,7 +194,6 @@ def _gradient_to_compile(
 
 
 def _entropies(logits: torch.Tensor) -> torch.Tensor:
-    """float [M, V] -> float32 [M]."""
     return torch.special.entr(logits.float().softmax(-1)).sum(-1)
 
 

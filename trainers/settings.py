@@ -134,15 +134,11 @@ class LossConfig(BaseModel):
 
 
 class Strategy(StrEnum):
-    """How the trainer's ranks hold the model."""
-
     SINGLE = "single"  # one process
     FSDP2 = "fsdp2"  # parameters sharded over the ranks, layer by layer
 
 
 class Schedule(StrEnum):
-    """How the learning rate changes after the warm-up."""
-
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
@@ -165,8 +161,6 @@ class _Settings(BaseModel):
 
 
 class OptimizerConfig(_Settings):
-    """AdamW and its learning-rate schedule."""
-
     # "full": the weights' dtype; "8bit": torchao's AdamW8bit, which needs the extra `moments8bit`.
     moments: Literal["full", "8bit"] = "full"
 
@@ -194,8 +188,6 @@ class OptimizerConfig(_Settings):
 
 
 class LearnerConfig(_Settings):
-    """One optimisation step."""
-
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
     max_grad_norm: PositiveFloat = 1.0

@@ -34,7 +34,6 @@ class View:
     offset: int  # elements, from the first of the containing tensor
 
     def of(self, containing: torch.Tensor) -> torch.Tensor:
-        """The view of the tensor named `state_name`; shares its memory."""
         return containing.as_strided(self.shape, self.stride, containing.storage_offset() + self.offset)
 
 
@@ -144,7 +143,6 @@ class ParameterSource:
 
     @property
     def device(self) -> torch.device:
-        """The device of the yielded tensors."""
         return next(iter(self._model.parameters())).device
 
     def storages(self) -> frozenset[int]:
@@ -257,14 +255,11 @@ def check_complete(
     *,
     besides: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Check that every number of every parameter is yielded.
+    """Raises ValueError unless every number of every parameter is yielded.
 
     Args:
         state: the parameters by the layers' names.
         besides: parameters that are not in the checkpoint.
-
-    Raises:
-        ValueError: one would be missing; names the first few.
     """
     yielded = {id(state[name]) for layer in layers for name in layer.state_names}
     yielded |= {id(parameter) for parameter in besides}
@@ -285,7 +280,6 @@ def tied_names(model: PreTrainedModel) -> frozenset[str]:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -131,7 +131,6 @@ class TrainedPolicy:
 
     @property
     def is_packed(self) -> bool:
-        """Whether its batches are packed lines."""
         return self._attention == _FLEX
 
     @property
@@ -139,11 +138,7 @@ class TrainedPolicy:
         return str(self.model.config.get_text_config()._attn_implementation)
 
     def adapt(self, config: LoraConfig, *, seed: int) -> LoraAdapter:
-        """From now on train an adapter only; call it before the first forward pass.
-
-        Raises:
-            ValueError: see `LoraAdapter`.
-        """
+        """From now on train an adapter only; call it before the first forward pass."""
         self.adapter = LoraAdapter(self.model, config, seed=seed)
         if self._compiled:
             with_input_gradients(self.model)
@@ -157,7 +152,6 @@ class TrainedPolicy:
         return {name: state[name] for name in names_without_aliases(self.model)}
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """What the optimizer changes."""
         return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:

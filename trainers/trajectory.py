@@ -68,7 +68,6 @@ class Trajectory:
 
     @property
     def learned_tokens(self) -> int:
-        """How many of its tokens are learned from."""
         return len(self.token_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 

@@ -57,7 +57,6 @@ class FileSource(WeightSource):
         return self.metadata() != before
 
     def forget(self) -> None:
-        """Free the bytes; the sizes stay known."""
         self._files = {name: torch.empty_like(each, device="meta") for name, each in self._files.items()}
 
     def metadata(self) -> list[ParamMeta]:
@@ -208,7 +207,6 @@ class AdapterPublisher:
         shutil.rmtree(directory, ignore_errors=True)
 
     def newest(self) -> LiveVersion | None:
-        """The newest live version of the name; None: there is none. Raises FleetUnavailable."""
         found = [each for each in self._adapters() if each.name == self._name and each.state == "live"]
         if not found:
             return None
@@ -285,7 +283,6 @@ class AdapterPublisher:
             raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
 
     def _loaded(self, directory: Path, digest: str, load_id: str) -> int:
-        """The version that the directory has become."""
         for _ in range(ATTEMPTS):
             before = self._own_version()
             try:
@@ -308,7 +305,6 @@ class AdapterPublisher:
         return await bounded(load, "load_adapter", LOAD_TIMEOUT_S)
 
     def _own_version(self) -> int:
-        """This trainer's newest live version; 0: there is none."""
         newest = self.newest()
         if newest is None:
             return 0
@@ -333,7 +329,6 @@ def adapter_files(
 
 
 def _trainer_step(file: Path, fleet_id: str) -> int | None:
-    """The step in a file that this fleet's trainer wrote; None: it did not."""
     try:
         with safe_open(file, framework="pt") as tensors:
             metadata = tensors.metadata() or {}

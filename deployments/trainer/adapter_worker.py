@@ -148,11 +148,9 @@ class AdapterWorker(TrainerRank):
         )
 
     def store_status(self) -> StoreStatus:
-        """This trainer writes no versions of the base."""
         return StoreStatus(stored_version=None, store_problem=None)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the checkpoint is written; False on timeout."""
         return self._checkpoints.wait(timeout_s)
 
     def _wait_for_base(self, committed: int) -> None:
@@ -174,7 +172,6 @@ class AdapterWorker(TrainerRank):
             )
 
     def _published(self) -> _Published | None:
-        """This trainer's newest live version; None: there is none."""
         live: LiveVersion | None = self._publisher.newest()
         if live is None or live.step is None:
             if live is not None:
@@ -196,8 +193,7 @@ class AdapterWorker(TrainerRank):
     def _resume(self, published: _Published | None) -> str | None:
         """Continue from the newest checkpoint, or from the live version if that is newer.
 
-        Returns:
-            None if the learner is exactly what it was, or new; else the difference, for the log.
+        Returns the difference from what the learner was, for the log.
         """
         found = self._checkpoints.complete(self._fleet_id)
         own = adapter_settings(self._lora, self._base_version)

@@ -102,7 +102,6 @@ def summary(names: Sequence[str]) -> Sequence[str]:
 
 
 def _group(name: str) -> str:
-    """The name up to a layer number, or its first two parts."""
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])

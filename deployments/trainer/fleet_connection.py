@@ -75,11 +75,9 @@ class FleetWeightSyncClient:
         self.release()
 
     def abort(self, reason: str) -> None:
-        """Abort the open round, if there is one, and release the lease."""
         run_sync(self._session.abort(reason))
 
     def release(self) -> None:
-        """Release the lease, if there is one."""
         run_sync(self._session.release())
 
 
@@ -147,7 +145,6 @@ class FleetConnection:
         self._epoch = membership.epoch
 
     def send_weights(self) -> None:
-        """Send the source. Called on every connected rank."""
         assert self._engine is not None, "connected before"
         self._engine.send_weights()
 
@@ -175,7 +172,6 @@ class FleetConnection:
 
 
 def own_address() -> str:
-    """The IP address of this host, as other hosts of the cluster reach it."""
     return str(ray.util.get_node_ip_address())
 
 

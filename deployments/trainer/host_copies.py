@@ -84,7 +84,6 @@ class GpuCopier:
         return [pinned(size) for size in self._sizes]
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The copy, which is complete after `wait`."""
         if self._own is None:  # not in `begin`, for which the round waits
             self._own = self._source.storages()
         block, entry = self._slots[name]

@@ -158,7 +158,6 @@ class RestartCheckpoints:
             staged.exception()  # the writer reports it
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being written; False on timeout."""
         return self._written is None or not wait_for([self._written], timeout_s).not_done
 
     def discard(self) -> None:
@@ -306,7 +305,6 @@ class _Target:
 
 
 def _look(learner: Learner, path: Path) -> _Target | str:
-    """What to read, or why this rank cannot use the checkpoint."""
     try:
         metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
         stored = {
@@ -377,7 +375,6 @@ def _read(
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a DCP error, without the traces of all ranks."""
     causes = getattr(error, "failures", None)  # rank -> (exception, trace)
     if causes:
         error = next(iter(causes.values()))[0]

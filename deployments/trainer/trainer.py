@@ -215,8 +215,8 @@ class Trainer:
             )
 
     async def step(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
-        """One optimizer step on trajectories in their JSON form or as `trainers.trajectory_arrays`; returns
-        its metrics.
+        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`; returns its
+        metrics.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
@@ -297,7 +297,6 @@ class Trainer:
         )
 
     async def call_address(self) -> CallAddress:
-        """Where to call it directly."""
         return await self._calls.address()
 
     async def check_health(self) -> None:
@@ -305,7 +304,6 @@ class Trainer:
         await self._group.ping()
 
     async def process_ids(self) -> list[int]:
-        """Of the workers, by rank."""
         return await self._group.process_ids()
 
     async def __del__(self) -> None:
@@ -359,7 +357,6 @@ class Trainer:
         return report
 
     async def _run_round(self, label: str | None) -> RoundReport:
-        """Every rank takes part, and connects again if the membership has changed."""
         limit_s = self._spec.publish_timeout_s
         try:
             report: RoundReport = await self._group.call("publish", label, timeout_s=limit_s)
@@ -371,7 +368,6 @@ class Trainer:
 
 
 def _may_send_again(error: SlipstreamError) -> bool:
-    """Whether a round may succeed when sent again. A stale lease (the trainer stalled) is acquired anew,
-    unless another publisher has taken it, which raises `Conflict`."""
+    """A stale lease is acquired anew, unless another publisher has taken it, which raises `Conflict`."""
     detail = error.detail
     return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)

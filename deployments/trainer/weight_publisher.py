@@ -17,13 +17,8 @@ from trainers.sources import ParameterSource
 
 
 class PublishSource(WeightSource):
-    """vLLM's view of a parameter source. Copies what is sent, for the store to write later.
-
-    The copy is made while the tensors are sent, so it costs no second gather.
-
-    Args:
-        keep_copy: on the rank that writes the store.
-    """
+    """vLLM's view of a parameter source. With `keep_copy` it copies what is sent, for the store to write
+    later."""
 
     def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
         self._source = source
@@ -77,8 +72,7 @@ class PublishSource(WeightSource):
 class WeightPublisher:
     """Publishes this rank's part of the policy. Every rank must call `publish`.
 
-    All ranks agree on the replicas, gather layer by layer, and send. A rank that fails still joins the
-    remaining gathers, because the others wait there.
+    A rank that fails still joins the remaining gathers, because the others wait there.
     """
 
     def __init__(self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: CallHandle) -> None:
@@ -103,7 +97,6 @@ class WeightPublisher:
 
         Raises:
             SlipstreamError: the round was aborted, or no replica can take part; the fleet is as it was.
-            TimeoutError: the controller does not answer.
         """
         self.source.begin()
         self._client.label = label
@@ -132,9 +125,7 @@ class WeightPublisher:
                 self.source.drain()
 
     def _ranks_call_each_other(self) -> bool:
-        """Whether ranks wait for each other in collectives of vLLM's engine, beside the source's gathers.
-
-        Its `ipc` engine, where every rank sends to the workers on its own GPU, does so. Draining the source
-        would not release those ranks: only the end of the worker group does.
+        """vLLM's `ipc` engine has collectives of its own beside the source's gathers. Draining the source
+        would not release ranks that wait there: only the end of the worker group does.
         """
         return self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.POSSIBLE

@@ -56,19 +56,13 @@ class TrainerRank:
         self._stored = StoredWeights(self._store, rank)
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Where the ranks can form a process group: this rank's host, and a port that is free there."""
         return own_address(), free_port()
 
     def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
-        """One optimizer step.
-
-        Args:
-            trajectories: in their JSON form, see `trainers.trajectory`, or as `trainers.trajectory_arrays`.
-            published: as in `Learner.step`.
+        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`.
 
         Raises:
-            InvalidRequest: the batch is not valid, or does not fit in memory: expected and actual. Nothing
-                changed.
+            InvalidRequest: the batch is not valid, or does not fit in memory. Nothing changed.
         """
         self._checkpoints.wait_until_copied()
         sampled = self._spec.config.loss.has_rollouts
@@ -119,7 +113,6 @@ class TrainerRank:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _read(self, directory: Path, lora: LoraConfig | None = None) -> TrainedPolicy:
-        """A policy, with an adapter if `lora` is given; sharded over the ranks with FSDP2."""
         config = self._spec.config
         is_sharded = config.strategy == Strategy.FSDP2
         policy = TrainedPolicy.load(
@@ -149,7 +142,6 @@ class TrainerRank:
         adapter: Mapping[str, Any] | None,
         digest: str | None = None,
     ) -> None:
-        """Begin to write a checkpoint after each `every`-th step; 0: never."""
         step = self._learner.steps_done
         if every == 0 or step == 0:
             return  # before the first step there are no moments
@@ -197,7 +189,7 @@ class TrainerWorker(TrainerRank):
         """Join the group, and load the newest stored version or the model.
 
         Raises:
-            ValueError: the model does not suit the trainer, or no version in the store can be used.
+            ValueError: the model does not suit the trainer, or no stored version can be used.
             OSError: the checkpoint cannot be read.
         """
         self._begin(rendezvous_address)
@@ -300,13 +292,10 @@ class TrainerWorker(TrainerRank):
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
-        """Write an ordinary checkpoint of the current weights.
-
-        Args:
-            path: an absolute path of a new or empty directory; None: one beside the store, named by the step.
+        """Write an ordinary checkpoint of the current weights to a new directory; None: one beside the store.
 
         Raises:
-            InvalidRequest: `path` is not such a directory, or its disk is full.
+            InvalidRequest: `path` is not absolute, new or empty, or its disk is full.
         """
         started = time.perf_counter()
         default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
@@ -324,7 +313,6 @@ class TrainerWorker(TrainerRank):
         )
 
     def store_status(self) -> StoreStatus:
-        """What became of the versions that this rank wrote to the store; answered also during a step."""
         result = self._writer.result
         problem = None
         if result is not None and result.problem:
@@ -332,7 +320,6 @@ class TrainerWorker(TrainerRank):
         return StoreStatus(stored_version=self._writer.newest, store_problem=problem)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all versions and the checkpoint are written; False on timeout."""
         began = time.monotonic()
         written = self._writer.wait(timeout_s)
         left = max(0.0, timeout_s - (time.monotonic() - began))
@@ -387,7 +374,6 @@ class TrainerWorker(TrainerRank):
         self._log_resumed(f"resumes from version {version}", difference)
 
     def _load_stored(self, version: int, directory: Path, step: int) -> None:
-        """Take the weights of a stored version; an adapter on them starts from zero."""
         if isinstance(self._learner.reference, BaseOf):  # the base will no longer be the model
             self._learner.reference = self._read(self._base.directory)
         self._policy.load_weights(directory)
@@ -427,10 +413,7 @@ def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
 
 
 def directory_to_save(path: str | None, default: Path) -> Path:
-    """The directory to write to, created if needed.
-
-    Args:
-        path: absolute; None: `default`, which an earlier call may have written.
+    """The directory to write to, created if needed; `default` may have been written before.
 
     Raises:
         InvalidRequest: it is not absolute, has files in it, or cannot be written.

@@ -155,7 +155,6 @@ class WorkerGroup:
             raise RuntimeError(f"the trainer's worker group is broken: {self.broken}")
 
     async def _silent(self) -> list[str]:
-        """One sentence for each worker that is gone or hangs."""
         pings = [asyncio.ensure_future(_result(worker.process_id.remote())) for worker in self._workers]
         await asyncio.wait(pings, timeout=self._ping_timeout_s)
         problems = []
@@ -170,7 +169,6 @@ class WorkerGroup:
         return problems
 
     async def store_status(self) -> StoreStatus:
-        """Rank 0's; raises FleetUnavailable if it does not answer."""
         try:
             status = _result(self._workers[0].store_status.remote())
             return cast(StoreStatus, await asyncio.wait_for(status, self._ping_timeout_s))
@@ -188,7 +186,6 @@ class WorkerGroup:
 
 
 def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
-    """The options of a rank's Ray actor."""
     threads = spec.config.cpu_threads
     if threads is None:
         threads = os.cpu_count() or 1
@@ -235,7 +232,6 @@ def _join_reasons(
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What the worker raised, without Ray's wrappers."""
     while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
         if isinstance(error.cause, SlipstreamError) and not isinstance(error.cause, RayTaskError):
             return type(error.cause)(error.cause.message, error.cause.detail)
