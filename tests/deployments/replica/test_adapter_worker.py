@@ -16,17 +16,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_vllm_adds_what_was_read_before_and_reads_nothing(found: dict[str, Any]) -> None:
+def test_add_lora_takes_what_was_read_ahead(found: dict[str, Any]) -> None:
     assert found["added_from_what_was_read"]
 
 
-def test_vllm_adds_what_a_transport_has_brought(found: dict[str, Any]) -> None:
+def test_add_lora_takes_a_received_adapter(found: dict[str, Any]) -> None:
     assert found["received"] == (9,) and found["added_from_what_was_received"]
 
 
-def test_what_an_engine_has_forgotten_it_reads_by_itself(found: dict[str, Any]) -> None:
+def test_evicted_adapter_is_read_by_vllm(found: dict[str, Any]) -> None:
     assert found["read_again_by_vllm"]
 
 
-def test_what_vllm_refuses_is_known_before_anything_is_added(found: dict[str, Any]) -> None:
+def test_unreadable_adapter_is_refused_before_add_lora(found: dict[str, Any]) -> None:
     assert "nothing" in found["refused"] and found["left"] == 0

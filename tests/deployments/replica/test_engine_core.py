@@ -143,9 +143,7 @@ def hit(core: Core, request: Any) -> int:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_request_that_arrives_before_the_swap_and_begins_after_it_finds_nothing_of_before(
-    core: Core, recompute: bool
-) -> None:
+def test_request_queued_before_a_commit_hits_no_older_prefix(core: Core, recompute: bool) -> None:
     core.add("runs")
     core.step()
     core.step()
@@ -165,7 +163,7 @@ def test_a_request_that_arrives_before_the_swap_and_begins_after_it_finds_nothin
     assert (runs.cache_salt == "7/") is not recompute
 
 
-def test_what_is_filled_after_a_swap_is_found_by_those_that_began_after_it_alone(core: Core) -> None:
+def test_mixed_blocks_are_hit_by_no_request_started_after_the_commit(core: Core) -> None:
     core.add("kept")
     core.step()
     core.commit("8", recompute=False)
@@ -179,7 +177,7 @@ def test_what_is_filled_after_a_swap_is_found_by_those_that_began_after_it_alone
     assert hit(core, core.receive("like the new one")) == 3 * BLOCK
 
 
-def test_a_request_in_the_middle_of_its_prompt_begins_again_with_the_new_version(core: Core) -> None:
+def test_request_in_its_prompt_is_recomputed_with_the_new_version(core: Core) -> None:
     """Its tokens will all be the new version's: none may be computed with keys and values of before."""
     prompt = core.add("prompt", [9] * 100)
     core.step()
@@ -188,7 +186,7 @@ def test_a_request_in_the_middle_of_its_prompt_begins_again_with_the_new_version
     assert prompt.num_computed_tokens == 0 and prompt.cache_salt == "8/" and hit(core, prompt) == 0
 
 
-def test_a_preempted_request_begins_again_with_the_new_version(core: Core) -> None:
+def test_preempted_request_is_recomputed_with_the_new_version(core: Core) -> None:
     request = core.add("preempted")
     core.step()
     core.scheduler.running.remove(request)
@@ -197,7 +195,7 @@ def test_a_preempted_request_begins_again_with_the_new_version(core: Core) -> No
     assert request.cache_salt == "8/" and hit(core, request) == 0
 
 
-def test_a_senders_own_salt_still_separates(core: Core) -> None:
+def test_client_cache_salt_still_separates_prefixes(core: Core) -> None:
     core.add("a", salt="tenant/1")
     core.step()
     core.step()
@@ -210,7 +208,7 @@ def test_a_senders_own_salt_still_separates(core: Core) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_encoder_outputs_do_not_outlive_their_weights(core: Core, recompute: bool) -> None:
+def test_commit_drops_encoder_outputs(core: Core, recompute: bool) -> None:
     """A request in the middle of its image is computed again; one that has used its image up goes on."""
     manager = core.scheduler.encoder_cache_manager
     manager.cache_size = manager.num_free_slots = manager.num_freeable_slots = 100
@@ -229,7 +227,7 @@ def test_encoder_outputs_do_not_outlive_their_weights(core: Core, recompute: boo
     assert (past in core.scheduler.running) is not recompute
 
 
-def test_a_drain_begins_nothing_and_lets_preempted_requests_end(core: Core) -> None:
+def test_drain_schedules_no_new_request_and_finishes_preempted_ones(core: Core) -> None:
     request = core.add("a")
     core.step()
     core.add("b", [9] * 20)
@@ -247,7 +245,7 @@ def test_a_drain_begins_nothing_and_lets_preempted_requests_end(core: Core) -> N
     assert [each.request_id for each in core.scheduler.running] == ["b"]
 
 
-def test_a_drain_that_is_given_up_leaves_everything_as_it_was(core: Core) -> None:
+def test_cancelled_drain_restores_the_scheduler(core: Core) -> None:
     core.add("a")
     core.step()
     core.add("b", [9] * 20)

@@ -81,14 +81,16 @@ async def test_outcome_tells_the_faulty_side(act: str, outcome: Outcome, words: 
 
 
 @pytest.mark.parametrize("body", [RECEIVE, RECEIVE_ADAPTER])
-async def test_a_deadline_before_the_commit_is_not_this_replicas_fault(body: Body) -> None:
+async def test_deadline_before_the_commit_does_not_fail_the_replica(body: Body) -> None:
     script = Script([tell(1, body, 0.01)], *[[] for _ in range(20)])  # the fence must not overtake it
     await run(script, "hang")
     assert script.outcomes == {1: (Outcome.REJECTED, f"{body.name} took longer than 0.01 s")}
 
 
 @pytest.mark.parametrize(("body", "partially_updated"), [(COMMIT, False), (RECEIVE, True)])
-async def test_a_deadline_while_live_weights_change_is(body: Body, partially_updated: bool) -> None:
+async def test_deadline_while_live_weights_change_fails_the_replica(
+    body: Body, partially_updated: bool
+) -> None:
     script = Script([tell(1, body, 0.01)], *[[] for _ in range(20)])
     await run(script, "hang", partially_updated=partially_updated)
     assert script.outcomes[1][0] is Outcome.REPLICA_FAILED
@@ -170,7 +172,7 @@ async def test_fence_is_confirmed_until_the_controller_has_received_it() -> None
     assert [report.fenced for report in script.reports] == [False, False, True, True, True]
 
 
-async def test_contact_counts_from_when_the_report_was_sent() -> None:
+async def test_last_contact_is_when_the_report_was_sent() -> None:
     """The controller counts from its arrival, and takes a replica for lost that it has not heard since."""
     now = 100.0
 
@@ -193,7 +195,7 @@ async def test_contact_counts_from_when_the_report_was_sent() -> None:
 
 
 @pytest.mark.parametrize(("body", "partially_updated"), [(COMMIT, False), (RECEIVE, True)])
-async def test_weights_that_may_be_a_mixture_take_no_request_before_the_fence_comes(
+async def test_replica_with_mixed_weights_takes_no_request_before_its_fence(
     body: Body, partially_updated: bool
 ) -> None:
     """The controller's next answers may be from before it heard of the failure."""

@@ -69,7 +69,7 @@ async def replica() -> AsyncIterator[Replica]:
     await made.server.close()
 
 
-async def test_a_request_whose_client_leaves_does_not_go_on_waiting(replica: Replica) -> None:
+async def test_client_disconnect_ends_the_wait_for_a_version(replica: Replica) -> None:
     asked = asyncio.create_task(replica.post(b"x" * 300_000))  # more than uvicorn reads ahead
     await replica.until(in_flight=1)
     assert replica.front.load == {"router": 2}
@@ -79,7 +79,7 @@ async def test_a_request_whose_client_leaves_does_not_go_on_waiting(replica: Rep
     assert replica.front.load == {}
 
 
-async def test_a_body_that_comes_while_its_request_waits_arrives_whole(replica: Replica) -> None:
+async def test_body_received_during_the_wait_is_complete(replica: Replica) -> None:
     sent = asyncio.Event()
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -97,7 +97,7 @@ async def test_a_body_that_comes_while_its_request_waits_arrives_whole(replica: 
     assert await asked == (200, body)
 
 
-async def test_a_wait_that_ends_in_an_error_is_answered_with_it(replica: Replica) -> None:
+async def test_error_of_the_wait_is_the_response(replica: Replica) -> None:
     replica.refusal = Conflict("it did not come in time")
     asked = asyncio.create_task(replica.post(b"x"))
     await replica.until(in_flight=1)
@@ -106,7 +106,7 @@ async def test_a_wait_that_ends_in_an_error_is_answered_with_it(replica: Replica
     assert status == 409 and b"in time" in body
 
 
-async def test_a_stop_ends_the_wait_with_a_refusal(replica: Replica) -> None:
+async def test_stop_refuses_waiting_requests(replica: Replica) -> None:
     asked = asyncio.create_task(replica.post(b"x"))
     await replica.until(in_flight=1)
     replica.front.stop(in_order=True)

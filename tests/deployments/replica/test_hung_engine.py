@@ -75,7 +75,7 @@ async def engine_of(llm: HungLlm) -> ReplicaEngine:
     return engine
 
 
-async def test_a_hung_engine_does_not_keep_its_replica_from_being_fenced(process: BaseProcess) -> None:
+async def test_replica_with_a_hung_engine_is_fenced(process: BaseProcess) -> None:
     llm = HungLlm(process, shutdown_hangs=False)
     member = StagedMember(await engine_of(llm))
     commit = Instruction(seq=1, body=COMMIT, deadline_s=60.0)
@@ -99,7 +99,7 @@ async def test_a_hung_engine_does_not_keep_its_replica_from_being_fenced(process
     assert process.exitcode is not None
 
 
-async def test_processes_that_do_not_end_are_killed(
+async def test_engine_processes_that_do_not_exit_are_killed(
     process: BaseProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = HungLlm(process, shutdown_hangs=True)
@@ -114,7 +114,7 @@ async def test_processes_that_do_not_end_are_killed(
         llm.ended.set()
 
 
-async def test_an_engine_is_stopped_once(process: BaseProcess) -> None:
+async def test_engine_stop_is_idempotent(process: BaseProcess) -> None:
     """The follower stops a fenced engine; Serve, when it ends the replica, asks again."""
     llm = HungLlm(process, shutdown_hangs=False)
     engine = await engine_of(llm)

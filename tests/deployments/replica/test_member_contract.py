@@ -181,7 +181,7 @@ def answers(seen: Sequence[Seen]) -> str:
 
 @BOTH
 @pytest.mark.parametrize("case", CASES)
-async def test_what_the_real_member_answers(case: str, in_place: bool, stored: str) -> None:
+async def test_outcomes_of_the_real_members(case: str, in_place: bool, stored: str) -> None:
     bodies, *expected = CASES[case]
     told = [at(stored, body) for body in bodies]
     seen = await seen_of(OverEngine(in_place=in_place), told)
@@ -190,14 +190,14 @@ async def test_what_the_real_member_answers(case: str, in_place: bool, stored: s
 
 @BOTH
 @pytest.mark.parametrize("case", CASES)
-async def test_a_fake_answers_the_same(case: str, in_place: bool, stored: str) -> None:
+async def test_fakes_have_the_same_outcomes(case: str, in_place: bool, stored: str) -> None:
     told = [at(stored, body) for body in CASES[case][0]]
     assert await seen_of(Fake(in_place=in_place), told) == await seen_of(OverEngine(in_place=in_place), told)
 
 
 @pytest.mark.slow
 @BOTH
-async def test_no_random_sequence_tells_a_fake_from_the_real_member(in_place: bool, stored: str) -> None:
+async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: bool, stored: str) -> None:
     bodies = [
         R1,
         R1,
@@ -232,7 +232,7 @@ async def test_no_random_sequence_tells_a_fake_from_the_real_member(in_place: bo
 
 @BOTH
 @pytest.mark.parametrize("kind", [Fake, OverEngine])
-async def test_a_fence_is_for_good(kind: Kind, in_place: bool) -> None:
+async def test_fence_is_permanent(kind: Kind, in_place: bool) -> None:
     subject = kind(in_place=in_place)
     await subject.start()
     try:

@@ -103,7 +103,7 @@ def member_of(
 
 
 @pytest.mark.parametrize(("hold", "last"), [(True, []), (False, ["release"])])
-async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
+async def test_native_round_pauses_at_the_first_payload_and_resumes_at_the_commit(
     model: Path, hold: bool, last: list[str]
 ) -> None:
     member, engine = member_of(model)
@@ -125,7 +125,7 @@ async def test_a_round_pauses_with_the_first_byte_and_resumes_with_the_commit(
     ]
 
 
-async def test_a_commit_that_comes_again_touches_nothing(model: Path) -> None:
+async def test_repeated_native_commit_changes_nothing(model: Path) -> None:
     """After a controller restart; requests run by then, and dropping caches under them is not allowed."""
     member, engine = member_of(model)
     await member.execute(receive(payload()))
@@ -136,7 +136,7 @@ async def test_a_commit_that_comes_again_touches_nothing(model: Path) -> None:
     assert engine.did == did
 
 
-async def test_requests_that_are_kept_are_not_computed_again(model: Path) -> None:
+async def test_kept_requests_are_not_recomputed(model: Path) -> None:
     member, engine = member_of(model)
     await member.execute(receive(payload(), KvCache.KEEP))
     await member.execute(VERIFY)
@@ -152,7 +152,7 @@ async def test_requests_that_are_kept_are_not_computed_again(model: Path) -> Non
         ({"segment": "x"}, "expected names, dtype_names and shapes"),
     ],
 )
-async def test_what_does_not_fit_is_rejected_before_the_first_byte(
+async def test_payload_of_another_model_is_rejected_before_the_pause(
     model: Path, sent: dict[str, Any], words: str
 ) -> None:
     member, engine = member_of(model)
@@ -162,7 +162,7 @@ async def test_what_does_not_fit_is_rejected_before_the_first_byte(
     await member.execute(DROP)
 
 
-async def test_what_does_not_fit_a_model_of_the_hub_is_rejected_too(model: Path, hub: FakeHub) -> None:
+async def test_payload_that_does_not_fit_a_hub_model_is_rejected(model: Path, hub: FakeHub) -> None:
     hub.repositories["org/tiny"] = model
     member, engine = member_of("org/tiny", revision="v2", download_dir="/large")
     ((_, options),) = hub.asked
@@ -172,7 +172,7 @@ async def test_what_does_not_fit_a_model_of_the_hub_is_rejected_too(model: Path,
     assert engine.did == []
 
 
-async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_replica(model: Path) -> None:
+async def test_missing_tensor_is_found_by_verify_and_fails_the_replica(model: Path) -> None:
     member, _ = member_of(model, one_payload=False)
     await member.execute(receive(payload(without="model.norm.weight")))
     with pytest.raises(RuntimeError, match=r"'model\.norm\.weight' is missing"):
@@ -180,7 +180,7 @@ async def test_a_tensor_that_never_came_is_found_at_the_end_and_breaks_the_repli
     assert member.partially_updated
 
 
-async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None:
+async def test_repeated_tensor_is_never_committed(model: Path) -> None:
     """Of two publishers: what is loaded then is a mixture of both."""
     member, engine = member_of(model, one_payload=False)
     await member.execute(receive(payload()))
@@ -189,7 +189,7 @@ async def test_a_tensor_that_comes_twice_is_never_committed(model: Path) -> None
     assert member.partially_updated and engine.did.count("native_update") == 1
 
 
-async def test_after_the_first_byte_nothing_can_be_undone(model: Path) -> None:
+async def test_native_drop_after_the_first_payload_fails_the_replica(model: Path) -> None:
     member, engine = member_of(model)
     engine.fails = "native_update"
     with pytest.raises(RuntimeError, match="the peer is gone"):
@@ -199,7 +199,7 @@ async def test_after_the_first_byte_nothing_can_be_undone(model: Path) -> None:
 
 
 @pytest.mark.parametrize("held_before", [False, True])
-async def test_a_pause_that_is_interrupted_is_taken_back(model: Path, held_before: bool) -> None:
+async def test_interrupted_pause_is_undone_by_the_drop(model: Path, held_before: bool) -> None:
     """The hold of an earlier commit stays: its release is on the way."""
     member, engine = member_of(model)
     engine.held = held_before
@@ -230,7 +230,7 @@ def read(part: FilePart) -> Receive:
     return Receive(round_id=9, payload=part, options=StagingOptions())
 
 
-async def test_a_directory_is_compared_while_the_engine_goes_on_and_loaded_in_a_pause(
+async def test_directory_is_compared_while_generating_and_loaded_in_a_pause(
     model: Path, tmp_path: Path
 ) -> None:
     member, engine = member_of(model)
@@ -253,7 +253,7 @@ async def test_a_directory_is_compared_while_the_engine_goes_on_and_loaded_in_a_
 
 
 @pytest.mark.parametrize("spoil", ["changed", "gone", "half"])
-async def test_a_directory_that_is_not_what_was_read_changes_nothing(
+async def test_changed_directory_is_rejected_before_the_pause(
     model: Path, tmp_path: Path, spoil: str
 ) -> None:
     member, engine = member_of(model)

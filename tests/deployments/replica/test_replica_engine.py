@@ -38,7 +38,7 @@ async def call(engine: ReplicaEngine, operation: Operation) -> None:
     await StagedMember(engine).execute(RunOperation(operation=operation))
 
 
-async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: ReplicaEngine) -> None:
+async def test_wake_up_ends_a_pause_as_in_vllm(engine: ReplicaEngine) -> None:
     await call(engine, Pause(mode=InFlight.KEEP))
     await call(engine, Sleep(level=0))
     await call(engine, WakeUp(tags=(SleepTag.SCHEDULING,)))
@@ -56,7 +56,7 @@ async def test_waking_up_ends_a_users_pause_as_it_does_in_vllm(engine: ReplicaEn
         [Sleep(level=0), WakeUp(tags=(SleepTag.SCHEDULING,))],
     ],
 )
-async def test_nothing_that_a_user_asks_for_ends_a_hold(
+async def test_user_operations_do_not_end_a_hold(
     engine: ReplicaEngine, operations: list[Operation], in_flight: InFlight
 ) -> None:
     """With `commit: together` another replica may still serve the old version."""
@@ -76,7 +76,7 @@ async def test_caches_are_reset_before_the_version_changes(
     assert core_of(engine).did == ["finish_weight_update", RESET_CACHES, "version", "resume"]
 
 
-async def test_a_drain_is_watched_until_somebody_cancels() -> None:
+async def test_drain_watch_can_be_cancelled() -> None:
     """Also if the cancellation comes in the moment in which the engine core has answered."""
     asked = asyncio.Event()
 
@@ -95,7 +95,7 @@ async def test_a_drain_is_watched_until_somebody_cancels() -> None:
     assert watching.cancelled()
 
 
-async def test_a_drain_says_what_runs_and_begins_nothing(engine: ReplicaEngine) -> None:
+async def test_drain_reports_running_requests_and_schedules_no_new_one(engine: ReplicaEngine) -> None:
     core_of(engine).generating = 2
     await engine.drain("round 1")
     assert not core_of(engine).begins
@@ -107,7 +107,7 @@ async def test_a_drain_says_what_runs_and_begins_nothing(engine: ReplicaEngine) 
     assert engine.draining is None and core_of(engine).begins
 
 
-async def test_an_engine_that_hangs_is_not_waited_for(
+async def test_drain_does_not_wait_for_a_hung_engine(
     engine: ReplicaEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_engine, "COUNT_S", 0.05)
@@ -117,7 +117,7 @@ async def test_an_engine_that_hangs_is_not_waited_for(
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
-async def test_a_commit_ends_the_drain_of_its_round_only(engine: ReplicaEngine, in_flight: InFlight) -> None:
+async def test_commit_ends_the_drain_of_its_round_only(engine: ReplicaEngine, in_flight: InFlight) -> None:
     await engine.drain("round 1")
     await commit(engine, in_flight=in_flight)
     assert engine.version == 4 and core_of(engine).begins and engine.draining is None

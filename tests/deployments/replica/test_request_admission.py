@@ -42,12 +42,12 @@ def replica() -> Replica:
     return Replica()
 
 
-async def test_an_admitted_replica_in_contact_answers(replica: Replica) -> None:
+async def test_admitted_replica_in_contact_answers(replica: Replica) -> None:
     assert replica.admission.refusal() is None
     await replica.admission.wait(Demand())
 
 
-async def test_every_reason_to_refuse_has_a_name(replica: Replica) -> None:
+async def test_refusals_name_their_reason(replica: Replica) -> None:
     async def refused(reason: str) -> None:
         assert replica.admission.refusal() == reason
         with pytest.raises(ReplicaUnavailable, match=f"^replica r0: {reason}$") as caught:
@@ -66,27 +66,27 @@ async def test_every_reason_to_refuse_has_a_name(replica: Replica) -> None:
     await refused("shutting down")
 
 
-async def test_contact_again_ends_the_self_fence(replica: Replica) -> None:
+async def test_renewed_contact_ends_the_self_fence(replica: Replica) -> None:
     replica.now = 121.0
     assert replica.admission.refusal() is not None
     replica.follower.last_contact = 121.0
     assert replica.admission.refusal() is None
 
 
-async def test_a_request_waits_for_its_version(replica: Replica) -> None:
+async def test_request_waits_for_its_min_version(replica: Replica) -> None:
     waiting = asyncio.create_task(replica.admission.wait(Demand(min_version=4, timeout_s=60)))
     await asyncio.sleep(0)
     await replica.change(version=4)
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_version_that_does_not_come_is_a_conflict_with_the_numbers(replica: Replica) -> None:
+async def test_min_version_not_reached_in_time_is_a_conflict(replica: Replica) -> None:
     with pytest.raises(Conflict, match=r"asks for version 4; the fleet serves 3 .* within 0.01 s") as caught:
         await replica.admission.wait(Demand(min_version=4, timeout_s=0.01))
     assert caught.value.detail == {"expected": 4, "actual": 3}
 
 
-async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica: Replica) -> None:
+async def test_fence_ends_the_wait_for_a_version(replica: Replica) -> None:
     waiting = asyncio.create_task(replica.admission.wait(Demand(min_version=4, timeout_s=60)))
     await asyncio.sleep(0)
     await replica.change(fenced="commit: failed", admitted=False)
@@ -96,7 +96,9 @@ async def test_a_fence_ends_the_wait_so_that_another_replica_can_answer(replica:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reason", ["no contact with the controller for 21 s", "engine is dead"])
-async def test_what_nobody_notifies_of_ends_the_wait_too(replica: Replica, reason: str) -> None:
+async def test_lost_contact_and_engine_death_end_the_wait_for_a_version(
+    replica: Replica, reason: str
+) -> None:
     waiting = asyncio.create_task(replica.admission.wait(Demand(min_version=4, timeout_s=600)))
     await asyncio.sleep(0)
     if "contact" in reason:

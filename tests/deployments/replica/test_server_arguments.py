@@ -13,7 +13,7 @@ from tests.tiny_models import save_tiny_llama
 
 
 @pytest.mark.parametrize(("threads", "tokens"), [(1, 256), (2, 256), (8, 1024), (32, 4096)])
-def test_a_step_grows_with_the_engines_threads(threads: int, tokens: int) -> None:
+def test_step_tokens_grow_with_threads(threads: int, tokens: int) -> None:
     assert step_tokens(threads) == tokens
 
 
@@ -28,7 +28,7 @@ def test_a_step_grows_with_the_engines_threads(threads: int, tokens: int) -> Non
         ("2", {"enable_chunked_prefill": False}, 512),  # of the longest request
     ],
 )
-def test_the_limit_is_the_steps_unless_the_engine_needs_or_has_another(
+def test_step_limit_yields_to_configured_and_required_limits(
     threads: str, arguments: dict[str, Any], tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", threads)

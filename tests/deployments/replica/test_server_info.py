@@ -67,7 +67,7 @@ def _without_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_router, "_get_system_env_info_cached", dict)
 
 
-def test_it_is_vllms_tree_but_for_what_is_withheld(config: VllmConfig) -> None:
+def test_server_info_is_vllms_without_secrets(config: VllmConfig) -> None:
     theirs = vllms_own(config, "json")
     assert theirs["model_config"]["hf_token"] == "hf_operators_own"
     theirs["model_config"]["hf_token"] = WITHHELD
@@ -77,7 +77,7 @@ def test_it_is_vllms_tree_but_for_what_is_withheld(config: VllmConfig) -> None:
     assert answer["vllm_config"] == theirs
 
 
-def test_what_trl_reads_is_there(config: VllmConfig) -> None:
+def test_server_info_has_what_trl_reads(config: VllmConfig) -> None:
     shown = ours(config, "?config_format=json")["vllm_config"]
     assert shown["weight_transfer_config"] == {"backend": "shm"}
     assert shown["lora_config"] is None
@@ -86,18 +86,18 @@ def test_what_trl_reads_is_there(config: VllmConfig) -> None:
     assert shown["model_config"]["logprobs_mode"] == "raw_logprobs"
 
 
-def test_the_text_is_vllms_own(config: VllmConfig) -> None:
+def test_server_info_text_is_vllms(config: VllmConfig) -> None:
     assert ours(config)["vllm_config"] == vllms_own(config, "text") == str(config)
 
 
-def test_ranks_of_one_replica_are_not_the_fleets(config: VllmConfig) -> None:
+def test_data_parallel_size_of_a_replica_is_hidden(config: VllmConfig) -> None:
     config.parallel_config.data_parallel_size = 4
     assert ours(config, "?config_format=json")["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
     assert "data_parallel_size=1," in ours(config)["vllm_config"]
     assert config.parallel_config.data_parallel_size == 4, "the engine's own stays"
 
 
-def test_a_replica_that_took_a_stored_version_says_the_same(
+def test_late_joiner_shows_the_initial_checkpoint(
     config: VllmConfig, spec: EngineSpec, tmp_path: Path
 ) -> None:
     args = server_arguments(spec.at(str(save_tiny_llama(tmp_path / "v00000007", seed=2))))
@@ -112,14 +112,14 @@ def test_a_replica_that_took_a_stored_version_says_the_same(
     assert joined.model_config.model.endswith("v00000007"), "the engine's own stays"
 
 
-def test_an_unknown_format_is_refused(config: VllmConfig) -> None:
+def test_unknown_format_is_422(config: VllmConfig) -> None:
     app = FastAPI()
     add_server_info(app, config)
     assert TestClient(app).get("/server_info?config_format=xml").status_code == 422
 
 
 @pytest.mark.parametrize("config_format", ["text", "json"])
-def test_nothing_secret_leaves(config: VllmConfig, config_format: Any) -> None:
+def test_server_info_withholds_secrets(config: VllmConfig, config_format: Any) -> None:
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="LMCacheConnectorV1",
         kv_role="kv_both",
@@ -144,13 +144,13 @@ def test_nothing_secret_leaves(config: VllmConfig, config_format: Any) -> None:
     assert describe(config, config_format, {})["vllm_config"] != made["vllm_config"], "of the environment"
 
 
-def test_a_name_with_token_in_it_is_no_secret(config: VllmConfig) -> None:
+def test_tokenizer_is_no_secret(config: VllmConfig) -> None:
     shown = ours(config, "?config_format=json")["vllm_config"]
     assert shown["model_config"]["tokenizer"] == config.model_config.tokenizer
     assert shown["scheduler_config"]["max_num_batched_tokens"] > 0
 
 
-def test_where_vllms_own_wire_is_staged_the_engine_that_trainers_know_is_shown(config: VllmConfig) -> None:
+def test_staged_wire_shows_vllms_backend(config: VllmConfig) -> None:
     config.weight_transfer_config = copy.copy(config.weight_transfer_config)
     config.weight_transfer_config.backend = "staged_nccl"
     assert ours(config, "?config_format=json")["vllm_config"]["weight_transfer_config"] == {"backend": "nccl"}

@@ -28,30 +28,30 @@ def described(server: FastAPI) -> set[str]:
 
 
 @pytest.mark.slow
-def test_token_ids_in_and_out_are_switched_on(server: FastAPI) -> None:
+def test_token_id_route_is_enabled(server: FastAPI) -> None:
     assert "/inference/v1/generate" in described(server)
     answer = TestClient(server).post("/inference/v1/generate", json={"token_ids": []})
     assert answer.status_code == 400, "it is read, and found wrong; 403: it is switched off"
 
 
-def test_every_route_of_the_server_passes_is_refused_or_is_the_fleets(server: FastAPI) -> None:
+def test_every_server_route_is_passed_refused_or_the_fleets(server: FastAPI) -> None:
     paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
     assert paths >= {"/v1/completions", "/v1/chat/completions/render", "/inference/v1/abort_requests"}
     assert paths - FLEET <= PASSED.keys() | REFUSED.keys()
 
 
-def test_what_aborts_requests_of_one_engine_does_not_pass(server: FastAPI) -> None:
+def test_engine_abort_route_does_not_pass(server: FastAPI) -> None:
     with pytest.raises(NoSuchRoute, match="use /abort_requests"):
         require_passed("POST", "/inference/v1/abort_requests")
 
 
-def test_no_route_that_changes_the_engine_is_there_to_be_passed(server: FastAPI) -> None:
+def test_development_routes_are_disabled(server: FastAPI) -> None:
     """vLLM's development routes are not switched on: nothing but the list stands before those that are."""
     paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
     assert not paths & {"/collective_rpc", "/pause", "/update_weights", "/server_info", "/sleep"}
 
 
-def test_an_operator_may_switch_it_off() -> None:
+def test_operator_can_disable_scale_out() -> None:
     spec = EngineSpec(
         model="m", served_model_name="m", backend="x", staging="host", arguments={"enable_scale_out": False}
     )

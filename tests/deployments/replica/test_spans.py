@@ -28,12 +28,12 @@ def recorder() -> SpanRecorder:
     return made
 
 
-def test_choices_of_several_calls_are_numbered_on() -> None:
+def test_choices_of_several_engine_calls_have_consecutive_indices() -> None:
     made = SpanRecorder(0)
     assert [made.open_call(2), made.open_call(1), made.open_call(2)] == [0, 2, 3]
 
 
-def test_an_answer_gains_versions_per_choice() -> None:
+def test_response_has_versions_per_choice() -> None:
     body = json.dumps(
         {"choices": [{"index": 0, "finish_reason": "stop"}, {"index": 1, "finish_reason": "stop"}]}
     )
@@ -43,25 +43,25 @@ def test_an_answer_gains_versions_per_choice() -> None:
     assert answer["choices"][1]["weight_versions"] == []
 
 
-def test_vllms_own_spans_stay_as_they_are() -> None:
+def test_vllms_own_spans_are_kept() -> None:
     own = [{"version": "3", "start": 0, "end": 9}]
     body = json.dumps({"choices": [{"index": 0, "finish_reason": "stop", "weight_versions": own}]})
     assert json.loads(annotate_json(body.encode(), recorder(), 200))["choices"][0]["weight_versions"] == own
 
 
-def test_errors_have_one_shape() -> None:
+def test_errors_have_the_fleets_format() -> None:
     foreign = json.loads(annotate_json(b'{"detail": "Not Found"}', recorder(), 404))
     assert foreign["error"] == {"type": "not_found", "message": "Not Found", "detail": {}}
     own = json.loads(annotate_json(b'{"error": {"message": "m", "type": "t"}}', recorder(), 400))
     assert own == {"error": {"message": "m", "type": "t", "detail": {}}}
 
 
-def test_what_is_no_json_object_passes() -> None:
+def test_body_that_is_no_json_object_is_unchanged() -> None:
     for body in (b"plain", b"[1]", b""):
         assert annotate_json(body, recorder(), 200) == body
 
 
-def test_a_stream_is_touched_only_after_a_choice_has_finished() -> None:
+def test_stream_is_parsed_only_after_a_choice_has_finished() -> None:
     made = SpanRecorder(3)
     annotate = StreamAnnotator(made)
     early = b'data: {"choices": [{"index": 0, "finish_reason": null}]}\n\n'
@@ -82,7 +82,7 @@ def test_a_stream_is_touched_only_after_a_choice_has_finished() -> None:
         (b"response.completed", b'{"type":"response.completed","response":{"id":"r","error":null}}'),
     ],
 )
-def test_named_events_have_the_version_where_the_answer_ends(name: bytes, data: bytes) -> None:
+def test_last_named_event_has_the_version(name: bytes, data: bytes) -> None:
     annotate = StreamAnnotator(recorder())
     before = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
     assert annotate(before) == before
@@ -96,7 +96,7 @@ def test_named_events_have_the_version_where_the_answer_ends(name: bytes, data: 
     assert annotate(half) == half
 
 
-def test_an_event_that_is_cut_in_two_passes_whole() -> None:
+def test_split_event_is_unchanged() -> None:
     annotate = StreamAnnotator(recorder())
     half = b'data: {"choices": [{"ind'
     assert annotate(half) == half
@@ -105,7 +105,7 @@ def test_an_event_that_is_cut_in_two_passes_whole() -> None:
 PART = Part(first_choice=6, created=99)
 
 
-def test_a_part_has_its_choices_on_a_line_of_their_own_numbered_on() -> None:
+def test_response_to_a_part_has_renumbered_choices_on_a_second_line() -> None:
     choices = [{"index": index, "text": "a\nb", "finish_reason": "stop"} for index in range(2)]
     body = json.dumps({"id": "x", "created": 1, "choices": choices, "usage": None})
     rest, of_part = annotate_json(body.encode(), recorder(), 200, PART).split(b"\n")
@@ -115,12 +115,12 @@ def test_a_part_has_its_choices_on_a_line_of_their_own_numbered_on() -> None:
     assert [choice["weight_versions"] for choice in numbered] == [SPANS, []], "found by vLLM's numbers"
 
 
-def test_an_error_of_a_part_is_an_error() -> None:
+def test_error_of_a_part_is_an_error() -> None:
     error = annotate_json(b'{"error": {"message": "m", "type": "t"}}', recorder(), 400, PART)
     assert json.loads(error) == {"error": {"message": "m", "type": "t", "detail": {}}}
 
 
-def test_every_event_of_a_part_is_numbered_on() -> None:
+def test_every_event_of_a_part_is_renumbered() -> None:
     made = SpanRecorder(3)
     annotate = StreamAnnotator(made, PART)
     early = annotate(b'data: {"created":1,"choices":[{"index":1,"text":"a"}]}\n\n')
@@ -137,12 +137,12 @@ def test_every_event_of_a_part_is_numbered_on() -> None:
         annotate(b'data: {"created":1,"choi')  # its choices would keep their numbers
 
 
-def test_a_beams_requests_are_known_by_vllms_name_for_them() -> None:
+def test_beam_requests_are_recognized_by_their_ids() -> None:
     assert _BEAM.search(f"cmpl-7-0-{random_uuid()}-beam-3")
     assert not _BEAM.search("chatcmpl-a-users-beam-3")
 
 
-def test_what_belongs_to_no_known_choice_counts_for_the_answer() -> None:
+def test_spans_of_unknown_choices_set_the_response_version() -> None:
     made = SpanRecorder(3)
     made.saw([{"version": 4, "start": 0, "end": 1}])
     answer = json.loads(annotate_json(b'{"choices": [{"index": 0, "finish_reason": "length"}]}', made, 200))
@@ -160,7 +160,7 @@ def generated(**fields: Any) -> GenerateTokensResponse:
     return GenerateTokensResponse(choices=[choice], **fields)
 
 
-def test_each_log_probability_has_its_token_in_both_forms() -> None:
+def test_log_probabilities_name_tokens_in_both_formats() -> None:
     body = annotate_json(json.dumps(generated().model_dump()).encode(), SpanRecorder(4), 200)
     (choice,) = json.loads(body)["choices"]
     named = [(entry["token_id"], entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
@@ -175,7 +175,7 @@ def test_vllms_own_model_reads_the_answer() -> None:
     assert GenerateTokensResponse.model_validate_json(body).choices == answer.choices
 
 
-def test_other_shapes_stay_as_they_are() -> None:
+def test_other_log_probabilities_are_unchanged() -> None:
     for logprobs in (
         None,
         {"content": None},

@@ -34,9 +34,7 @@ PART = FilePart(
 )
 
 
-async def test_files_are_read_by_the_workers_and_need_no_connection(
-    member: StagedMember, engine: Workers
-) -> None:
+async def test_workers_read_files_without_a_connection(member: StagedMember, engine: Workers) -> None:
     for _ in range(2):
         await member.execute(Receive(round_id=1, payload=PART, options=StagingOptions(retain_version=4)))
     read = engine.named("staging_read")
@@ -48,7 +46,7 @@ async def test_files_are_read_by_the_workers_and_need_no_connection(
     assert engine.version == 4 and member.retained_version == 4
 
 
-async def test_the_first_payload_of_a_round_begins_the_update(member: StagedMember, engine: Workers) -> None:
+async def test_first_payload_of_a_round_begins_the_update(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive(retain=4))
     await member.execute(receive(retain=4))
     assert [(each["begins"], each["retain_version"]) for each in engine.named("staging_receive")] == [
@@ -60,7 +58,7 @@ async def test_the_first_payload_of_a_round_begins_the_update(member: StagedMemb
     assert engine.named("staging_receive")[-1]["begins"], "another round begins its own"
 
 
-async def test_an_adapter_is_received_into_this_hosts_memory(member: StagedMember, engine: Workers) -> None:
+async def test_adapter_is_received_into_shared_memory(member: StagedMember, engine: Workers) -> None:
     await member.execute(ADAPTER)
     [arguments] = engine.named("staging_receive_files")
     assert arguments["payload"] == {"x": 1} and engine.named("staging_progress")
@@ -71,7 +69,7 @@ async def test_an_adapter_is_received_into_this_hosts_memory(member: StagedMembe
     assert not place.exists(), "the same again: what was there goes before"
 
 
-async def test_an_adapter_is_not_received_beside_what_is_left_of_a_round(
+async def test_leftover_round_is_dropped_before_an_adapter_is_received(
     member: StagedMember, engine: Workers
 ) -> None:
     await member.execute(receive())
@@ -98,14 +96,14 @@ async def test_any_error_before_the_commit_rejects_what_was_sent_unless_the_engi
         await member.execute(body)
 
 
-async def test_staging_takes_its_share_only_beside_requests(member: StagedMember, engine: Workers) -> None:
+async def test_staging_share_applies_only_while_requests_run(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive())
     engine.busy = True
     await member.execute(receive())
     assert [each["share"] for each in engine.named("staging_receive")] == [1.0, 0.25]
 
 
-async def test_a_verified_version_is_the_workers_sum(member: StagedMember) -> None:
+async def test_staged_report_sums_the_workers(member: StagedMember) -> None:
     await member.execute(receive())
     staged = await member.execute(Verify(round_id=1))
     assert staged == Staged(
@@ -120,9 +118,7 @@ async def test_a_verified_version_is_the_workers_sum(member: StagedMember) -> No
     assert member.staged_round == 1
 
 
-async def test_what_one_worker_did_not_check_the_replica_did_not(
-    member: StagedMember, engine: Workers
-) -> None:
+async def test_replica_reports_only_checks_of_all_workers(member: StagedMember, engine: Workers) -> None:
     engine.states[1] = replace(DONE, checks=(Check.NAMES, Check.FINITE))
     await member.execute(receive())
     staged = await member.execute(Verify(round_id=1))
@@ -138,7 +134,7 @@ async def test_what_one_worker_did_not_check_the_replica_did_not(
         (Outcome.REPLICA_FAILED, PayloadRejected),
     ],
 )
-async def test_one_workers_failure_is_the_replicas(
+async def test_failure_of_one_worker_fails_the_replica(
     member: StagedMember, engine: Workers, outcome: Outcome, error: type[Exception]
 ) -> None:
     engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
@@ -156,15 +152,13 @@ async def test_workers_that_staged_different_tensors_reject_the_round(
         await member.execute(Verify(round_id=1))
 
 
-async def test_a_peer_that_did_not_come_to_the_rendezvous_is_no_failure_of_the_replica(
-    member: StagedMember, engine: Workers
-) -> None:
+async def test_missing_peer_is_a_failed_transfer(member: StagedMember, engine: Workers) -> None:
     engine.connects = ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
     with pytest.raises(TransferFailed, match="1 of 3 came"):
         await member.execute(Connect(init_info={}))
 
 
-async def test_a_commit_that_comes_again_is_answered_from_what_is_live(
+async def test_repeated_commit_is_answered_from_the_live_version(
     member: StagedMember, engine: Workers
 ) -> None:
     await member.execute(receive(retain=4))
@@ -174,7 +168,7 @@ async def test_a_commit_that_comes_again_is_answered_from_what_is_live(
     assert (engine.version, member.retained_version, member.staged_round) == (4, 4, None)
 
 
-async def test_a_commit_without_its_staging_fails(member: StagedMember) -> None:
+async def test_commit_of_a_dropped_round_fails(member: StagedMember) -> None:
     await member.execute(receive())
     await member.execute(Drop(round_id=1))
     with pytest.raises(RuntimeError, match=r"^round 1 is not verified; staged is None$"):

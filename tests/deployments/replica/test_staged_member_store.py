@@ -18,9 +18,7 @@ from tests.deployments.replica.round_instructions import COMMIT, receive
 
 
 @pytest.mark.slow
-async def test_the_end_of_a_write_is_watched_until_somebody_cancels(
-    member: StagedMember, engine: Workers
-) -> None:
+async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, engine: Workers) -> None:
     """Also if the cancellation comes in the moment in which a worker has answered."""
     write = WriteVersion(version=4, label=None, directory="/store", fleet_id="f", digest=None)
     asked = asyncio.Event()
@@ -40,7 +38,7 @@ async def test_the_end_of_a_write_is_watched_until_somebody_cancels(
     assert watching.cancelled()
 
 
-async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: Workers) -> None:
+async def test_stored_version_is_no_longer_retained(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
@@ -57,7 +55,7 @@ async def test_what_the_store_has_is_not_retained(member: StagedMember, engine: 
 
 
 @pytest.mark.slow
-async def test_a_write_that_failed_can_be_tried_again(member: StagedMember, engine: Workers) -> None:
+async def test_failed_write_can_be_retried(member: StagedMember, engine: Workers) -> None:
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
@@ -73,7 +71,7 @@ async def test_a_write_that_failed_can_be_tried_again(member: StagedMember, engi
 
 
 @pytest.mark.parametrize("intact", [True, False])
-async def test_a_stored_version_is_loaded_only_if_it_is_intact(
+async def test_only_an_intact_stored_version_is_loaded(
     member: StagedMember, engine: Workers, tmp_path: Path, intact: bool
 ) -> None:
     committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
@@ -89,7 +87,7 @@ async def test_a_stored_version_is_loaded_only_if_it_is_intact(
     assert engine.version == 3 and not engine.named("load")
 
 
-async def test_a_model_that_vllm_would_not_reload_whole_is_not_loaded_into(
+async def test_model_that_vllm_cannot_reload_is_refused(
     member: StagedMember, engine: Workers, tmp_path: Path
 ) -> None:
     committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})

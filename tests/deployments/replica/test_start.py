@@ -39,13 +39,13 @@ def stored(tmp_path: Path, version: int) -> JoinAnswer:
     return JoinAnswer(version=version, path=str(path))
 
 
-async def test_a_version_that_is_there_is_loaded(tmp_path: Path) -> None:
+async def test_pinned_version_is_loaded(tmp_path: Path) -> None:
     ask = Answers(FleetUnavailable("not yet"), stored(tmp_path, 4))
     answer = await find_first_weights(ask, ask_again_s=0)
     assert answer.version == 4 and ask.asked == [None, None]
 
 
-async def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> None:
+async def test_join_without_an_answer_is_repeated(tmp_path: Path) -> None:
     answers = Answers(stored(tmp_path, 4))
 
     async def ask(unloadable: Unloadable | None) -> JoinAnswer:
@@ -58,7 +58,7 @@ async def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> No
     assert answer.version == 4 and answers.asked == [None, None]
 
 
-async def test_one_that_is_gone_is_refused_with_a_sentence(tmp_path: Path) -> None:
+async def test_missing_version_is_reported_with_its_reason(tmp_path: Path) -> None:
     gone = JoinAnswer(version=61, path=str(tmp_path / "v00000061"))
     ask = Answers(gone, stored(tmp_path, 64))
     assert (await find_first_weights(ask, ask_again_s=0)).version == 64
@@ -66,7 +66,7 @@ async def test_one_that_is_gone_is_refused_with_a_sentence(tmp_path: Path) -> No
     assert ask.asked == [None, Unloadable(version=61, reason=reason)]
 
 
-async def test_one_that_is_damaged_is_refused_and_the_checkpoint_of_the_start_is_taken(
+async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(
     tmp_path: Path,
 ) -> None:
     damaged, start = stored(tmp_path, 4), JoinAnswer(version=0, path=None)
@@ -84,7 +84,7 @@ AROUND = (
 )
 
 
-async def test_it_loads_what_the_fleet_serves_and_is_ready_when_it_is_admitted(
+async def test_replica_loads_the_committed_version_and_is_ready_when_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Serve ends the replicas that it replaces as soon as their successors are ready."""

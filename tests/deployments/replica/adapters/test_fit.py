@@ -13,7 +13,7 @@ from tests.deployments.replica.adapters.fake_llm import CONFIG, FIRST, adapter, 
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 
 
-def test_an_adapter_of_the_model_fits(tmp_path: Path, model: str) -> None:
+def test_adapter_of_the_base_model_fits(tmp_path: Path, model: str) -> None:
     check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1)), read_schema(Path(model)), CONFIG)
 
 
@@ -28,9 +28,7 @@ def test_an_adapter_of_the_model_fits(tmp_path: Path, model: str) -> None:
         (changed(**{f"{FIRST}.lora_B.weight": torch.full((128, 4), torch.nan)}), "NaN or an infinity"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    tmp_path: Path, model: str, tensors: dict[str, torch.Tensor], phrase: str
-) -> None:
+def test_misfit_is_named(tmp_path: Path, model: str, tensors: dict[str, torch.Tensor], phrase: str) -> None:
     directory = save_tiny_adapter(tmp_path / "a", 1, tensors=tensors)
     with pytest.raises(ValueError, match=phrase) as raised:
         check_adapter(adapter(directory), read_schema(Path(model)), CONFIG)
@@ -41,7 +39,7 @@ def test_what_does_not_fit_is_named(
     ("config", "phrase"),
     [({"r": 16}, "max_lora_rank"), ({"use_dora": True}, "(?i)dora"), ({"bias": "all"}, "bias")],
 )
-def test_what_vllm_does_not_compute_is_refused(
+def test_unsupported_adapter_config_is_refused(
     tmp_path: Path, model: str, config: dict[str, Any], phrase: str
 ) -> None:
     with pytest.raises(ValueError, match=phrase):
@@ -50,7 +48,7 @@ def test_what_vllm_does_not_compute_is_refused(
         )
 
 
-def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model: str) -> None:
+def test_adapter_with_another_digest_is_not_loaded(tmp_path: Path, model: str) -> None:
     expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
     save_tiny_adapter(tmp_path / "a", 2)
     with pytest.raises(Incomplete, match="digest"):
@@ -59,9 +57,7 @@ def test_other_bytes_than_the_fleet_copied_are_not_loaded(tmp_path: Path, model:
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 @pytest.mark.parametrize("length", [0, 5, 20, -10])
-def test_half_a_file_is_not_there_yet_whatever_else_is_wrong_with_it(
-    tmp_path: Path, model: str, name: str, length: int
-) -> None:
+def test_truncated_file_is_incomplete(tmp_path: Path, model: str, name: str, length: int) -> None:
     expected = adapter(directory := save_tiny_adapter(tmp_path / "a", 1))
     (directory / name).write_bytes((directory / name).read_bytes()[:length])
     with pytest.raises(Incomplete):

@@ -21,7 +21,7 @@ from tests.deployments.replica.adapters.fake_llm import FakeLlm, adapter
 from tests.tiny_adapters import save_tiny_adapter
 
 
-async def test_only_what_is_loaded_can_be_live(tmp_path: Path, adapters: EngineAdapters) -> None:
+async def test_only_loaded_adapters_can_be_live(tmp_path: Path, adapters: EngineAdapters) -> None:
     with pytest.raises(RuntimeError, match="not loaded"):
         await adapters.make_live([adapter(save_tiny_adapter(tmp_path / "a", 1))])
 
@@ -35,9 +35,7 @@ async def loaded(adapters: EngineAdapters, tmp_path: Path, count: int) -> list[A
     return made
 
 
-async def test_a_name_finds_its_newest_version_and_the_engine_hears_the_full_name(
-    tmp_path: Path, adapters: EngineAdapters
-) -> None:
+async def test_name_maps_to_its_newest_version(tmp_path: Path, adapters: EngineAdapters) -> None:
     one, two = await loaded(adapters, tmp_path, 2)
     assert "math" not in adapters.named and "math@1" not in adapters.named
     await adapters.make_live([one])
@@ -49,7 +47,7 @@ async def test_a_name_finds_its_newest_version_and_the_engine_hears_the_full_nam
     assert [each.lora_name for each in adapters.named.values()] == ["math@1", "math@2", "math"]
 
 
-async def test_a_version_is_unloaded_after_its_last_request(
+async def test_adapter_is_unloaded_after_its_last_request(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     one, two = await loaded(adapters, tmp_path, 2)
@@ -69,7 +67,7 @@ async def test_a_version_is_unloaded_after_its_last_request(
     RECORDER.set(None)
 
 
-async def test_one_that_never_became_live_is_dropped_at_once(
+async def test_adapter_that_never_became_live_is_dropped_at_once(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     one, _ = await loaded(adapters, tmp_path, 2)
@@ -81,7 +79,7 @@ async def test_one_that_never_became_live_is_dropped_at_once(
         await adapters.drop(1)
 
 
-async def test_the_figures_of_an_unloaded_adapter_go(
+async def test_metrics_of_an_unloaded_adapter_are_cleared(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     gauge = Gauge("lora_requests_info", "", ["running"], registry=None)
@@ -93,7 +91,7 @@ async def test_the_figures_of_an_unloaded_adapter_go(
     assert next(iter(gauge.collect())).samples == []
 
 
-async def test_no_engine_finds_adapters_by_itself(
+async def test_lora_resolvers_are_disabled(
     tmp_path: Path, llm: FakeLlm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's resolvers, which its users switch on by variables, load into the one engine that is asked."""
@@ -110,7 +108,7 @@ async def test_no_engine_finds_adapters_by_itself(
     assert llm.loaded == {} and "stray" not in adapters.named
 
 
-def test_an_answer_names_its_adapter() -> None:
+def test_response_names_its_adapter() -> None:
     recorder = SpanRecorder(3)
     recorder.adapter = "math@2"
     answer = json.loads(annotate_json(b'{"choices":[{"index":0}]}', recorder, 200))

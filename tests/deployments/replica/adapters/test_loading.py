@@ -19,7 +19,7 @@ from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 LOAD = "1" * 32
 
 
-async def test_a_shared_file_system_may_lag(tmp_path: Path, llm: FakeLlm) -> None:
+async def test_load_waits_for_a_lagging_file_system(tmp_path: Path, llm: FakeLlm) -> None:
     adapters = EngineAdapters(llm, llm.workers)
     directory = save_tiny_adapter(tmp_path / "a", 1)
     expected = adapter(directory)
@@ -32,13 +32,13 @@ async def test_a_shared_file_system_may_lag(tmp_path: Path, llm: FakeLlm) -> Non
     assert adapters.state.held == (1,)
 
 
-async def test_files_that_do_not_come_are_rejected(tmp_path: Path, adapters: EngineAdapters) -> None:
+async def test_missing_files_are_rejected(tmp_path: Path, adapters: EngineAdapters) -> None:
     expected = replace(adapter(save_tiny_adapter(tmp_path / "a", 1)), path=str(tmp_path / "b"))
     with pytest.raises(PayloadRejected, match="cannot be read"):
         await adapters.load(expected)
 
 
-async def test_what_was_read_before_the_files_were_right_is_read_again(tmp_path: Path, model: str) -> None:
+async def test_workers_read_again_once_the_files_are_complete(tmp_path: Path, model: str) -> None:
     expected = adapter(save_tiny_adapter(tmp_path / "a", 1))
     for wait_s in (0.15, 1.0, 5.0):  # on a busy host the first check may come after the right files
         llm = FakeLlm(model)
@@ -55,7 +55,7 @@ async def test_what_was_read_before_the_files_were_right_is_read_again(tmp_path:
 
 
 @pytest.mark.parametrize("brought", [False, True])
-async def test_an_adapter_of_a_hub_model_is_compared_with_what_the_engine_was_loaded_from(
+async def test_adapter_is_compared_with_the_hub_model(
     tmp_path: Path, model: str, hub: FakeHub, brought: bool
 ) -> None:
     hub.repositories["org/tiny"] = Path(model)
@@ -73,9 +73,7 @@ async def test_an_adapter_of_a_hub_model_is_compared_with_what_the_engine_was_lo
     disown()
 
 
-async def test_a_base_model_that_cannot_be_read_is_read_again_for_the_next_adapter(
-    tmp_path: Path, model: str
-) -> None:
+async def test_unreadable_base_model_is_read_again_for_the_next_adapter(tmp_path: Path, model: str) -> None:
     base = Path(shutil.copytree(model, tmp_path / "model"))
     file = base / "model.safetensors"
     whole = file.read_bytes()
@@ -99,7 +97,7 @@ async def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -
     return directory
 
 
-async def test_what_has_arrived_is_loaded_and_what_vllm_reads_again_is_the_fleets_copy(
+async def test_received_adapter_is_loaded_under_the_path_of_the_fleets_copy(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
@@ -112,7 +110,7 @@ async def test_what_has_arrived_is_loaded_and_what_vllm_reads_again_is_the_fleet
     assert adapters.state.received == ()
 
 
-async def test_what_has_arrived_is_read_before_its_load_comes(
+async def test_received_adapter_is_read_before_its_load_instruction(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     await arrived(adapters, save_tiny_adapter(tmp_path / "a", 1))
@@ -122,7 +120,7 @@ async def test_what_has_arrived_is_read_before_its_load_comes(
 
 
 @pytest.mark.parametrize("fault", ["damaged", "nan", "another", "unreadable", "gone"])
-async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
+async def test_incomplete_received_adapter_is_loaded_from_the_store(
     tmp_path: Path,
     adapters: EngineAdapters,
     llm: FakeLlm,
@@ -150,7 +148,9 @@ async def test_what_has_not_arrived_whole_is_read_from_the_fleets_copy(
     assert LOAD not in llm.reading
 
 
-async def test_one_adapter_is_kept_at_most(adapters: EngineAdapters, llm: FakeLlm, tmp_path: Path) -> None:
+async def test_only_the_last_received_adapter_is_kept(
+    adapters: EngineAdapters, llm: FakeLlm, tmp_path: Path
+) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
     first = await arrived(adapters, source, "3" * 32)
     second = await arrived(adapters, source, "4" * 32)
@@ -162,7 +162,7 @@ async def test_one_adapter_is_kept_at_most(adapters: EngineAdapters, llm: FakeLl
 # -- what cannot be loaded ----------------------------------------------------------------------
 
 
-async def test_what_vllm_cannot_load_stays_in_no_worker(
+async def test_failed_add_lora_leaves_no_adapter(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     llm.fails = True
@@ -171,22 +171,22 @@ async def test_what_vllm_cannot_load_stays_in_no_worker(
     assert llm.loaded == {} and adapters.state.held == ()
 
 
-async def test_what_a_worker_cannot_read_stays_in_no_worker(
-    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
-) -> None:
+async def test_failed_read_leaves_no_adapter(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:
     llm.torn = True
     with pytest.raises(PayloadRejected, match="unexpected module"):
         await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
     assert llm.loaded == {} and llm.reading == {}
 
 
-async def test_an_engine_without_lora_says_so(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:
+async def test_engine_without_lora_rejects_adapters(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+) -> None:
     llm.vllm_config.lora_config = None
     with pytest.raises(PayloadRejected, match="enable_lora"):
         await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
 
 
-async def test_a_load_that_comes_again_changes_nothing(tmp_path: Path, adapters: EngineAdapters) -> None:
+async def test_repeated_load_changes_nothing(tmp_path: Path, adapters: EngineAdapters) -> None:
     one = adapter(save_tiny_adapter(tmp_path / "a", 1))
     await adapters.load(one)
     await adapters.load(one)

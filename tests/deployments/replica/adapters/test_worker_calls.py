@@ -81,28 +81,26 @@ async def calls(workers: Workers) -> AsyncIterator[WorkerCalls]:
     disown()
 
 
-async def test_each_worker_answers_and_vllm_is_not_asked(calls: WorkerCalls, workers: Workers) -> None:
+async def test_workers_answer_without_vllm(calls: WorkerCalls, workers: Workers) -> None:
     await calls.connect()
     assert sorted(await calls("name")) == [0, 1]
     assert await calls("double", number=21) == [42, 42]
     assert workers.through_vllm == ["adapter_answer_at"]
 
 
-async def test_nobody_else_can_connect_and_nothing_is_left(calls: WorkerCalls, workers: Workers) -> None:
+async def test_socket_is_private_and_removed(calls: WorkerCalls, workers: Workers) -> None:
     await calls.connect()
     assert workers.modes == [0o600, 0o600]
     assert list(DIRECTORY.glob(f"{owner().name('worker-calls')}*")) == []
 
 
-async def test_many_at_once_get_each_its_own_answer(calls: WorkerCalls) -> None:
+async def test_concurrent_calls_get_their_own_answers(calls: WorkerCalls) -> None:
     await calls.connect()
     answers = await asyncio.gather(*(calls("double", number=number) for number in range(50)))
     assert answers == [[2 * number] * 2 for number in range(50)]
 
 
-async def test_the_answer_to_a_call_that_was_cancelled_is_nobodys(
-    calls: WorkerCalls, workers: Workers
-) -> None:
+async def test_answer_to_a_cancelled_call_is_discarded(calls: WorkerCalls, workers: Workers) -> None:
     await calls.connect()
     cancelled = asyncio.create_task(calls("wait"))
     await asyncio.sleep(0.05)
@@ -115,7 +113,7 @@ async def test_the_answer_to_a_call_that_was_cancelled_is_nobodys(
     assert await following == [8, 8]
 
 
-async def test_what_a_thread_raises_is_raised_and_it_goes_on(calls: WorkerCalls, workers: Workers) -> None:
+async def test_worker_error_is_raised_and_the_thread_continues(calls: WorkerCalls, workers: Workers) -> None:
     await calls.connect()
     with pytest.raises(RuntimeError, match="ValueError: unexpected module"):
         await calls("fail")
@@ -126,7 +124,7 @@ async def test_what_a_thread_raises_is_raised_and_it_goes_on(calls: WorkerCalls,
 
 
 @pytest.mark.parametrize("elsewhere", [{0}, {1}, {0, 1}])
-async def test_with_a_worker_on_another_host_all_are_called_through_vllm(
+async def test_worker_on_another_host_makes_all_calls_go_through_vllm(
     calls: WorkerCalls, workers: Workers, elsewhere: set[int]
 ) -> None:
     workers.elsewhere = elsewhere
@@ -135,20 +133,18 @@ async def test_with_a_worker_on_another_host_all_are_called_through_vllm(
 
 
 @pytest.mark.parametrize("turns", range(5))
-async def test_a_connection_that_is_not_used_ends_whenever_it_came(
-    calls: WorkerCalls, workers: Workers, turns: int
-) -> None:
+async def test_unused_connection_is_closed(calls: WorkerCalls, workers: Workers, turns: int) -> None:
     workers.elsewhere, workers.turns = {0}, turns
     await calls.connect()
     await asyncio.to_thread(workers.threads[0].join, 20)
     assert not workers.threads[0].is_alive()
 
 
-async def test_before_the_engine_is_up_they_are_called_through_vllm(calls: WorkerCalls) -> None:
+async def test_calls_before_connect_go_through_vllm(calls: WorkerCalls) -> None:
     assert await calls("name") == ["vllm", "vllm"]
 
 
-async def test_a_worker_that_does_not_connect_is_not_waited_for_for_ever(
+async def test_wait_for_connections_has_a_deadline(
     calls: WorkerCalls, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("deployments.replica.adapters.worker_calls.CONNECT_S", 0.1)
@@ -159,7 +155,7 @@ async def test_a_worker_that_does_not_connect_is_not_waited_for_for_ever(
     assert await calls("name") == ["vllm", "vllm"]
 
 
-async def test_an_engine_starts_though_there_is_no_room_for_a_socket(
+async def test_engine_starts_without_a_socket(
     calls: WorkerCalls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("deployments.replica.adapters.worker_calls.DIRECTORY", tmp_path / "missing")
@@ -183,7 +179,7 @@ async def broken_meanwhile(calls: WorkerCalls, workers: Workers) -> list[Any]:
 
 
 @pytest.mark.parametrize("broken", [broken_before, broken_meanwhile])
-async def test_when_a_connection_has_ended_vllm_is_asked(
+async def test_lost_connection_makes_calls_go_through_vllm(
     calls: WorkerCalls, workers: Workers, broken: Callable[[WorkerCalls, Workers], Any]
 ) -> None:
     await calls.connect()
