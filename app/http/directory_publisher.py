@@ -83,11 +83,16 @@ class DirectoryPublisher:
         await session.open(RoundOptions(persist=True, file_bytes=checkpoint.size_bytes))
         try:
             await self._send(session, checkpoint)
-            return await session.close(label)
+            changed = await session.renewing(self._disk.run(checkpoint.changed, str(checkpoint.directory)))
+            if changed is None:  # else parts of two checkpoints may each have had the right digests
+                return await session.close(label)
         except (InvalidRequest, RoundAborted) as error:
             await session.abort(error.message)  # first, since the disk may be slow
             await self._raise_if_changed(checkpoint, error)
             raise
+        error = RoundAborted(f"{changed}; publish it again once it is complete")
+        await session.abort(error.message)
+        raise error
 
     async def _send(self, session: PublishSession, checkpoint: Checkpoint) -> None:
         sending: asyncio.Future[None] | None = None

@@ -113,19 +113,24 @@ async def test_checkpoint_rejected_by_replicas_changes_nothing(
     assert (await publisher.publish(str(directory), None)).version == 1
 
 
-async def test_directory_changed_while_read_is_reported(fleet: Fleet, directory: Path) -> None:
+@pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.DONE])
+async def test_directory_changed_while_read_is_not_published(
+    fleet: Fleet, directory: Path, outcome: Outcome
+) -> None:
     for replica in fleet.replicas.values():
         replica.hangs_in.add(Receive)
     publishing = asyncio.create_task(publisher_of(fleet.controller, directory).publish(str(directory), None))
     await fleet.pending(Receive.name)
     save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, directory / "model.safetensors")
     for replica in fleet.replicas.values():
-        replica.outcomes[Receive] = Outcome.REJECTED  # its digests are others
+        replica.outcomes[Receive] = outcome  # DONE: the router digests the next part after the change, too
         replica.hangs_in.clear()
     with pytest.raises(
         RoundAborted, match=r"model\.safetensors was changed while it was read; publish it again"
     ):
         await publishing
+    status = await fleet.controller.fleet()
+    assert (status.committed_version, status.lease, status.round) == (0, None, None)
 
 
 @pytest.mark.parametrize("rotten", [None, 0, 1])
