@@ -90,9 +90,9 @@ class DirectoryPublisher:
             await session.abort(error.message)  # first, since the disk may be slow
             await self._raise_if_changed(checkpoint, error)
             raise
-        error = RoundAborted(f"{changed}; publish it again once it is complete")
-        await session.abort(error.message)
-        raise error
+        reason = f"{changed}; publish it again once it is complete"
+        await session.abort(reason)
+        raise RoundAborted(reason)
 
     async def _send(self, session: PublishSession, checkpoint: Checkpoint) -> None:
         sending: asyncio.Future[None] | None = None

@@ -61,6 +61,11 @@ class ReplicaResponse:
         self.headers: Headers = []
         self.content_length: int | None = None
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether pieces have arrived that nobody took."""
+        return bool(self._pieces)
+
     async def begin(self) -> None:
         """Wait for the head. Raises `ResponseLost`."""
         while not self._begun:
@@ -318,7 +323,8 @@ class ConnectionPool:
         try:
             response = connection.send(method, target, [("host", address), *headers], body)
             yield response
-            is_kept = response.is_complete and response.keeps_connection
+            # What a reader left behind may have paused the connection: the next response would never come.
+            is_kept = response.is_complete and response.keeps_connection and not response.has_unread
         finally:
             if is_kept and not self._closed:
                 timer = asyncio.get_running_loop().call_later(IDLE_S, self._expire, address, connection)

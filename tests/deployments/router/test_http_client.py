@@ -285,6 +285,22 @@ async def test_leaving_early_closes_the_connection() -> None:
         await server.until_ended(1)
 
 
+@both_loops
+def test_a_reader_who_leaves_what_has_arrived_does_not_block_the_next_request(run: Run) -> None:
+    """The last byte pauses the connection, and completes the response."""
+    length = MAX_UNREAD_BYTES + 1
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + b"x" * length
+
+    async def leave_and_ask_again() -> None:
+        async with serving(says(whole)) as (_, address, pool):
+            async with asyncio.timeout(LIMIT_S), pool.request(address, "GET", "/", [], b"") as response:
+                while not response.is_complete:
+                    await asyncio.sleep(0.001)
+            assert len(await post(pool, address)) == length
+
+    run(leave_and_ask_again())
+
+
 async def test_reader_of_a_given_up_response_gets_the_reason() -> None:
     async with serving(says(STREAM)) as (server, address, pool):
         with pytest.raises(ResponseLost, match="stalled"):
