@@ -246,7 +246,7 @@ def install(name: str) -> None:
 
 
 def search(name: str, count: int, timeout_s: float) -> str:
-    """What a process of its own finds: the last lines that it prints."""
+    """What a process of its own finds: the end of its warnings, then all that it prints."""
     command = [
         sys.executable,
         "-m",
@@ -265,7 +265,7 @@ def search(name: str, count: int, timeout_s: float) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return f"not found in {timeout_s:g} s"
-    return done.stdout + done.stderr[-300:]
+    return done.stderr[-300:] + done.stdout
 
 
 def main() -> None:
