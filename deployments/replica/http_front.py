@@ -9,9 +9,10 @@ import hmac
 import json
 import secrets
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Send
 
 from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable, SlipstreamError
@@ -74,7 +75,6 @@ ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine
 METRICS = "/metrics"  # vLLM's; the router merges those of all replicas
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
-Headers = Sequence[tuple[bytes, bytes]]
 
 
 class ReplicaFront:
@@ -223,9 +223,9 @@ class _Response:
             if message["status"] >= 500:  # vLLM's response when its engine is dead
                 self._replacement = self._front.refused()
             self._start = message
-            content_type = _content_type(message["headers"])
-            self._is_json = content_type.startswith(b"application/json")
-            self._is_stream = content_type.startswith(b"text/event-stream")
+            content_type = Headers(raw=message["headers"]).get("content-type", "")
+            self._is_json = content_type.startswith("application/json")
+            self._is_stream = content_type.startswith("text/event-stream")
             return
         if self._replacement is not None:
             return
@@ -252,20 +252,14 @@ class _Response:
 
     async def _send_start(self, length: int | None) -> None:
         assert self._start is not None
-        headers = [
-            (name, value)
-            for name, value in self._start["headers"]
-            if length is None or name.lower() != b"content-length"
-        ]
+        headers = MutableHeaders(raw=list(self._start["headers"]))
         if length is not None:
-            headers.append((b"content-length", str(length).encode()))
-        headers.append((b"x-slipstream-replica", self._front.replica_id.encode()))
-        headers.append((b"x-weight-version", str(self._recorder.version).encode()))
-        await self._send({"type": "http.response.start", "status": self._start["status"], "headers": headers})
-
-
-def _content_type(headers: Headers) -> bytes:
-    return next((value for name, value in headers if name.lower() == b"content-type"), b"")
+            headers["content-length"] = str(length)
+        headers["x-slipstream-replica"] = self._front.replica_id
+        headers["x-weight-version"] = str(self._recorder.version)
+        await self._send(
+            {"type": "http.response.start", "status": self._start["status"], "headers": headers.raw}
+        )
 
 
 async def _send_error(send: Send, error: SlipstreamError, refusal: bytes = NOT_BEGUN) -> None:
