@@ -62,7 +62,8 @@ class Learner:
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
 
-        An update whose loss or gradient is not finite is not applied: `skipped` is true in the metrics.
+        An update whose loss or gradient is not finite is not applied, nor those after it; the metrics are of
+        the last one that was. `skipped` is true if none was, and the step is not counted then.
 
         Args:
             published: the newest version that the trainer published; None: none.
@@ -76,11 +77,13 @@ class Learner:
             self._published, self._published_step = published, self.steps_done
         micro_batches = self._micro_batches(trajectories)
         old = self._old_logprobs(micro_batches) if self.config.updates_per_step > 1 else None
-        for done in range(self.config.updates_per_step):
-            metrics = self._whole_update(micro_batches, old, trajectories, done=done)
-            if metrics["skipped"]:
-                break
-        else:
+        metrics = self._whole_update(micro_batches, old, trajectories, done=0)
+        if not metrics["skipped"]:
+            for done in range(1, self.config.updates_per_step):
+                update = self._whole_update(micro_batches, old, trajectories, done=done)
+                if update["skipped"]:
+                    break
+                metrics = update
             self._schedule.step()
             self.steps_done += 1
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path)
     assert metrics["ratio_mean"] != pytest.approx(1.0, abs=1e-3)
     assert metrics["clipped_fraction"] > 0
     assert metrics["step"] == 1
+
+
+def test_a_step_counts_if_only_a_later_update_is_not_finite(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    before = state(policy)
+    config = with_changes(updates_per_step=3, optimizer=OptimizerConfig(learning_rate=1e30))
+    learner = Learner(policy, config)
+    metrics = learner.step(on_policy(policy, ANSWERS))
+    assert metrics["skipped"] is False and metrics["step"] == learner.steps_done == 1
+    assert math.isfinite(metrics["loss"]), "the metrics of the update that was applied"
+    assert not all(torch.equal(a, b) for a, b in zip(before, state(policy), strict=True))
 
 
 @pytest.mark.slow
