@@ -54,11 +54,17 @@ class Policy:
         """`count` answers to one conversation.
 
         Raises:
-            Unanswered, FleetError: as `sample`.
+            Unanswered: as `sample`, or the conversation exceeds the model's context.
+            FleetError: as `sample`.
             Moved: the policy's version is no longer served.
         """
         body = self._sampling(count) | {"model": self.name, "messages": list(messages), "logprobs": True}
-        return await self._sample(completions.chat(body, self._headers()))
+        try:
+            return await self._sample(completions.chat(body, self._headers()))
+        except FleetError as error:
+            if is_too_long(error):
+                raise Unanswered(error.message) from error
+            raise
 
     async def complete(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
         """What the model says after these tokens; the turns of a session go to one replica."""
@@ -96,6 +102,12 @@ class Policy:
             if self.version is None or seen == {self.version}:
                 return completion
         raise Moved(f"expected answers of version {self.version}, got {sorted(seen)}, {ATTEMPTS} times")
+
+
+def is_too_long(error: FleetError) -> bool:
+    """Whether the model cannot take a prompt, by vLLM's words: any wrong request is a 400."""
+    words = ("maximum context length", "maximum model length")
+    return error.status == 400 and any(each in error.message for each in words)
 
 
 async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion:

@@ -14,6 +14,7 @@ from app.jobs.policy import Policy, Unanswered
 from app.jobs.training import Say
 from trainers.advantages import overlong_penalty
 
+LEFT_OUT = 50  # batches of problems without an answer, after which the job gives up
 FRUITLESS = 50  # batches of groups without signal, after which dynamic sampling gives up
 
 
@@ -65,6 +66,7 @@ class Run:
     step: int = 0
     positions: Positions = field(default_factory=Positions)
     filtered: list[Group] = field(default_factory=list)  # groups without signal since the last step
+    left_out: int = 0  # problems in a row
     generated_tokens: int = 0
     in_flight: int = 0  # problems
     doing: str = "waiting for answers"
@@ -97,9 +99,13 @@ async def produce(run: Run) -> None:
         except Unanswered as error:
             run.say(f"problem {number} is left out: {error}")
             run.positions.consume([number])
+            run.left_out += 1
+            if run.left_out >= LEFT_OUT * run.options.groups_per_step:
+                raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
             continue
         finally:
             run.in_flight -= 1
+        run.left_out = 0
         group = Group(number=number, rollouts=[penalised(each, run.options) for each in rollouts])
         run.generated_tokens += group.tokens
         if run.options.dynamic_sampling and not group.has_signal:

@@ -18,7 +18,7 @@ from typing import Protocol
 from app.client.connection import FleetError
 from app.jobs.environments.transcript import Transcript, between, probes
 from app.jobs.groups import Rollout
-from app.jobs.policy import Policy, Unanswered
+from app.jobs.policy import Policy, Unanswered, is_too_long
 from app.jobs.task_groups import all_of
 from app.jobs.tasks import Message, Task, checked
 from app.jobs.user_code import blamed, imported
@@ -133,6 +133,8 @@ class Conversations:
             try:
                 answer = await policy.complete(transcript.tokens, session)
             except FleetError as error:
+                if turn == 1 and is_too_long(error):
+                    raise Unanswered(error.message) from error
                 if turn == 1 or error.status != 400:
                     raise
                 break  # the conversation exceeds the engine's context

@@ -131,6 +131,13 @@ async def test_a_problem_that_the_fleet_refuses_is_left_out(
     assert "problem 0 is left out: 2 replicas were lost under this request" in capsys.readouterr().out
 
 
+async def test_a_run_of_which_no_problem_is_answered_ends(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.deadly = {str(number) for number in range(1000)}
+    with pytest.raises(ValueError, match="100 problems in a row were not answered: 2 replicas were lost"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+
+
 async def test_a_producer_that_fails_ends_the_run(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.completion = lambda request: {"choices": []}  # type: ignore[method-assign]

@@ -54,8 +54,8 @@ def fleet(*answers: Reply) -> tuple[AsyncFleetClient, list[httpx.Request]]:
     return AsyncFleetClient(http), asked
 
 
-def refusal(status: int, kind: str) -> httpx.Response:
-    error = {"type": kind, "message": "2 replicas were lost", "detail": {}}
+def refusal(status: int, kind: str, message: str = "2 replicas were lost") -> httpx.Response:
+    error = {"type": kind, "message": message, "detail": {}}
     return httpx.Response(status, json={"error": error})
 
 
@@ -112,6 +112,19 @@ async def test_a_deadly_prompt_is_given_up_at_once() -> None:
     client, _ = fleet(refusal(400, "BadRequestError"))
     with pytest.raises(FleetError, match="400"):
         await sample(client, CALL)
+
+
+async def test_a_prompt_that_the_model_cannot_take_is_unanswered_and_another_wrong_request_is_an_error() -> (
+    None
+):
+    policy = Policy(
+        client=fleet(refusal(400, "x", "maximum context length is 8"))[0], model="m", max_tokens=9
+    )
+    with pytest.raises(Unanswered, match="maximum context length is 8"):
+        await policy.chat([{"role": "user", "content": "x"}], 4)
+    policy = Policy(client=fleet(refusal(400, "x", "temperature"))[0], model="m", max_tokens=9)
+    with pytest.raises(FleetError, match="temperature"):
+        await policy.chat([{"role": "user", "content": "x"}], 4)
 
 
 async def test_an_empty_answer_that_was_not_cut_off_is_an_error() -> None:
