@@ -1,4 +1,4 @@
-"""The architecture page and the packages' docstrings name what exists; links between documents resolve."""
+"""The architecture page, the packages' docstrings, links and the table of promises name what exists."""
 
 import ast
 import re
@@ -62,3 +62,27 @@ def test_a_link_leads_to_a_file_and_a_heading_that_exist(document: Path) -> None
         target = document.parent / path if path else document
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+_SHORT = {
+    "D": "deployments/",
+    "L": "deployments/ledger/",
+    "T": "tests/deployments/",
+    "TL": "tests/deployments/ledger/",
+}
+_PROMISED = re.compile(r"(?<![A-Za-z`])(TL|T|D|L)?`([\w./]+\.py)(?:::(\w+))?`")
+
+
+def test_the_files_and_tests_that_promises_name_exist() -> None:
+    rows = [
+        line
+        for line in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
+        if line[:1] == "|"
+    ]
+    named = [
+        (_SHORT.get(short, "") + path, test) for row in rows for short, path, test in _PROMISED.findall(row)
+    ]
+    assert len(named) > 100
+    missing = [path for path, _ in named if not (ROOT / path).exists()]
+    assert missing == []
+    assert [each for each in named if each[1] and f"def {each[1]}(" not in (ROOT / each[0]).read_text()] == []
