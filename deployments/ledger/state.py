@@ -366,7 +366,7 @@ class Round:
 
 @dataclass(slots=True, kw_only=True)
 class Publisher:
-    """The lease and the connection of whoever publishes now."""
+    """The current publisher's lease and connection."""
 
     lease: Lease | None = None
     expires: float = 0.0
