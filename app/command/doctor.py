@@ -5,15 +5,14 @@ doctor` prints the same and starts nothing.
 """
 
 import getpass
-import json
 import os
 import resource
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -21,13 +20,14 @@ from app.command.machine import NotEnough
 from app.settings.config import AppConfig
 from app.settings.models import resolve_model
 from app.settings.section import Device
+from deployments.weights.store.checkpoint_files import read_header
 
 MIN_FILES = 4096  # Ray's head node and a router alone take more than 1,024
+ENOUGH_FILES = 65536
 _PROXY_FILES = 2400  # HAProxy's, beside two for each connection
 _PROXY_CONNECTIONS = 4096  # Serve's default
 SHARED_MEMORY = Path("/dev/shm")
 _FLOAT32_BYTES = 4
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of others: 1
 _COMPILERS = ("c++", "g++", "clang++")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -111,12 +111,12 @@ def adapted(config: AppConfig, host: Host) -> tuple[dict[str, str], list[str]]:
     """The environment for a fleet here, and one line for each change."""
     environment, lines = dict(host.environment), []
     connections = min(_PROXY_CONNECTIONS, (host.open_files - _PROXY_FILES) // 2)
-    if connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
+    if 0 < connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
         environment["RAY_SERVE_HAPROXY_MAXCONN"] = str(connections)
         lines.append(
             f"{host.open_files} open files are allowed: HAProxy takes {connections} connections at most"
         )
-    if not host.has_compiler:
+    if not host.has_compiler and _runs_eagerly(config):
         # vLLM compiles a function at the first request for log-probabilities; the engine would crash.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         lines.append("there is no C++ compiler: torch compiles nothing")
@@ -136,26 +136,22 @@ def local_addresses(environment: Mapping[str, str]) -> str:
 
 def version_bytes(config: AppConfig) -> int:
     """The bytes of one published version; 0 for a model that is not a local directory of safetensors."""
-    directory = Path(resolve_model(config.model))
-    counts: dict[str, int] = {}
-    for file in directory.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                size = 1
-                for length in tensor["shape"]:
-                    size *= length
-                wide = config.engine.dtype == "float32"
-                counts[name] = size * (_FLOAT32_BYTES if wide else _DTYPE_BYTES.get(tensor["dtype"], 1))
-    return sum(counts.values())
+    sizes: dict[str, int] = {}
+    for file in Path(resolve_model(config.model)).glob("*.safetensors"):
+        for name, entry in read_header(file).entries.items():
+            begin, end = entry.data_offsets
+            sizes[name] = (
+                prod(entry.shape) * _FLOAT32_BYTES if config.engine.dtype == "float32" else end - begin
+            )
+    return sum(sizes.values())
 
 
 def use_all_files() -> None:
-    """Raise the soft limit of open files to the hard one; every process of the fleet inherits it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # a hard limit above the kernel's own
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise the soft limit of open files as far as Ray advises; every process of the fleet inherits it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def use_a_home() -> str | None:

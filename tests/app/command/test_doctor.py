@@ -129,6 +129,7 @@ def test_doctor_says_it_and_fails(tmp_path: Path) -> None:
     done = run("prlimit", "--nofile=1024:1024", VLLM_PLUGINS="")
     assert done.returncode == 1 and done.stderr == ""
     assert done.stdout.count("problem: ") == 2 and "open files" in done.stdout
+    assert "note: " not in done.stdout, "nothing is adapted to a limit that is refused"
 
 
 def test_a_launcher_under_nohup_survives_the_terminal() -> None:
