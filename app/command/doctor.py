@@ -20,7 +20,6 @@ from app.command.machine import NotEnough
 from app.settings.config import AppConfig
 from app.settings.models import resolve_model
 from app.settings.section import Device
-from deployments.weights.store.checkpoint_files import read_header
 
 MIN_FILES = 4096  # Ray's head node and a router alone take more than 1,024
 ENOUGH_FILES = 65536
@@ -136,6 +135,8 @@ def local_addresses(environment: Mapping[str, str]) -> str:
 
 def version_bytes(config: AppConfig) -> int:
     """The bytes of one published version; 0 for a model that is not a local directory of safetensors."""
+    from deployments.weights.store.checkpoint_files import read_header  # imports numpy, a tenth of a second
+
     sizes: dict[str, int] = {}
     for file in Path(resolve_model(config.model)).glob("*.safetensors"):
         for name, entry in read_header(file).entries.items():

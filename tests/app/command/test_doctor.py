@@ -118,7 +118,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 
@@ -127,7 +127,9 @@ def test_doctor_says_it_and_fails(tmp_path: Path) -> None:
     if hard != resource.RLIM_INFINITY and hard < 4096:
         pytest.skip("this machine itself allows too few open files")
     done = run("prlimit", "--nofile=1024:1024", VLLM_PLUGINS="")
-    assert done.returncode == 1 and done.stderr == ""
+    assert (
+        done.returncode == 1 and "Traceback" not in done.stderr
+    )  # the first one converts the built-in model
     assert done.stdout.count("problem: ") == 2 and "open files" in done.stdout
     assert "note: " not in done.stdout, "nothing is adapted to a limit that is refused"
 
