@@ -22,7 +22,6 @@ from deployments.ledger.state import (
     join_reasons,
 )
 from deployments.protocol.engine_state import (
-    Disconnect,
     EngineState,
     InFlight,
     LastingOperation,
@@ -41,7 +40,6 @@ from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavail
 from deployments.protocol.poll import RunOperation
 
 LASTING = get_args(LastingOperation)
-CHANGES = (*LASTING, Disconnect)
 
 
 def names(state: State) -> tuple[str, ...]:
@@ -189,7 +187,7 @@ def _called(state: State, call: PendingCall) -> None:
     verdict = classify(call)
     if pending.of_one:
         membership.fence_each(state, verdict.not_done, f"condition: {pending.operation.name}")
-    elif isinstance(pending.operation, CHANGES):  # a question without an answer has no consequence
+    elif isinstance(pending.operation, LASTING):  # no other one changes what a replica computes
         membership.fence_each(state, verdict.replica_failed, RunOperation.name)
     if isinstance(pending.operation, LASTING):
         _record(state, pending, call, verdict.done)

@@ -147,7 +147,8 @@ class EngineMember(ABC):
         except (PayloadRejected, TransferFailed):
             raise
         except Exception as error:  # whatever was sent or the host lacks: live weights are untouched
-            if not isinstance(body, BEFORE_COMMIT) or self.partially_updated or self._engine.dead:
+            touches_none = isinstance(body, (*BEFORE_COMMIT, LoadAdapter)) and not self.partially_updated
+            if not touches_none or self._engine.dead:
                 raise
             raise PayloadRejected(f"{type(error).__name__}: {error}") from error
         async with self.changed:

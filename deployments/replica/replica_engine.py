@@ -215,11 +215,18 @@ class ReplicaEngine:
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of every worker of every data-parallel rank; one answer per worker."""
         core: Any = self.llm.engine_core
-        if self.llm.vllm_config.parallel_config.data_parallel_size > 1:
-            # collective_rpc runs on all ranks but returns the first one's answers only.
-            answers = await core.call_utility_all_async("collective_rpc", method, None, (), arguments)
-            return [answer for rank in answers for answer in rank]
-        return cast(list[Any], await self.llm.collective_rpc(method, kwargs=arguments))
+        try:
+            if self.llm.vllm_config.parallel_config.data_parallel_size > 1:
+                # collective_rpc runs on all ranks but returns the first one's answers only.
+                answers = await core.call_utility_all_async("collective_rpc", method, None, (), arguments)
+                return [answer for rank in answers for answer in rank]
+            return cast(list[Any], await self.llm.collective_rpc(method, kwargs=arguments))
+        except asyncio.CancelledError as error:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            # Cancelled by the engine. An instruction must end with an acknowledgement: silence is fenced.
+            raise RuntimeError(f"the engine cancelled {method}") from error
 
     async def commit(self, args: Commit) -> Swapped:
         """Make the staged version live between two decoding steps.

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
+from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import remove_segment
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect
@@ -41,6 +42,8 @@ STAGING_POLL_S = 0.005
 STORE_POLL_S = 0.5
 STORE_CALL_S = 30.0
 
+logger = serve_logger()
+
 State = TypeVar("State", ConnectState, StagingState)
 
 
@@ -49,6 +52,7 @@ class StagedMember(EngineMember):
         super().__init__(engine)
         self._receiving: int | None = None  # the round whose payloads the workers stage
         self._payloads = 0
+        self._leftover = False  # the workers may hold an update
         self._retaining: int | None = None  # the version that this update is retained as
         self._page: ProgressPage | None = None  # None: a worker is on another host, or none has connected
         self._watching: asyncio.Task[None] | None = None
@@ -78,7 +82,7 @@ class StagedMember(EngineMember):
         self.staged_round = None
         if begins:
             await self._discard_leftover()
-            self._receiving, self._payloads = body.round_id, 0
+            self._receiving, self._payloads, self._leftover = body.round_id, 0, True
             self._retaining = body.options.retain_version
         share = self._engine.staging_share if self._engine.busy else 1.0
         # One call also begins the update: each call to the workers delays a decoding step.
@@ -150,13 +154,19 @@ class StagedMember(EngineMember):
             raise RuntimeError(f"round {body.round_id} is not verified; staged is {self.staged_round}")
         swapped = await self._engine.commit(body)
         self.staged_round = self._receiving = None
+        self._leftover = False
         self.retained_version = self._retaining
         return swapped
 
     async def drop(self, body: Drop) -> None:
-        self.staged_round = None
-        await self._engine.workers("staging_drop")
-        self._receiving = None
+        """Discard what is staged. If the workers cannot, the next update tries it again before it begins."""
+        self._leftover = True
+        try:
+            await self._discard_leftover()
+        except Exception as error:  # live weights are untouched
+            if self._engine.dead:
+                raise
+            logger.warning("a staged update is not discarded: %s: %s", type(error).__name__, error)
 
     async def call(self, body: RunOperation) -> JsonValue:
         if isinstance(body.operation, Disconnect):
@@ -165,8 +175,10 @@ class StagedMember(EngineMember):
 
     async def _discard_leftover(self) -> None:
         """Drop a round whose controller is gone. No report named it while it was being received."""
-        if self._receiving is not None:
-            await self.drop(Drop(round_id=self._receiving))
+        if self._leftover:
+            self._receiving = self.staged_round = None
+            await self._engine.workers("staging_drop")
+            self._leftover = False
 
     async def write_version(self, body: WriteVersion) -> None:
         """Start writing; `store_result` is this attempt's once it has ended."""

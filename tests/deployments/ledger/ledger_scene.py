@@ -8,6 +8,7 @@ from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig,
 from deployments.ledger.state import PendingCall
 from deployments.protocol.engine_state import (
     AbortRequests,
+    Disconnect,
     EngineState,
     InFlight,
     IsPaused,
@@ -155,6 +156,8 @@ def operation(text: str) -> Operation:
             return AbortRequests()
         case "weight_checker":
             return WeightChecksums()
+        case "disconnect":
+            return Disconnect()
     raise ValueError(f"unknown operation {text!r}")
 
 

@@ -146,9 +146,10 @@ def test_a_joiner_changes_course_when_the_condition_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["is_paused", "is_sleeping", "reset_prefix_cache", "abort_requests", "weight_checker"]
+    "text",
+    ["is_paused", "is_sleeping", "reset_prefix_cache", "abort_requests", "weight_checker", "disconnect"],
 )
-def test_a_replica_that_cannot_answer_a_question_is_named_and_not_fenced(text: str) -> None:
+def test_a_replica_that_cannot_answer_a_question_or_disconnect_is_named_and_not_fenced(text: str) -> None:
     scene = Scene(replicas=2)
     scene.replicas[0].outcomes[RunOperation] = Outcome.REPLICA_FAILED
     call = scene.call(text)

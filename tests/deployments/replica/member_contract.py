@@ -149,8 +149,8 @@ class Following(Subject):
 class OverEngine(Following):
     """A real member, over an engine whose vLLM is a fake."""
 
-    def __init__(self, *, in_place: bool) -> None:
-        self._llm = FakeLlm()
+    def __init__(self, *, in_place: bool, llm: FakeLlm | None = None) -> None:
+        self._llm = FakeLlm() if llm is None else llm
         engine = FakeEngine(self._llm, FastAPI(), FIRST_VERSION)  # type: ignore[arg-type]
         member: EngineMember = StagedMember(engine)
         if in_place:

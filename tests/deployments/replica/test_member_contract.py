@@ -4,14 +4,17 @@ Each case says what the real member answers. After each instruction everything t
 what is seen of the real member; random sequences look for what no case has thought of.
 """
 
+import asyncio
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
+from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     Body,
     CatchUp,
@@ -33,6 +36,7 @@ from deployments.protocol.poll import (
 )
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
+from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.deployments.replica.member_contract import (
     FIRST_VERSION,
     Fake,
@@ -269,3 +273,84 @@ async def test_admission_is_the_controllers(kind: Kind, in_place: bool) -> None:
         assert (await subject.tell(first_seq=0)).admitted
     finally:
         await subject.end()
+
+
+class FaultyLlm(FakeLlm):
+    """Raises in one of the calls that reach the engine, before or after it was carried out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.fails_in = -1
+        self.carried_out = False
+        self.error: BaseException = RuntimeError()
+
+    async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+        number, self.calls = self.calls, self.calls + 1
+        if number == self.fails_in and not self.carried_out:
+            raise self.error
+        answers = await super().collective_rpc(method, kwargs)
+        if number == self.fails_in:
+            raise self.error
+        return answers
+
+
+ERRORS = [
+    OverflowError("Integer value out of range"),
+    OSError(28, "No space left on device"),
+    MemoryError(),
+    UnicodeEncodeError("utf-8", "\udce9", 0, 1, "surrogates not allowed"),
+    ValueError("wrong"),
+    RuntimeError("worker failed"),
+    TimeoutError("no answer"),
+    KeyError("w"),
+    RecursionError("too deep"),
+    PayloadRejected("wrong"),
+    TransferFailed("a peer is gone"),
+    asyncio.CancelledError(),
+]
+# Each ends with the instruction in which calls fail.
+BEFORE_A_COMMIT: dict[str, Sequence[Body]] = {
+    "connect": [CONNECT],
+    "connect, with a leftover": [R1, CONNECT],
+    "the first payload": [CONNECT, R1],
+    "another payload": [R1, R1],
+    "a payload, with a leftover": [R1, R2],
+    "verify": [R1, V1],
+    "drop": [R1, D1],
+    "drop of what is verified": [R1, V1, D1],
+    "leave": [CONNECT, LEAVE],
+    "an adapter": [CONNECT, ADAPTER],
+    "an adapter, with a leftover": [R1, ADAPTER],
+}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("case", BEFORE_A_COMMIT)
+async def test_no_error_before_a_commit_fails_the_replica_and_the_next_round_commits(
+    case: str, error: BaseException
+) -> None:
+    *before, faulty = BEFORE_A_COMMIT[case]
+    for carried_out in (False, True):
+        call, calls = 0, 1
+        while call < calls:
+            llm = FaultyLlm()
+            subject = OverEngine(in_place=False, llm=llm)
+            await subject.start()
+            try:
+                await subject.tell(*before, first_seq=0)
+                llm.error, llm.carried_out, llm.fails_in = error, carried_out, llm.calls + call
+                first = llm.calls
+                seen = await subject.tell(faulty, first_seq=10)
+                calls = max(calls, llm.calls - first)
+                where = f"call {call} of {faulty.name}"
+                [outcome] = seen.outcomes or [None]
+                assert outcome is not None, f"{where}: no acknowledgement, so its deadline fences it"
+                assert outcome is not Outcome.REPLICA_FAILED, where
+                assert seen.admitted and seen.begins, where
+                again = await subject.tell(D1, CONNECT, R2, V2, C2, first_seq=20)
+                assert answers([again]) == "ddddd", where
+                assert again.version == FIRST_VERSION + 2
+            finally:
+                await subject.end()
+            call += 1

@@ -80,19 +80,15 @@ async def test_leftover_round_is_dropped_before_an_adapter_is_received(
         await member.execute(Verify(round_id=1))
 
 
-@pytest.mark.parametrize(
-    "body", [Connect(init_info={}), receive(), Verify(round_id=1), ADAPTER], ids=lambda body: body.name
-)
-@pytest.mark.parametrize("error", [OverflowError("int too big"), OSError(28, "No space left"), KeyError("w")])
-async def test_any_error_before_the_commit_rejects_what_was_sent_unless_the_engine_is_dead(
-    member: StagedMember, engine: Workers, body: Body, error: Exception
+@pytest.mark.parametrize("body", [Connect(init_info={}), receive(), ADAPTER], ids=lambda body: body.name)
+async def test_error_is_the_payloads_only_while_the_engine_lives(
+    member: StagedMember, engine: Workers, body: Body
 ) -> None:
-    await member.execute(receive())
-    engine.broken = error
-    with pytest.raises(PayloadRejected, match=f"^{type(error).__name__}: "):
+    engine.broken = OverflowError("int too big")
+    with pytest.raises(PayloadRejected, match="OverflowError: int too big"):
         await member.execute(body)
     engine.dead = True
-    with pytest.raises(type(error)):
+    with pytest.raises(OverflowError):
         await member.execute(body)
 
 
