@@ -365,7 +365,7 @@ class Round:
 
 
 @dataclass(slots=True, kw_only=True)
-class Publisher:
+class PublisherState:
     """The current publisher's lease and connection."""
 
     lease: Lease | None = None
@@ -417,20 +417,8 @@ class StoreWrite:
     writer: Member | None = None  # None: not assigned
     due: float = 0.0
     failed: dict[str, str] = field(default_factory=dict)  # replica id -> why
-    late: list[Member] = field(default_factory=list)  # writers that missed the deadline, and may still finish
     retry_at: float | None = None  # None: not given up
-    last_writer: Member | None = None
     problem: str | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class StoreWait:
-    """Joiners wait for a version that its publisher was to write."""
-
-    version: int = 0
-    since: float | None = None  # None: no joiner waits
-    problem: str | None = None
-    failed: tuple[int, str] | None = None  # the version that its publisher could not write, and why
 
 
 # -- adapters ---------------------------------------------------------------------------------
@@ -545,7 +533,7 @@ class State:
     history: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=KEPT_ROUNDS))  # oldest first
     round_errors: OrderedDict[int, SlipstreamError] = field(default_factory=OrderedDict)  # by round id
 
-    publisher: Publisher = field(default_factory=Publisher)
+    publisher: PublisherState = field(default_factory=PublisherState)
     engine_state: EngineState = ()  # of the fleet
     durable_engine_state: EngineState = ()  # what a successor would recover
     operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)  # in order
@@ -553,7 +541,7 @@ class State:
     refusals: dict[str, Refusal] = field(default_factory=dict)  # by incarnation
     losses: Losses = field(default_factory=Losses)
     store_write: StoreWrite = field(default_factory=StoreWrite)
-    store_wait: StoreWait = field(default_factory=StoreWait)
+    unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
     adapters: AdapterLoads = field(default_factory=AdapterLoads)
 
     def decide(self, decision: Decision) -> None:
@@ -638,7 +626,5 @@ class State:
             drain.due += stalled_s
         self.publisher.expires += stalled_s
         self.store_write.due += stalled_s
-        if self.store_wait.since is not None:
-            self.store_wait.since += stalled_s
         for pin in self.pins.values():
             pin.since += stalled_s

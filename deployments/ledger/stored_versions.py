@@ -37,7 +37,6 @@ AGAIN_S = 600.0  # then the version is tried again: something else may have kill
 def advance(state: State) -> None:
     _advance_pins(state)
     _advance_write(state)
-    _advance_wait(state)
 
 
 # -- who writes -------------------------------------------------------------------------------
@@ -62,7 +61,8 @@ def on_report(state: State, member: Member, report: Report) -> bool:
     before, member.retained_version = member.retained_version, report.retained_version
     result = report.store_result
     if result is not None and result.version <= state.committed_version:
-        if result.problem and not member.has_queued(WriteVersion):  # else it is of an earlier attempt
+        writes = member is state.store_write.writer and not member.has_queued(WriteVersion)
+        if result.problem and writes:  # else it is of an earlier attempt
             if _record_failure(state, result.version, member, result.problem):
                 return True
         elif not result.problem and (state.stored is None or result.version > state.stored.version):
@@ -98,15 +98,15 @@ def _advance_write(state: State) -> None:
     if version is None:
         return
     write = state.store_write
-    if write.writer is not None and not _has_ended(state, write, write.writer):
-        return
+    if (writer := write.writer) is not None and writer.alive and writer.replica_id not in write.failed:
+        if state.now <= write.due:
+            return
+        # Its version still counts if it ends late. Two may write at once: each has a directory of its own.
+        write.failed[writer.replica_id] = f"did not end within {state.config.store_timeout_s:g} s"
     write.writer = None
     if state.round is not None and state.round.decided:
         return
-    late = [each for each in write.late if each.alive and each.replica_id not in write.failed]
-    if len(late) < len(write.late):
-        write.late, write.retry_at = late, None  # one of them will not finish any more
-    elif write.retry_at is not None and state.now >= write.retry_at:
+    if write.retry_at is not None and state.now >= write.retry_at:
         write.failed, write.retry_at = {}, None
     if write.retry_at is None:
         _assign(state, write)
@@ -115,19 +115,15 @@ def _advance_write(state: State) -> None:
 def _assign(state: State, write: StoreWrite) -> None:
     if state.returning():
         return  # one that has not polled since a restart may retain it
-    # A late writer is not asked again: it could only wait for the same disk.
-    candidates = [
+    candidates = (
         each
         for each in state.live()
-        if each.retained_version == write.version
-        and each.replica_id not in write.failed
-        and each not in write.late
-    ]
-    if not candidates:
+        if each.retained_version == write.version and each.replica_id not in write.failed
+    )
+    write.writer = next(candidates, None)
+    if write.writer is None:
         _give_up(state, write)
         return
-    candidates.sort(key=lambda each: each is write.last_writer)  # after a failure, another one first
-    write.writer = write.last_writer = candidates[0]
     write.due = state.now + state.config.store_timeout_s
     assert state.store_dir is not None
     body = WriteVersion(
@@ -147,21 +143,8 @@ def _begun(state: State, call: PendingCall) -> None:
             _record_failure(state, call.result, member, reason)
 
 
-def _has_ended(state: State, write: StoreWrite, writer: Member) -> bool:
-    if not writer.alive or writer.replica_id in write.failed:
-        return True
-    if state.now > write.due:
-        # If it finishes late, it counts. Two may write at once: each has a directory of its own.
-        write.late.append(writer)
-        _give_up(state, write)
-        return True
-    return False
-
-
 def _give_up(state: State, write: StoreWrite) -> None:
-    late = f"did not end within {state.config.store_timeout_s:g} s"
-    reasons = {each.replica_id: late for each in write.late} | write.failed
-    why = join_reasons(dict(sorted(reasons.items()))) if reasons else "no replica retains its tensors"
+    why = join_reasons(dict(sorted(write.failed.items()))) or "no replica retains its tensors"
     before, write.problem = write.problem, _not_stored(write.version, why)
     write.retry_at = state.now + RETRY_S
     if write.problem != before:
@@ -184,43 +167,16 @@ def _forget_stored(state: State) -> None:
             membership.queue(state, member, Forget(version=retained))
 
 
-# -- a publisher that writes its versions itself -----------------------------------------------
-
-
 def set_unstored(state: State, version: int, reason: str) -> None:
-    """The publisher could not write this version."""
+    """The publisher, which writes its versions itself, could not write this one."""
     if version == state.committed_version != state.stored_version:
-        state.store_wait.failed = version, reason
+        state.unwritten = version, reason
         state.record("not_stored", version=version, reason=reason)
-
-
-def _advance_wait(state: State) -> None:
-    """Note when joiners have waited `store_timeout_s` for a version that its publisher has not written."""
-    wait, version, waiting = state.store_wait, state.committed_version, _waiting(state)
-    if wait.failed is not None and (wait.failed[0] != version or state.stored_version == version):
-        wait.failed = None
-    if not waiting:
-        wait.since = wait.problem = None
-    elif wait.since is None or version != wait.version:
-        wait.version, wait.since, wait.problem = version, state.now, None
-    elif wait.problem is None and state.now - wait.since > state.config.store_timeout_s:
-        reason = f"its publisher has not written it, and {waiting} wait for it: publish again"
-        wait.problem = _not_stored(version, reason)
-        state.record("not_stored", version=version, reason=reason)
-
-
-def _waiting(state: State) -> list[str]:
-    """Joiners that need a version which no replica was asked to write."""
-    committed = state.committed_version
-    if state.stored_version == committed or state.unstored is not None:
-        return []
-    joining = (each for each in state.live() if each.state is MemberState.JOINING)
-    return [each.replica_id for each in joining if each.version != committed]
 
 
 def problem(state: State) -> str | None:
     """Why the committed version is not in the store, or does not load from it."""
-    committed, lost, wait = state.committed_version, state.losses.replicas, state.store_wait
+    committed, lost = state.committed_version, state.losses.replicas
     if state.store_write.problem is not None:
         return state.store_write.problem
     if _is_given_up(state, committed):
@@ -229,7 +185,9 @@ def problem(state: State) -> str | None:
     for each in state.refusals.values():
         if each.version == committed:
             return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
-    return wait.problem if wait.failed is None else _not_stored(*wait.failed)
+    if state.unwritten is not None and state.unwritten[0] == committed != state.stored_version:
+        return _not_stored(*state.unwritten)
+    return None
 
 
 # -- which versions stay ----------------------------------------------------------------------
