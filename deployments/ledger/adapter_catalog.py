@@ -15,7 +15,6 @@ SEPARATOR = "@"  # between a name and its version, see `Adapter.full_name`
 
 
 def is_name(name: str) -> bool:
-    """Whether an adapter can have this name, unless the base model has it."""
     return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
@@ -99,7 +98,6 @@ def with_live(catalog: AdapterCatalog, adapter: Adapter, keep: int) -> AdapterCa
 
 
 def without(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
-    """These are retired."""
     return replace(
         catalog,
         live=tuple(each for each in catalog.live if each.adapter_id not in ids),

@@ -52,10 +52,8 @@ def begin(
 ) -> Adapter:
     """Reserve the next version of a name; `stage` or `give_up` follows.
 
-    Args:
-        in_place: vLLM's `load_inplace`. Here the name gets another version, and nothing is overwritten.
-        after: the newest live version that the caller knows, 0 for none. None: any.
-        load_id: for `loaded`; unique unless empty.
+    `in_place` is vLLM's `load_inplace`; here the name gets another version. `after`: the newest live version
+    that the caller knows, 0 for none; None: any.
     """
     adapters, limits = state.adapters, state.adapter_limits
     _check_enabled(state)
@@ -92,20 +90,17 @@ def stage(state: State, adapter: Adapter, files: AdapterFiles) -> PendingCall:
 
 
 def complete(state: State, adapter: Adapter) -> None:
-    """The fleet's copy is durable."""
     if (load := _load_of(state, adapter)) is not None:
         load.times.stored = state.now
 
 
 def fail(state: State, adapter: Adapter, error: SlipstreamError) -> None:
-    """The fleet will have no durable copy of what was staged: no replica keeps it."""
     load = _load_of(state, adapter)
     if load is not None and not load.stored:
         load.error = load.error or error
 
 
 def give_up(state: State, adapter: Adapter, reason: str) -> None:
-    """Its files could not be copied."""
     del state.adapters.loads[adapter.name]
     _record(state, adapter, "failed", reason)
 
@@ -135,7 +130,6 @@ def _check_enabled(state: State) -> None:
 
 
 def _check_idle(state: State, name: str) -> None:
-    """Raises Conflict if a version with this name, or this full name, is being loaded."""
     loads = state.adapters.loads.values()
     load = next((it for it in loads if name in (it.adapter.name, it.adapter.full_name)), None)
     if load is not None:
@@ -159,7 +153,6 @@ def _record(state: State, adapter: Adapter, phase: str, reason: str = "") -> Non
 
 
 def needed(state: State) -> set[int]:
-    """The ids whose files must stay."""
     catalog = state.adapters.catalog
     pending = {load.adapter.adapter_id for load in state.adapters.loads.values()}
     return pending | {each.adapter_id for each in (*catalog.live, *catalog.retired)}
@@ -181,7 +174,6 @@ def loaded(state: State, load_id: str) -> Adapter | None:
 
 
 def status(state: State) -> list[AdapterStatus]:
-    """Retired versions, live ones, and those that are being loaded."""
     catalog, members = state.adapters.catalog, list(state.members.values())
     loading = [load.adapter for load in state.adapters.loads.values() if not load.decided]
     return [
@@ -231,7 +223,6 @@ def _is_everywhere(state: State, adapter: Adapter) -> bool:
 
 
 def advance(state: State) -> None:
-    """Send what is missing, and end what is complete."""
     adapters = state.adapters
     _converge_all(state)
     if _conclude(state):
@@ -245,7 +236,6 @@ def advance(state: State) -> None:
 
 
 def _converge_all(state: State) -> None:
-    """Send each replica the first thing that is missing there."""
     live, dropped = state.live(), state.adapters.dropped
     if dropped:
         dropped &= {(member.incarnation, held) for member in live for held in member.adapters.held}

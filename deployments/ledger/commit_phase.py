@@ -61,7 +61,6 @@ def decide(state: State, current: Round) -> None:
 
 
 def resume(state: State, decision: Committed) -> None:
-    """Resume a decided round in a new process, before any member has registered."""
     members = [
         membership.recover_member(state, each, version=decision.version - 1, was_serving=False)
         for each in decision.participants
@@ -112,7 +111,6 @@ def on_return(state: State, member: Member, report: Report) -> None:
 
 
 def _begin(state: State, current: Round) -> None:
-    """The round's version is the fleet's from here on."""
     state.round, state.persist = current, current.persist
     state.committed_version, state.label = current.version, current.label
     enter(state, current, RoundPhase.COMMITTING)
@@ -136,11 +134,8 @@ def _expect_commit(state: State, current: Round, member: Member) -> None:
 
 
 def advance(state: State) -> bool:
-    """Send COMMIT to as many as may be unavailable at once; release when all have swapped.
-
-    Returns:
-        Whether the round entered its next phase.
-    """
+    """Send COMMIT to as many as may be unavailable at once; release when all have swapped. Returns whether
+    the round entered its next phase."""
     current = state.round
     if current is None or current.phase is not RoundPhase.COMMITTING:
         return False
@@ -246,7 +241,6 @@ def _finish(state: State, current: Round) -> None:
 
 
 def weights_replaced(state: State) -> None:
-    """A round finished: the weights that a sleep discarded are intact again."""
     state.engine_state = intact(state.engine_state)
     state.durable_engine_state = intact(state.durable_engine_state)
 
@@ -268,7 +262,6 @@ def enter(state: State, current: Round, phase: RoundPhase, reason: str = "") -> 
 
 
 def abort(state: State, current: Round, error: SlipstreamError) -> None:
-    """End an undecided round; calls that wait for it fail with the error."""
     state.round_errors[current.round_id] = error
     while len(state.round_errors) > KEPT_ROUNDS:
         state.round_errors.popitem(last=False)
@@ -340,7 +333,7 @@ def ended(state: State, round_id: int) -> RoundReport | None:
 
 
 def undecided(state: State, round_id: int) -> Round:
-    """The round in flight. Raises what aborted it, or Conflict if it is not in flight or is decided."""
+    """Raises what aborted the round, or Conflict if it is not in flight or is decided."""
     current = state.round
     if current is not None and current.round_id == round_id and not current.decided:
         return current
@@ -354,7 +347,6 @@ def undecided(state: State, round_id: int) -> Round:
 
 
 def require_no_round(state: State, action: str) -> None:
-    """Raises Conflict while a round is in flight."""
     if state.round is not None:
         raise Conflict(
             f"cannot {action} while round {state.round.round_id} is {state.round.phase}",
@@ -388,7 +380,6 @@ def closed(state: State, round_id: int, label: str | None) -> PendingCall | None
 
 
 def _aborted_before(report: RoundReport) -> SlipstreamError:
-    """What aborted a round of an earlier process, for its publisher."""
     message = f"round {report.round_id} aborted: {report.reason}"
     if report.reason == CONTROLLER_RESTARTED:
         return TransferAborted(

@@ -43,16 +43,12 @@ LASTING = get_args(LastingOperation)
 
 
 def names(state: State) -> tuple[str, ...]:
-    """The operations of the fleet's engine state, for `/fleet`."""
     return tuple(operation.name for operation in state.engine_state)
 
 
 def call_fleet(state: State, operation: Operation) -> PendingCall:
-    """Carry an operation out on every serving replica. The call's result is {replica id: answer}.
-
-    Raises:
-        Conflict: it would let the fleet compute with discarded weights.
-    """
+    """The call's result is {replica id: answer}. Raises Conflict if the fleet would compute with discarded
+    weights."""
     if isinstance(operation, WakeUp):
         _check_intact(state, operation)
     waits = isinstance(operation, Pause | Sleep) and operation.mode is InFlight.WAIT
@@ -153,7 +149,6 @@ def converge(state: State, member: Member) -> bool:
 
 
 def _check_intact(state: State, wake_up: WakeUp) -> None:
-    """Raises Conflict if waking up would let the fleet compute with discarded weights."""
     tags = wake_up.tags
     if discarded(_intended(state, drained=False)) and (not tags or SleepTag.KV_CACHE in tags):
         raise Conflict(
@@ -201,7 +196,6 @@ def _called(state: State, call: PendingCall) -> None:
 
 
 def _record(state: State, pending: PendingOperation, call: PendingCall, done: frozenset[str]) -> None:
-    """The engine state of the members that carried a lasting operation out, and of the fleet."""
     for replica_id in done:
         if (member := state.members.get(replica_id)) is not None:
             member.engine_state = _after(member.engine_state, pending.operation)

@@ -47,8 +47,6 @@ from deployments.protocol.responses import (
 
 
 class Ledger:
-    """The events, and the queries. `state` is for the tests."""
-
     def __init__(
         self,
         config: LedgerConfig | None = None,
@@ -88,9 +86,7 @@ class Ledger:
     def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
         """The lease of a publisher whose calls carry no token (vLLM's clients); issues it if needed.
 
-        Args:
-            renew: the call belongs to the open round. Another program's call must not keep the round of one
-                that is gone.
+        `renew`: the call belongs to the open round. Other calls must not keep the round of a lost publisher.
         """
         state = self._at(now)
         self._expire()
@@ -110,14 +106,12 @@ class Ledger:
         return publisher_session.renew(state, token)
 
     def release(self, token: int, now: float) -> None:
-        """Give the lease back; an undecided round is aborted."""
         self.renew(token, now)
         staging_phase.abandon(self.state, "its publisher released the lease")
         self.state.publisher.lease = None
         self.advance(now)
 
     def connect(self, token: int, init_info: Mapping[str, JsonValue], now: float) -> PendingCall:
-        """Every member joins the publisher's transfer group."""
         publisher = self.renew(token, now).publisher
         commit_phase.require_no_round(self.state, "connect")
         call = publisher_session.connect(self.state, publisher, init_info)
@@ -125,14 +119,12 @@ class Ledger:
         return call
 
     def disconnect(self, token: int, now: float) -> PendingCall:
-        """Every serving replica closes its end of the connection."""
         self.renew(token, now)
         commit_phase.require_no_round(self.state, "disconnect")
         self.state.publisher.connection = None
         return self.call(Disconnect(), now)
 
     def open_round(self, token: int, options: RoundOptions, now: float) -> int:
-        """The round's id. Raises Conflict while the weights sleep; see `staging_phase.open_round`."""
         publisher = self.renew(token, now).publisher
         connected = publisher_session.connection_of(self.state, publisher)
         connection = None if options.file_bytes is not None else connected
@@ -142,14 +134,12 @@ class Ledger:
         return round_id
 
     def send(self, token: int, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
-        """Every participant receives one payload."""
         self.renew(token, now)
         call = staging_phase.send(self.state, round_id, payload)
         self.advance(now)
         return call
 
     def send_adapter(self, token: int, load_id: str, payload: JsonValue, now: float) -> PendingCall:
-        """Every member receives an adapter's files."""
         publisher = self.renew(token, now).publisher
         commit_phase.require_no_round(self.state, "send an adapter")
         body = ReceiveAdapter(load_id=load_id, payload=payload)
@@ -167,7 +157,6 @@ class Ledger:
         return call
 
     def abort_round(self, token: int, round_id: int, reason: str, now: float) -> None:
-        """Raises SlipstreamError if the round is not open, or is decided."""
         self.renew(token, now)
         current = commit_phase.undecided(self.state, round_id)
         error = RoundAborted(f"round {round_id} aborted by its publisher: {reason}", {"round_id": round_id})
@@ -191,7 +180,6 @@ class Ledger:
         return answer
 
     def poll(self, report: Report, now: float) -> Directive:
-        """Registration, heartbeat and acknowledgements in one; idempotent."""
         if self.on_report(report, now):
             self.advance(now)
         return self.directive(report)
@@ -205,11 +193,9 @@ class Ledger:
         return admission.on_report(self._at(now), report)
 
     def directive(self, report: Report) -> Directive:
-        """The second half of a poll: its answer."""
         return admission.directive(self.state, report)
 
     def has_updates(self, report: Report) -> bool:
-        """Whether a directive would say anything that the last one to this replica did not."""
         return admission.has_updates(self.state, report)
 
     def is_complete(self) -> bool:
@@ -236,7 +222,6 @@ class Ledger:
     # -- the fleet -----------------------------------------------------------------------------
 
     def call(self, operation: Operation, now: float) -> PendingCall:
-        """Carry an operation out on every serving replica; see `desired_state.call_fleet`."""
         state = self._at(now)
         if isinstance(operation, Sleep) and operation.level > 0:  # it would discard what is staged
             commit_phase.require_no_round(state, "sleep")
@@ -255,18 +240,13 @@ class Ledger:
         self.advance(now)
 
     def set_label(self, label: str, now: float) -> None:
-        """Give the committed version another label."""
         state = self._at(now)
         state.label = label
         state.decide(Labelled(version=state.committed_version, label=label))
         state.record("label", version=state.committed_version, label=label)
 
     def scale(self, wanted: int | None, room: int | None, now: float) -> SizeStatus:
-        """Have so many replicas; None: as many as the load needs.
-
-        Args:
-            room: replicas that the cluster's GPUs hold; None: not known.
-        """
+        """`wanted` None: as many as the load needs. `room`: what the cluster's GPUs hold; None: not known."""
         state = self._at(now)
         state.size_limits.check(wanted, room)
         state.desired = DesiredReplicas(wanted=wanted, number=state.desired.number + 1)
@@ -275,7 +255,6 @@ class Ledger:
         return _size(state)
 
     def reconfigure(self, config: LedgerConfig) -> None:
-        """Other limits from now on."""
         self.state.config = config
 
     # -- adapters -----------------------------------------------------------------------------
@@ -290,34 +269,27 @@ class Ledger:
         after: int | None = None,
         load_id: str = "",
     ) -> Adapter:
-        """Reserve the next version of a name; see `adapter_loads.begin`. Raises Conflict while weights
-        sleep."""
         state = self._at(now)
         desired_state.check_awake(state)
         return adapter_loads.begin(state, name, in_place=in_place, is_3d=is_3d, after=after, load_id=load_id)
 
     def stage_adapter(self, adapter: Adapter, files: AdapterFiles, now: float) -> PendingCall:
-        """Its files are copied: replicas may load them; see `adapter_loads.stage`."""
         call = adapter_loads.stage(self._at(now), adapter, files)
         self.advance(now)
         return call
 
     def complete_adapter(self, adapter: Adapter, now: float) -> None:
-        """The copy of its files is durable."""
         adapter_loads.complete(self._at(now), adapter)
         self.advance(now)
 
     def fail_adapter(self, adapter: Adapter, error: SlipstreamError, now: float) -> None:
-        """The copy of its files will not become durable: no replica keeps it."""
         adapter_loads.fail(self._at(now), adapter, error)
         self.advance(now)
 
     def give_up_adapter(self, adapter: Adapter, reason: str, now: float) -> None:
-        """Its files could not be copied."""
         adapter_loads.give_up(self._at(now), adapter, reason)
 
     def unload_adapter(self, name: str, now: float) -> PendingCall:
-        """Retire a name; see `adapter_loads.unload`."""
         call = adapter_loads.unload(self._at(now), name)
         self.advance(now)
         return call
@@ -329,7 +301,6 @@ class Ledger:
         return adapter_loads.loaded(self.state, load_id)
 
     def adapter_ids(self) -> set[int]:
-        """The ids whose files must stay."""
         return adapter_loads.needed(self.state)
 
     def adapters(self) -> list[AdapterStatus]:
@@ -338,8 +309,7 @@ class Ledger:
     # -- time and memory ----------------------------------------------------------------------
 
     def tick(self, now: float) -> list[str]:
-        """Check deadlines and the lease. Returns the ids of silent replicas, whose processes may still
-        exist."""
+        """Check deadlines and the lease. Returns the ids of silent replicas: their processes may exist."""
         silent = membership.check_deadlines(self._at(now))
         self.advance(now)
         self._expire()
@@ -347,7 +317,6 @@ class Ledger:
         return silent
 
     def credit(self, stalled_s: float, now: float) -> None:
-        """The controller stalled for so long, until now: extend every deadline."""
         state = self._at(now)
         state.credit(stalled_s)
         state.record("stall", stalled_s=round(stalled_s, 3))
@@ -381,11 +350,9 @@ class Ledger:
         return self.state.fleet_id
 
     def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
-        """Stored versions that are not needed; see `stored_versions.removable`."""
         return stored_versions.removable(self.state, on_disk, keep)
 
     def history(self) -> list[RoundReport]:
-        """Rounds that ended, oldest first; bounded."""
         return list(self.state.history)
 
     def events_since(self, event_id: int) -> list[Event]:
@@ -430,7 +397,6 @@ class Ledger:
     # -- progress -----------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Run what became possible until nothing more does; again whenever the members have changed."""
         state, epoch = self._at(now), None
         while epoch != state.epoch:
             epoch = state.epoch

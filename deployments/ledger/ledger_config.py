@@ -21,8 +21,6 @@ from deployments.protocol.publishing import DrainFallback
 
 
 class SizeLimits(BaseModel):
-    """How many replicas the fleet may have."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     least: int = Field(default=1, ge=1)
@@ -53,8 +51,6 @@ FIXED = SizeLimits()
 
 
 class AdapterLimits(BaseModel):
-    """Which adapters a fleet allows."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     keep: int = Field(default=2, ge=1)  # versions of one name
@@ -80,7 +76,7 @@ class LedgerConfig(BaseModel):
     lease_s: float = Field(default=60.0, gt=0)
     # Constants; tests make them shorter.
     call_timeout_s: float = Field(default=60.0, gt=0)
-    drain_fallback: DrainFallback = DrainFallback.ABORT  # for rounds that do not choose
+    drain_fallback: DrainFallback = DrainFallback.ABORT
     store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
     join_timeout_s: float = Field(default=3600.0, gt=0)  # a joiner's version stays in the store for so long

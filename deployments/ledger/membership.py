@@ -48,7 +48,6 @@ def send(
     on_complete: OnComplete | None = None,
     round_id: int | None = None,
 ) -> PendingCall:
-    """Queue one instruction for each member. Returns the call that waits for all of them."""
     call = expect(state, name, bodies, on_complete=on_complete, round_id=round_id)
     for member, body in bodies.items():
         queue(state, member, body, call)
@@ -56,7 +55,6 @@ def send(
 
 
 def send_or_fence(state: State, member: Member, body: Body) -> None:
-    """Queue an instruction that a replica has to carry out: one that cannot is fenced."""
     send(state, body.name, {member: body}, on_complete=_fence_not_done)
 
 
@@ -74,7 +72,7 @@ def expect(
     certain: bool = False,
     batch: set[Member] | None = None,
 ) -> PendingCall:
-    """A call whose instructions are queued later. `certain`, `batch`: see `PendingCall`."""
+    """A call whose instructions are queued later."""
     call = PendingCall(
         name=name,
         waiting=set(members),
@@ -115,11 +113,7 @@ def forget(state: State, call: PendingCall) -> None:
 
 
 def on_acknowledgements(state: State, member: Member, acknowledgements: Iterable[Acknowledgement]) -> bool:
-    """Complete the member's part of the acknowledged instructions.
-
-    Returns:
-        Whether something may follow: one failed, or no other member is waited for.
-    """
+    """Returns whether something may follow: an instruction failed, or no other member is waited for."""
     follows = False
     by_seq = {queued.instruction.seq: queued for queued in member.queue}
     for acknowledgement in acknowledgements:
@@ -138,7 +132,6 @@ def on_acknowledgements(state: State, member: Member, acknowledgements: Iterable
 
 
 def run_completed(state: State) -> bool:
-    """Run what follows from the calls that wait for no member. True if there were any."""
     complete = [call for call in state.pending if not call.waiting]
     state.pending = [call for call in state.pending if call.waiting]
     for call in complete:
@@ -217,14 +210,12 @@ def admit(state: State, member: Member) -> None:
 
 
 def fence(state: State, member: Member, reason: str) -> None:
-    """Take it out of routing, for good. Calls that need certainty wait until the fence is delivered."""
     if not member.out:
         _forbid(state, member, reason)
         state.record("fence", replica=member.replica_id, reason=reason, epoch=state.epoch)
 
 
 def fence_each(state: State, reasons: Mapping[str, str], action: str) -> None:
-    """`reasons` by replica id; those that are gone already are left out."""
     for replica_id, reason in reasons.items():
         if (member := state.members.get(replica_id)) is not None:
             fence(state, member, f"{action}: {reason}")
@@ -263,7 +254,6 @@ def on_fence_delivered(state: State, member: Member) -> None:
 
 
 def check_deadlines(state: State) -> list[str]:
-    """Fence members that missed a deadline, and lose silent ones; returns the ids of the silent ones."""
     silent = []
     for member in list(state.members.values()):
         if member.queue:
@@ -360,7 +350,6 @@ def forget_drain(state: State, drain_id: str) -> None:
 
 
 def on_draining(state: State, member: Member) -> None:
-    """A member reported what it drains, and how many requests still run."""
     draining = member.draining
     for drain in state.drains:
         if draining is None or drain.drain_id not in draining.drain_ids or draining.running != 0:
@@ -371,7 +360,6 @@ def on_draining(state: State, member: Member) -> None:
 
 
 def end_drains(state: State) -> None:
-    """Expire drains; end those whose round, call or controller is gone."""
     for drain in state.drains:
         if state.now > drain.due:
             drain.late = {member.replica_id: _running(member) for member in drain.call.waiting}
@@ -391,7 +379,6 @@ def _running(member: Member) -> int:
 
 
 def still_running(late: Mapping[str, int]) -> str:
-    """Replicas and the requests that still run there, for an error message."""
     return ", ".join(
         f"{replica_id}: {'did not say how many' if count == UNKNOWN else count}"
         for replica_id, count in sorted(late.items())

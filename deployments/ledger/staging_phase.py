@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 def open_round(state: State, options: RoundOptions, connection: Connection | None) -> int:
-    """Open a round with every free member, joiners included: a round carries all weights. Returns its id."""
+    """Open a round with every free member, joiners included: a round carries all weights."""
     members = _eligible(state)
     if options.file_bytes is None:
         publisher_session.check_connection(state, connection, members)
@@ -112,7 +112,6 @@ def _eligible(state: State) -> list[Member]:
 
 
 def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingCall:
-    """Every participant receives the payload, or its part of it."""
     current = _open_round(state, round_id)
     parts = _split(payload, current.participants)
     current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
@@ -141,7 +140,6 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
 
 
 def close(state: State, round_id: int, label: str | None) -> PendingCall:
-    """Verify and commit. The call's result is the round's report."""
     current = _open_round(state, round_id)
     current.label, current.close = label, PendingCall(name="close_round", round_id=round_id)
     commit_phase.enter(state, current, RoundPhase.VERIFYING)
@@ -158,7 +156,6 @@ def _open_round(state: State, round_id: int) -> Round:
 
 
 def _split(payload: JsonValue | FilePart, members: Sequence[Member]) -> dict[Member, JsonValue | FilePart]:
-    """Each member's part: a list has one entry per worker, anything else is for all."""
     if not isinstance(payload, list):
         return dict.fromkeys(members, payload)
     workers = sum(member.world_size for member in members)
@@ -212,7 +209,6 @@ def drop(state: State, member: Member, round_id: int) -> None:
 
 
 def advance(state: State) -> None:
-    """Abort a round that cannot succeed any more; commit one that is verified."""
     current = state.round
     if current is not None and not current.decided:
         _check_quorum(state, current)
@@ -222,7 +218,6 @@ def advance(state: State) -> None:
 
 
 def _check_quorum(state: State, current: Round) -> None:
-    """Abort a round that lost too many members, or whose members cannot receive the rest."""
     receiving = _collective_receive(state, current)
     if receiving is not None:  # not only after the last answer: the others wait for the failed one
         membership.fence_each(state, classify(receiving).replica_failed, Receive.name)
@@ -302,7 +297,6 @@ def _not_drained(current: Round) -> RoundAborted:
 
 
 def _answered(state: State, call: PendingCall) -> None:
-    """All answers to a RECEIVE or VERIFY are in."""
     current = state.round
     if current is None or current.round_id != call.round_id or current.decided:
         return  # it ended before the last answer came
@@ -361,7 +355,6 @@ def _compare(state: State, current: Round, call: PendingCall) -> None:
 
 
 def _record_checks(current: Round, agreed: Sequence[Staged], *, among: int) -> None:
-    """What the replicas with equal digests checked; `among`: how many replicas' digests were compared."""
     current.checks = tuple(check for check in Check if all(check in each.checks for each in agreed))
     if among > 1:
         current.verification = Verification.REPLICAS

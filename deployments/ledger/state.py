@@ -62,10 +62,10 @@ class MemberState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """What a directive to a member says, to tell whether the next one would say more."""
+    """The last directive to a member: is there anything new for the next one?"""
 
     state: MemberState
-    last_seq: int  # of the newest instruction
+    last_seq: int
     may_leave: bool
     desired: DesiredReplicas
 
@@ -81,19 +81,19 @@ class Member:
     state: MemberState
     last_poll: float
     reason: str = ""  # why it is fenced or lost
-    queue: list["QueuedInstruction"] = field(default_factory=list)  # in order, not acknowledged yet
-    delivered: Delivered | None = None  # with the last directive
+    queue: list["QueuedInstruction"] = field(default_factory=list)  # not acknowledged yet
+    delivered: Delivered | None = None
     was_serving: bool = False  # before the controller restarted
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
     loading_version: int | None = None  # as reported; an earlier controller may have told it to
-    patience_s: float = FIRST_PATIENCE_S  # how long it waits for a round before it loads from the store
+    patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store
     last_report: int = 0  # the number of its newest report
-    failed_transfers: int = 0  # consecutive attempts in which it failed and others did not
+    failed_transfers: int = 0  # in a row, while others received
     updates_in_place: bool = False  # RECEIVE changes its live weights
     draining: Draining | None = None  # as reported
-    leaving: bool = False  # takes no new request, and exits once it may
-    drained: bool = False  # leaving, and no request is running on it
+    leaving: bool = False
+    drained: bool = False  # no request runs on it
     adapters: AdapterState = NO_ADAPTERS  # as reported
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
@@ -107,7 +107,6 @@ class Member:
 
     @property
     def loading(self) -> bool:
-        """It is loading a stored version, and can do nothing else meanwhile."""
         told = any(each.delivered and isinstance(each.body, CatchUp) for each in self.queue)
         return told or self.loading_version is not None
 
@@ -123,7 +122,6 @@ class Member:
         )
 
     def has_queued(self, *kinds: type[Body]) -> bool:
-        """Whether an instruction of one of these kinds is not acknowledged yet."""
         return any(isinstance(queued.body, kinds) for queued in self.queue)
 
 
@@ -138,13 +136,13 @@ class PendingCall:
     wait for, where nothing follows before all are complete.
     """
 
-    name: str  # of the instruction, or of the publisher's call
+    name: str
     waiting: set[Member] = field(default_factory=set)
     on_complete: OnComplete | None = None
     certain: bool = False
     batch: set[Member] | None = None
     round_id: int | None = None
-    answers: dict[str, Acknowledgement] = field(default_factory=dict)  # by replica id
+    answers: dict[str, Acknowledgement] = field(default_factory=dict)  # replica id -> answer
     absent: dict[str, str] = field(default_factory=dict)  # replica id -> why it did not answer
     done: bool = False
     error: SlipstreamError | None = None
@@ -163,11 +161,9 @@ class PendingCall:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueuedInstruction:
-    """An instruction for one member. Its deadline runs while it is first in the queue."""
-
     instruction: Instruction
     call: PendingCall | None
-    due: float | None = None
+    due: float | None = None  # None until it is the first in the queue
     delivered: bool = False
 
     @property
@@ -186,7 +182,6 @@ class Verdict:
 
     @property
     def publisher_at_fault(self) -> bool:
-        """Every intact replica rejected what was sent."""
         return bool(self.rejected) and not self.done
 
     @property
@@ -216,26 +211,21 @@ def classify(call: PendingCall) -> Verdict:
 
 
 def join_reasons(reasons: Mapping[str, str]) -> str:
-    """Reasons by replica id in one line."""
     return "; ".join(f"{replica_id}: {reason}" for replica_id, reason in reasons.items())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingDrain:
-    """`late`: requests that still ran at the deadline, by replica id."""
-
     drain_id: str
     call: PendingCall
     due: float
-    late: dict[str, int] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)  # replica id -> requests that ran at the deadline
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingOperation:
-    """What a call carries out, on the fleet or on one member that has to reach the fleet's engine state."""
-
     operation: Operation
-    of_one: bool = False
+    of_one: bool = False  # brings one member to the fleet's engine state
     drain_id: str = ""  # with `mode=wait`
     draining: bool = False  # no replica has been told yet
 
@@ -245,16 +235,16 @@ class PendingOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Connection:
-    """One publisher's connection to the members of one epoch, whose workers have ranks in order of
-    registration.
+    """One publisher's connection to the members of one epoch.
 
-    Collective (its `init_info` has `rank_offset`): one communicator, valid for exactly these members.
+    Collective (its `init_info` has `rank_offset`): one communicator, valid for exactly these members, whose
+    workers have ranks in order of registration.
     """
 
     connection_id: int
     publisher: str
     init_info: Mapping[str, JsonValue]
-    rank_offset: int | None  # of the first replica's first worker; None: not collective
+    rank_offset: int | None  # rank of the first worker; None: not collective
     members: tuple[Member, ...]
     epoch: int
 
@@ -263,7 +253,6 @@ class Connection:
         return self.rank_offset is not None
 
     def connect_body(self, member: Member) -> Connect:
-        """The instruction that connects this member, with its own rank offset."""
         if self.rank_offset is None:
             return Connect(init_info=self.init_info)
         first = first_ranks(self.members)[self.members.index(member)]
@@ -283,7 +272,6 @@ class Connection:
 
 
 def first_ranks(members: Sequence[Member]) -> list[int]:
-    """For each member, the number of workers of the members before it."""
     return list(accumulate((member.world_size for member in members), initial=0))[:-1]
 
 
@@ -303,8 +291,6 @@ DECIDED = (RoundPhase.COMMITTING, RoundPhase.RELEASING, RoundPhase.COMMITTED)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Round:
-    """A round in flight: its participants, its options, and what the participants reported."""
-
     round_id: int
     version: int
     label: str | None
@@ -319,20 +305,20 @@ class Round:
     drain_fallback: DrainFallback
     persist: bool = False
     file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
-    sent_bytes: int = 0  # of these
+    sent_bytes: int = 0
     phase: RoundPhase = RoundPhase.OPEN
     verification: Verification = Verification.NONE
-    checks: tuple[Check, ...] = ()  # that all participants made
-    digest: str | None = None  # of all tensors, on which the participants agree
+    checks: tuple[Check, ...] = ()  # made by all participants
+    digest: str | None = None  # all tensors, agreed on by the participants
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
-    ordered: set[Member] = field(default_factory=set)  # those that were sent COMMIT
-    swapping: set[Member] = field(default_factory=set)  # `together`: those whose COMMIT is waited for
-    staged: dict[str, Staged] = field(default_factory=dict)  # by replica id
+    ordered: set[Member] = field(default_factory=set)  # were sent COMMIT
+    swapping: set[Member] = field(default_factory=set)  # `together`: COMMIT is waited for
+    staged: dict[str, Staged] = field(default_factory=dict)  # replica id -> report
     swapped: dict[str, Swapped] = field(default_factory=dict)
     decided_for: int = 0  # participants of a decision that a restart resumes; some may be fenced since
     drained: bool = False  # no request runs, or `in_flight` is no longer `wait`
-    not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> requests that still ran
+    not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> running requests
     left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
 
     @property
@@ -356,7 +342,6 @@ class Round:
         return [member for member in self.participants if member.alive]
 
     def record(self, call: PendingCall) -> None:
-        """Keep what came with the acknowledgements."""
         for replica_id, answer in call.answers.items():
             if isinstance(answer.value, Staged):
                 self.staged[replica_id] = answer.value
@@ -366,8 +351,6 @@ class Round:
 
 @dataclass(slots=True, kw_only=True)
 class PublisherState:
-    """The current publisher's lease and connection."""
-
     lease: Lease | None = None
     expires: float = 0.0
     last_token: int = 0
@@ -411,8 +394,6 @@ class Losses:
 
 @dataclass(slots=True, kw_only=True)
 class StoreWrite:
-    """A replica writes the committed version to the store."""
-
     version: int = 0
     writer: Member | None = None  # None: not assigned
     due: float = 0.0
@@ -426,12 +407,12 @@ class StoreWrite:
 
 @dataclass(slots=True, kw_only=True)
 class LoadTimes:
-    """When a load reached which point, for the status; None: not yet."""
+    """When a load reached which point; None: not yet."""
 
     begun: float
     staged: float | None = None  # the files are copied, and replicas are told
     stored: float | None = None  # the copy is durable
-    held: float | None = None  # by all serving replicas
+    held: float | None = None  # all serving replicas have it
     live: float | None = None  # requests may name it everywhere
     replicas: dict[str, LoadedAdapter] = field(default_factory=dict)
 
@@ -450,8 +431,6 @@ class LoadTimes:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
-    """One adapter version that is becoming live."""
-
     adapter: Adapter
     times: LoadTimes
     call: PendingCall | None = None  # None: its files are being copied
@@ -462,7 +441,6 @@ class Load:
 
     @property
     def stored(self) -> bool:
-        """The fleet's copy is durable; it does not become live before."""
         return self.times.stored is not None
 
     @property
@@ -472,14 +450,12 @@ class Load:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterLoads:
-    """The catalog, pending loads and unloads, and what replicas were told."""
-
     catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
-    loads: dict[str, Load] = field(default_factory=dict)  # by name
+    loads: dict[str, Load] = field(default_factory=dict)  # name -> load
     unloads: list[tuple[set[int], PendingCall]] = field(default_factory=list)  # adapter ids
-    times: dict[int, LoadTimes] = field(default_factory=dict)  # by adapter id
-    dropped: set[tuple[str, int]] = field(default_factory=set)  # (incarnation, id) that were told to drop it
-    told_live: set[str] = field(default_factory=set)  # incarnations that did a SET_ADAPTERS of this process
+    times: dict[int, LoadTimes] = field(default_factory=dict)  # adapter id -> times
+    dropped: set[tuple[str, int]] = field(default_factory=set)  # (incarnation, adapter id)
+    told_live: set[str] = field(default_factory=set)  # incarnations, by this process
     recovered: bool = False  # an earlier process of this fleet had adapters
 
 
@@ -487,8 +463,6 @@ class AdapterLoads:
 
 
 class EventLog:
-    """Events with increasing ids, also across controller restarts."""
-
     def __init__(self, capacity: int = 1000) -> None:
         self.events: deque[Event] = deque(maxlen=capacity)
         self.next_id = 1
@@ -498,7 +472,6 @@ class EventLog:
         self.next_id += 1
 
     def since(self, event_id: int) -> list[Event]:
-        """Events with a greater id, oldest first."""
         newer = itertools.takewhile(lambda event: event.event_id > event_id, reversed(self.events))
         return list(newer)[::-1]
 
@@ -514,31 +487,35 @@ class State:
     decisions: list[Decision] = field(default_factory=list)  # not durable yet
     events: EventLog = field(default_factory=EventLog)
 
-    members: dict[str, Member] = field(default_factory=dict)  # by replica id, in order of registration
-    fences: OrderedDict[str, Fenced] = field(default_factory=OrderedDict)  # by incarnation; never lifted
+    members: dict[str, Member] = field(default_factory=dict)  # replica id -> member, in order of registration
+    fences: OrderedDict[str, Fenced] = field(
+        default_factory=OrderedDict
+    )  # incarnation -> fence, never lifted
     epoch: int = 0
     next_seq: int = 1
     pending: list[PendingCall] = field(default_factory=list)
-    drains: list[PendingDrain] = field(default_factory=list)  # that something waits for
-    kept_drains: set[str] = field(default_factory=set)  # replicas stay drained until these are forgotten
+    drains: list[PendingDrain] = field(default_factory=list)
+    kept_drains: set[str] = field(default_factory=set)  # ids; replicas stay drained until `forget_drain`
 
     founded: Founded | None = None
     committed_version: int = 0
-    label: str | None = None  # of the committed version
+    label: str | None = None
     persist: bool = False  # a replica writes the committed version to the store
     stored: Stored | None = None  # the newest version on disk
-    round: Round | None = None  # in flight
+    round: Round | None = None
     last_round_id: int = 0
     last_round_end: float = -math.inf
     history: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=KEPT_ROUNDS))  # oldest first
-    round_errors: OrderedDict[int, SlipstreamError] = field(default_factory=OrderedDict)  # by round id
+    round_errors: OrderedDict[int, SlipstreamError] = field(
+        default_factory=OrderedDict
+    )  # round id -> why it aborted
 
     publisher: PublisherState = field(default_factory=PublisherState)
-    engine_state: EngineState = ()  # of the fleet
+    engine_state: EngineState = ()
     durable_engine_state: EngineState = ()  # what a successor would recover
-    operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)  # in order
-    pins: dict[str, Pin] = field(default_factory=dict)  # by incarnation
-    refusals: dict[str, Refusal] = field(default_factory=dict)  # by incarnation
+    operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)
+    pins: dict[str, Pin] = field(default_factory=dict)  # incarnation -> pin
+    refusals: dict[str, Refusal] = field(default_factory=dict)  # incarnation -> refusal
     losses: Losses = field(default_factory=Losses)
     store_write: StoreWrite = field(default_factory=StoreWrite)
     unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
@@ -567,7 +544,6 @@ class State:
         return self.committed_version if pending else None
 
     def digest_of(self, version: int) -> str | None:
-        """The digest with which a version was committed, if known."""
         reports = (each for each in reversed(self.history) if each.version == version)
         return next((each.digest for each in reports if each.phase == RoundPhase.COMMITTED), None)
 
@@ -582,7 +558,6 @@ class State:
         return min(self.config.min_replicas, limits.least if wanted is None else wanted)
 
     def find(self, replica_id: str, incarnation: str) -> Member | None:
-        """The member with this id, if it is this very process."""
         member = self.members.get(replica_id)
         return member if member is not None and member.incarnation == incarnation else None
 
@@ -593,8 +568,7 @@ class State:
         return [each for each in self.live() if each.state is MemberState.SERVING]
 
     def for_round(self) -> list[Member]:
-        """Members for a new round or connection, without those that are loading while enough others are
-        there."""
+        """Members for a new round or connection: the ones that load a version only if they are needed."""
         ready = [member for member in self.live() if not member.loading]
         return ready if len(ready) >= self.needed else self.live()
 
@@ -603,8 +577,7 @@ class State:
         return [member for member in self.members.values() if member.state is MemberState.RETURNING]
 
     def uncertain(self) -> list[Member]:
-        """Those that may take requests without the ledger's consent: returning, or their fence is not
-        delivered."""
+        """Those that may take requests without the ledger's consent."""
         return [
             member
             for member in self.members.values()
@@ -615,8 +588,7 @@ class State:
     # -- time ---------------------------------------------------------------------------------
 
     def credit(self, stalled_s: float) -> None:
-        """The controller stalled for so long: no replica or publisher could be heard, so extend every
-        deadline."""
+        """The controller stalled and heard nobody: extend every deadline."""
         for member in self.members.values():
             member.last_poll += stalled_s
             for queued in member.queue:

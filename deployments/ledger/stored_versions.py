@@ -81,7 +81,6 @@ def _concerns(state: State, member: Member) -> bool:
 
 
 def _record_failure(state: State, version: int, member: Member, reason: str) -> bool:
-    """True if it is new."""
     write = state.store_write
     if version != write.version or write.failed.get(member.replica_id) == reason:
         return False
@@ -90,7 +89,6 @@ def _record_failure(state: State, version: int, member: Member, reason: str) -> 
 
 
 def _advance_write(state: State) -> None:
-    """Free what is stored; assign the committed version to a writer if it has none."""
     _forget_stored(state)
     version = state.unstored if state.store_dir is not None else None
     if version is None or version != state.store_write.version:
@@ -156,7 +154,6 @@ def _not_stored(version: int, why: str) -> str:
 
 
 def _forget_stored(state: State) -> None:
-    """Members free the versions that are in the store, and older ones."""
     for member in state.live():
         retained = member.retained_version
         if retained is None or retained > state.stored_version:
@@ -168,14 +165,12 @@ def _forget_stored(state: State) -> None:
 
 
 def set_unstored(state: State, version: int, reason: str) -> None:
-    """The publisher, which writes its versions itself, could not write this one."""
     if version == state.committed_version != state.stored_version:
         state.unwritten = version, reason
         state.record("not_stored", version=version, reason=reason)
 
 
 def problem(state: State) -> str | None:
-    """Why the committed version is not in the store, or does not load from it."""
     committed, lost = state.committed_version, state.losses.replicas
     if state.store_write.problem is not None:
         return state.store_write.problem
@@ -263,17 +258,13 @@ def starting(state: State, before: float) -> list[tuple[str, str]]:
 
 def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
     """Versions that may go, oldest first: not the newest `keep`, the newest complete, or pinned ones.
-
-    Args:
-        on_disk: those in the store, with the fleet id of each.
-    """
+    `on_disk`: version -> fleet id."""
     ordered = sorted(version for version, owner in on_disk.items() if owner == state.fleet_id)
     needed = {*ordered[-keep:], *(each.decision.version for each in state.pins.values())}
     return [version for version in ordered if version < state.stored_version and version not in needed]
 
 
 def _advance_pins(state: State) -> None:
-    """End the pins and refusals that are no longer needed."""
     losses, limit_s = state.losses, state.config.join_timeout_s
     if state.now - losses.last > AGAIN_S:
         losses.replicas.clear()

@@ -28,8 +28,6 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCatalog:
-    """The durable adapters of a fleet."""
-
     live: Sequence[Adapter] = ()  # oldest first: requests may name them
     retired: Sequence[Adapter] = ()  # closed to new requests; a replica may still hold them
     last_id: int = 0
@@ -39,9 +37,7 @@ class AdapterCatalog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    """A replica's adapters in each report, by `adapter_id`."""
-
-    held: Sequence[int] = ()
+    held: Sequence[int] = ()  # `adapter_id`s
     live: Sequence[int] = ()
     received: Sequence[int] = ()  # the part of `held` that a transport brought
 
@@ -51,8 +47,6 @@ NO_ADAPTERS = AdapterState()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
-    """How long one replica took to load a version."""
-
     read_s: float  # checking its files and reading them in the workers, while the engine decodes
     add_s: float  # vLLM's `add_lora`, between two decoding steps
 
@@ -71,10 +65,7 @@ class ReceiveAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAdapter:
-    """Load it into the engine; no request may name it yet. Acknowledged with `LoadedAdapter`.
-
-    Rejected if the files are not the expected ones.
-    """
+    """Load it into the engine; no request may name it yet. Acknowledged with `LoadedAdapter`."""
 
     name: ClassVar[str] = "load_adapter"
     adapter: Adapter
@@ -101,8 +92,6 @@ class DropAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterFiles:
-    """The fleet's copy of an adapter."""
-
     path: str
     digest: str
     size_bytes: int
@@ -115,7 +104,7 @@ class AdapterTimings:
     copy_s: float | None  # copying the files into the fleet's store, waiting for them included
     sync_s: float | None  # then until the copy is durable
     load_s: float | None  # beside the sync: until all replicas hold it
-    total_s: float | None  # from the call until requests may name it everywhere
+    total_s: float | None  # the whole call, until requests may name it everywhere
     replicas: Mapping[str, LoadedAdapter]
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 
 class InFlight(StrEnum):
-    """What a pause of the scheduler does with running requests; vLLM's pause modes."""
+    """vLLM's pause modes."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -21,7 +21,7 @@ class InFlight(StrEnum):
 
 
 class SleepTag(StrEnum):
-    """The parts of an engine that sleep and wake; vLLM's tags."""
+    """vLLM's tags."""
 
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
@@ -106,7 +106,6 @@ MEMORY_TAGS = frozenset({SleepTag.WEIGHTS, SleepTag.KV_CACHE})  # what sleep lev
 
 
 def apply(state: EngineState, operation: LastingOperation) -> EngineState:
-    """The state after an operation."""
     match operation:
         case Pause():
             return (*_without(state, Pause), operation)
@@ -125,7 +124,6 @@ def apply(state: EngineState, operation: LastingOperation) -> EngineState:
 
 
 def path_to(wanted: EngineState, current: EngineState) -> EngineState:
-    """The operations that lead from the current state to the wanted one."""
     if wanted[: len(current)] == current:
         return wanted[len(current) :]
     wake = (WakeUp(),) if asleep(current) else ()
@@ -139,7 +137,6 @@ def equivalent(one: EngineState, other: EngineState) -> bool:
 
 
 def is_paused(state: EngineState) -> bool:
-    """Whether a user paused the engine."""
     return any(isinstance(operation, Pause) for operation in state)
 
 
@@ -167,7 +164,6 @@ def discarded(state: EngineState) -> bool:
 
 
 def intact(state: EngineState) -> EngineState:
-    """The state after a round replaced discarded weights."""
     return tuple(
         replace(each, level=1) if isinstance(each, Sleep) and each.level > 1 else each for each in state
     )

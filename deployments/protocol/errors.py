@@ -59,12 +59,7 @@ def printable(text: str) -> str:
 
 
 class SlipstreamError(Exception):
-    """Base of every error that a caller receives.
-
-    Args:
-        message: a sentence for a person.
-        detail: JSON types only, for a program's decision (expected, actual, replicas).
-    """
+    """`message` is a sentence for a person. `detail`, of JSON types only, is for a program's decision."""
 
     status = 500
     type = "internal_error"

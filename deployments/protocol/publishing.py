@@ -20,8 +20,6 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedLease:
-    """What one call of a publisher needs whose calls carry no token."""
-
     lease: Lease
     round_id: int | None
     remaining_s: float
@@ -36,20 +34,15 @@ class DrainFallback(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
-    """None means the fleet's configuration.
-
-    Attributes:
-        persist: a replica writes the version to the store after the commit, because its publisher will not.
-        file_bytes: the payloads are `FilePart`s of this total size; such a round needs no connection.
-    """
+    """None means the fleet's configuration."""
 
     commit: CommitMode | None = None
     kv_cache: KvCache | None = None
     in_flight: InFlight | None = None
     drain_timeout_s: float | None = None
     drain_fallback: DrainFallback | None = None
-    persist: bool = False
-    file_bytes: int | None = None
+    persist: bool = False  # a replica writes the version to the store, because its publisher will not
+    file_bytes: int | None = None  # size of all payloads, which are `FilePart`s and need no connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +82,7 @@ _JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")
 
 
 def json_only(value: object, name: str) -> JsonValue:
-    """The value itself, if it consists of JSON types: no message carries a tensor. Raises InvalidRequest:
-    a tensor, bytes or another object is inside; names the first one's place."""
+    """The value itself. Raises InvalidRequest, with the place, if a tensor or another object is in it."""
     try:
         return _JSON.validate_python(value)
     except ValidationError as error:

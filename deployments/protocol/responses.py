@@ -12,7 +12,7 @@ from deployments.protocol.publishing import RoundReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetails:
-    type: str  # for a program, see `deployments.protocol.errors`
+    type: str  # `SlipstreamError.type`
     message: str
     detail: Mapping[str, Any]
 
@@ -113,7 +113,7 @@ class FleetStatus:
     connection: ConnectionStatus | None
     store_problem: str | None  # why the committed version will not get into the store
     condition: Sequence[str]  # the operations that lead a fresh engine to the fleet's engine state
-    rounds_ended: Mapping[str, int] = field(default_factory=dict)  # by outcome, since the first start
+    rounds_ended: Mapping[str, int] = field(default_factory=dict)  # outcome -> rounds since the first start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,6 @@ MAX_NUMBER = 10**9  # versions, and seconds (thirty years)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaEndpoint:
-    """Where a replica's own HTTP server is."""
-
     address: str  # host:port
     key: str
 
@@ -40,15 +38,10 @@ class RoutingStats:
 
 @dataclass(slots=True)
 class Census:
-    """The replicas that Serve knows, filled in by the choice of one of them.
+    """The replicas that Serve knows, filled in by the choice of one of them."""
 
-    Attributes:
-        loads: by replica, of those that may answer the request.
-        metadata: by replica, as in `ReplicaEndpoint`.
-    """
-
-    loads: dict[str, int] = field(default_factory=dict)
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loads: dict[str, int] = field(default_factory=dict)  # replicas that may answer the request
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict)  # replica -> `ReplicaEndpoint`
 
 
 @dataclass(slots=True)
@@ -59,63 +52,42 @@ class Choice:
 
 
 def no_holders(version: int) -> Iterable[tuple[int, Sequence[str]]]:
-    """No replica has anything of the prompt."""
     return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request requires of the replica that answers it.
+    """What a request requires of the replica that answers it. `census` and `choice` are filled in by the
+    choice."""
 
-    Attributes:
-        min_version: the oldest acceptable weights.
-        timeout_s: how long to wait for them.
-        session_id: a session stays on one replica unless that is overloaded.
-        stays: only the session's replica can answer, whatever its load.
-        home: the replica that the session was sent to last.
-        holders: replicas by the bytes of the prompt that they have cached at a version, most first.
-        refused: replicas that refused this request; they come last.
-        router: the id of the asking router.
-        in_flight: the router's load at each replica.
-        prefer: the replica that this part of a split request is meant for.
-        load_factor: at this multiple of the mean load, sessions and prefixes leave a replica.
-        census, choice: filled in by the choice.
-    """
-
-    min_version: int = 0
-    timeout_s: float = 0.0
-    session_id: str | None = None
-    stays: bool = False
-    home: str | None = None
+    min_version: int = 0  # the oldest acceptable weights
+    timeout_s: float = 0.0  # how long to wait for them
+    session_id: str | None = None  # a session stays on one replica unless that is overloaded
+    stays: bool = False  # only the session's replica can answer, whatever its load
+    home: str | None = None  # the replica that the session was sent to last
+    # Replicas by the bytes of the prompt that they have cached at a version, most first.
     holders: Callable[[int], Iterable[tuple[int, Sequence[str]]]] = no_holders
-    refused: tuple[str, ...] = ()
-    router: str = ""
-    in_flight: Mapping[str, int] = field(default_factory=dict)
-    prefer: str | None = None
-    load_factor: float = 1000.0
+    refused: tuple[str, ...] = ()  # replicas that refused this request come last
+    router: str = ""  # id of the asking router
+    in_flight: Mapping[str, int] = field(default_factory=dict)  # replica -> the router's load there
+    prefer: str | None = None  # the replica that this part of a split request is meant for
+    load_factor: float = 1000.0  # at this multiple of the mean load, sessions and prefixes leave a replica
     census: Census | None = None
     choice: Choice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One part of a split request: what its response shares with those of the other parts.
+    """One part of a split request: what its response shares with those of the other parts."""
 
-    Attributes:
-        first_choice: the index of its first choice in the whole response.
-        created: the same for all parts, in seconds since 1970.
-    """
-
-    first_choice: int
-    created: int
+    first_choice: int  # its index in the whole response
+    created: int  # seconds since 1970, the same for all parts
 
     def header(self) -> str:
-        """The value of `PART_HEADER`."""
         return f"{self.first_choice},{self.created}"
 
 
 def router_header(router: str, load: int) -> str:
-    """The value of `ROUTER_HEADER`."""
     return f"{router},{load}"
 
 
