@@ -3,7 +3,7 @@
     write_pending ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
 
 After a kill between any two of them the next job asks the trainer: a step that was done is published,
-recorded and its problems are consumed; else they are sampled again.
+evaluated and recorded, and its problems are consumed; else they are sampled again.
 """
 
 import time
@@ -27,8 +27,10 @@ STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
 
 async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> None:
     """Step after step until the wanted number is done."""
-    while run.step < run.options.steps:
-        record = await learn_once(run)
+    done, run.unrecorded = run.unrecorded, None
+    while done is not None or run.step < run.options.steps:
+        record = await (learn_once(run) if done is None else finished(run, done))
+        done = None
         metrics.append(run.path, record)
         track(run, trackers, record)
         progress.advance()
@@ -57,10 +59,7 @@ async def learn_once(run: Run) -> StepRecord:
     run.filtered = []
     if batch:  # else there is nothing to learn or publish
         record = await trained(run, batch, record)
-    if record.step == run.options.steps:
-        run.sampling.clear()
-    record = replace(record, evaluation=await evaluated(run, record.step))
-    run.step = record.step
+    record = await finished(run, record)
     wall_s = time.monotonic() - began
     return replace(
         record,
@@ -68,6 +67,15 @@ async def learn_once(run: Run) -> StepRecord:
         tokens_per_s=(run.generated_tokens - tokens_before) / wall_s,
         elapsed_s=time.monotonic() - run.started,
     )
+
+
+async def finished(run: Run, record: StepRecord) -> StepRecord:
+    """The record of a step whose version is published, with its evaluation."""
+    if record.step >= run.options.steps:
+        run.sampling.clear()
+    record = replace(record, evaluation=await evaluated(run, record))
+    run.step = record.step
+    return record
 
 
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
@@ -121,10 +129,13 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
     raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")
 
 
-async def evaluated(run: Run, step: int) -> Evaluation | None:
-    """The evaluation of the served version, if it is due after this step; the best version is kept."""
-    every = run.options.eval_every
+async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:
+    """The evaluation of the step's version, if one is due; the best version is kept."""
+    step, every = record.step, run.options.eval_every
     if every == 0 or (step % every and step != run.options.steps):
+        return None
+    if record.version != run.version:  # of a job that was killed
+        run.say(f"no evaluation after step {step}: version {record.version} gave way to {run.version}")
         return None
     problems = min(run.options.eval_problems, run.held_out.problems)
     run.doing = f"evaluating version {run.version} on {problems} held-out problems"
@@ -152,7 +163,9 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
     """Save the version in its own directory below `--keep-best`; the directory."""
     if run.options.keep_best is None:
         return None
-    place = run.options.keep_best.absolute() / f"{run.path.stem}-step-{step}"
+    # The time: a job that was killed may have left a part of this version.
+    name = f"{run.path.stem}-step-{step}-{time.strftime('%H%M%S')}"
+    place = run.options.keep_best.absolute() / name
     run.doing = "saving the best version"
     try:
         saved = await run.policy.client.send(calls.save(str(place)))
@@ -178,6 +191,7 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
     """Continue after the last step of a run's record, and after one that was done and not recorded."""
     if past:
         continue_after(run, past[-1])
+        run.step = past[-1].step
         evaluations = [each.evaluation for each in past if each.evaluation is not None]
         run.best = max(evaluations, key=lambda made: made.reward, default=None)
     left = metrics.pending(run.path)
@@ -199,9 +213,8 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
     except StepLost as lost:
         run.say(f"{label} was lost, its problems are sampled again: {lost}")
         return
-    record = replace(left.record, version=version, trainer=dict(status.last_step))
-    metrics.append(run.path, record)
-    continue_after(run, record)
+    run.unrecorded = replace(left.record, version=version, trainer=dict(status.last_step))
+    continue_after(run, run.unrecorded)
     run.version = max(run.version, version)
     run.say(f"{label} was done when the job was killed: version {version}")
 
@@ -209,5 +222,4 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
 def continue_after(run: Run, last: StepRecord) -> None:
     if last.seed != run.options.seed:
         raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
-    run.step = last.step
     run.positions = Positions(last.next_problem, set(last.consumed_ahead))

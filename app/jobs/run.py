@@ -9,6 +9,7 @@ from pathlib import Path
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, GroupQueue, Rollout
+from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
 from app.jobs.training import Say
@@ -64,6 +65,7 @@ class Run:
     say: Say = print
     started: float = field(default_factory=time.monotonic)
     step: int = 0
+    unrecorded: StepRecord | None = None  # the next step, if a job that was killed has published it
     positions: Positions = field(default_factory=Positions)
     filtered: list[Group] = field(default_factory=list)  # groups without signal since the last step
     left_out: int = 0  # problems in a row

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.jobs import metrics
 from app.jobs.environments.environment import HELD_OUT
 from tests.app.http.fake_status import report
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
@@ -82,8 +83,8 @@ BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-att
 async def test_the_best_version_is_kept_and_published_at_the_end_with_its_reward(tmp_path: Path) -> None:
     fleet = KeepingFleet()
     await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
-    kept = str(tmp_path / "best" / "m-step-1")
-    assert fleet.saved == [kept], "later versions are no better"
+    (kept,) = fleet.saved  # later versions are no better
+    assert kept.startswith(str(tmp_path / "best" / "m-step-1-"))
     assert fleet.published == [{"path": kept, "label": "best of m: reward 1.500"}]
 
 
@@ -103,3 +104,34 @@ async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> Non
     await run_job(fleet, tmp_path / "m.jsonl", *given, "--resume")
     assert len(fleet.saved) == 1
     assert [body["path"] for body in fleet.published] == fleet.saved
+
+
+class Killed(Exception):
+    """The job, where a test kills it."""
+
+
+class KillingFleet(KeepingFleet):
+    """The job does not live to see its second evaluation."""
+
+    kills = True
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if self.kills and request.headers.get("x-min-weight-version") == "6":
+            self.kills = False
+            raise Killed
+        return await super().answer(request)
+
+
+@pytest.mark.parametrize("steps", ["2", "3"])
+async def test_a_job_that_was_killed_in_an_evaluation_makes_it_after_the_restart(
+    steps: str, tmp_path: Path
+) -> None:
+    fleet = KillingFleet()
+    given = [*BEST, "--keep-best", str(tmp_path / "best"), "--steps", steps]
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", *given)
+    assert [record.step for record in metrics.records(tmp_path / "m.jsonl")] == [1]
+    records = await run_job(fleet, tmp_path / "m.jsonl", *given, "--resume")
+    evaluated = [record.evaluation.version for record in records if record.evaluation is not None]
+    assert evaluated == list(range(5, 5 + int(steps)))
+    assert len(fleet.batches) == int(steps), "the step itself is not made again"
