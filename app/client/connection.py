@@ -111,7 +111,7 @@ class AsyncFleetClient:
         self._patience_s = patience_s
         self._retry_pause_s = retry_pause_s
         self._say = say
-        self._is_waiting = False
+        self._waiting: set[asyncio.Task[Any] | None] = set()  # whose calls are being repeated
 
     @classmethod
     def connect(
@@ -140,7 +140,12 @@ class AsyncFleetClient:
     async def send(self, call: Call[T], *, patient: bool = True) -> T:
         """Send the call; returns the fleet's response. Not `patient`: without retries. Raises FleetError:
         the fleet refused, did not respond, or sent something else."""
-        deadline = time.monotonic() + (self._patience_s if patient else 0.0)
+        try:
+            return await self._send(call, time.monotonic() + (self._patience_s if patient else 0.0))
+        finally:
+            self._waiting.discard(asyncio.current_task())
+
+    async def _send(self, call: Call[T], deadline: float) -> T:
         while True:
             pause_s = self._retry_pause_s
             try:
@@ -153,16 +158,15 @@ class AsyncFleetClient:
                 self._waits(call, str(error) or type(error).__name__)
             else:
                 if answer.status_code != 503 or time.monotonic() >= deadline:
-                    self._is_waiting = False
                     return read(call, answer)
                 self._waits(call, answer.text[:MAX_SHOWN])
                 pause_s = float(answer.headers.get("retry-after", self._retry_pause_s))
             await asyncio.sleep(pause_s)
 
     def _waits(self, call: Call[Any], reason: str) -> None:
-        if self._say is not None and not self._is_waiting:
+        if self._say is not None and not self._waiting:
             self._say(f"{call.path}: trying again for up to {self._patience_s:g} s: {reason}")
-        self._is_waiting = True
+        self._waiting.add(asyncio.current_task())
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
         """Each server-sent event that holds an object, as `call` reads it. Raises FleetError: the fleet

@@ -19,7 +19,8 @@ from app.jobs.environments.environment import (
 )
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.metrics import Tracking
-from app.jobs.tasks import Extraction, PromptFileTask, ReasoningGymTask, load_reward
+from app.jobs.rewards import load_reward
+from app.jobs.tasks import Extraction, PromptFileTask, ReasoningGymTask
 from trainers.advantages import AdvantageEstimator
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'

@@ -4,23 +4,17 @@ The default is reasoning-gym's `chain_sum` with two one-digit terms, of which th
 one in ten. Solved examples in the prompt would make all answers of a group alike.
 """
 
-import inspect
 import json
-import math
-import numbers
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from app.jobs.user_code import blamed, imported
+from app.jobs.rewards import Reward, checked
 
-# (one line of the prompt file, or reasoning-gym's entry; the graded part of the answer) -> the reward
-Reward = Callable[[Mapping[str, Any], str], float | Awaitable[float]]
 Message = dict[str, Any]  # "role" and "content"
 
 # In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
@@ -50,32 +44,6 @@ class Extraction(StrEnum):
                 return answer.strip()
 
 
-def load_reward(path: str) -> Reward:
-    """A reward by its import path, `package.module:function`; called as `function(entry, answer)`."""
-    function = imported(path, "--reward")
-    try:
-        inspect.signature(function).bind({}, "")
-    except TypeError as error:
-        raise ValueError(f"--reward {path!r} must take (entry, answer): {error}") from error
-    loaded: Reward = function
-    return loaded
-
-
-def checked(reward: Any, source: str) -> float:
-    """The reward as a number; a scalar of numpy or torch is one.
-
-    Raises:
-        ValueError: it is not a finite number.
-    """
-    value = reward
-    if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
-        with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
-            value = item()
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise ValueError(f"{source} must return a finite number, got {reward!r}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A prompt, and what its score depends on."""
@@ -95,7 +63,7 @@ class Task(Protocol):
         """The same problem for the same number, in every process."""
 
     async def score(self, problem: Problem, answer: str) -> float:
-        """The reward of an answer."""
+        """The reward of an answer. Raises Unanswered: there is none."""
         ...
 
 
@@ -132,7 +100,7 @@ class PromptFileTask:
     """Prompts from a JSON Lines file, which repeats, scored by the user's own function.
 
     Each line has `messages`, or `prompt` (a conversation as well, or a user's message), and whatever the
-    reward needs. The reward may be `async def`.
+    reward needs.
 
     Raises:
         ValueError: names the file, and the line that is wrong.
@@ -157,11 +125,7 @@ class PromptFileTask:
         return self._prompts[number % len(self._prompts)]
 
     async def score(self, problem: Problem, answer: str) -> float:
-        with blamed("the reward"):
-            reward = self._reward(problem.entry, self._extract.of(answer))
-            if inspect.isawaitable(reward):
-                reward = await reward
-        return checked(reward, "the reward")
+        return await self._reward(problem.entry, self._extract.of(answer))
 
 
 def _text(path: Path) -> str:

@@ -19,8 +19,9 @@ from app.client.connection import FleetError
 from app.jobs.environments.transcript import Transcript, between, probes
 from app.jobs.groups import Rollout
 from app.jobs.policy import Policy, Unanswered, is_too_long
+from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
-from app.jobs.tasks import Message, Task, checked
+from app.jobs.tasks import Message, Task
 from app.jobs.user_code import blamed, imported
 
 HELD_OUT = 1 << 39  # problems from here on are for evaluation, and never trained on
@@ -95,13 +96,14 @@ class Single:
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         problem = self.task.problem(number)
         completion = await policy.chat(problem.messages, count)
+        rewards = await all_of(self.task.score(problem, answer.text) for answer in completion.answers)
         return [
             Rollout(
                 trajectories=[answer.trajectory(completion.prompt_token_ids, advantage=0.0)],
-                reward=await self.task.score(problem, answer.text),
+                reward=reward,
                 text=answer.text,
             )
-            for answer in completion.answers
+            for answer, reward in zip(completion.answers, rewards, strict=True)
         ]
 
 

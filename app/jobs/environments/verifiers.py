@@ -26,8 +26,8 @@ from app.jobs.environments.relay import AgentSession, Relay, trajectories
 from app.jobs.groups import Rollout
 from app.jobs.policy import ATTEMPTS, Policy, Unanswered
 from app.jobs.progress import announced
+from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
-from app.jobs.tasks import checked
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 START_TIMEOUT_S = 600.0  # imports, and data sets that are downloaded

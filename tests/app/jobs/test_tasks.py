@@ -1,29 +1,14 @@
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from app.jobs.tasks import (
-    Extraction,
-    PromptFileTask,
-    ReasoningGymTask,
-    Reward,
-    checked,
-    last_number,
-    load_reward,
-)
+from app.jobs.tasks import Extraction, PromptFileTask, ReasoningGymTask, last_number
 
 
-def length_reward(entry: Mapping[str, Any], answer: str) -> float:
-    return float(len(answer))
-
-
-def of_one_argument(answer: str) -> float:
-    return 0.0
+async def exact(entry: Mapping[str, Any], answer: str) -> float:
+    return float(answer == entry.get("right"))
 
 
 @pytest.mark.parametrize(
@@ -45,15 +30,6 @@ def test_the_last_number_is_graded(answer: str, number: str) -> None:
 
 def test_the_first_line_is_what_comes_before_the_first_break() -> None:
     assert Extraction.FIRST_LINE.of("\n Paris \nand more") == "Paris"
-
-
-def test_a_reward_is_found_by_its_import_path() -> None:
-    assert load_reward(f"{__name__}:length_reward")({}, "abc") == 3.0
-
-
-def test_a_reward_must_take_an_entry_and_an_answer() -> None:
-    with pytest.raises(ValueError, match=r"of_one_argument' must take \(entry, answer\)"):
-        load_reward(f"{__name__}:of_one_argument")
 
 
 SETTINGS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -95,15 +71,15 @@ def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, 
         ReasoningGymTask(name, settings, instruction="", seed=0, extract=Extraction.WHOLE)
 
 
-def prompts(path: Path, content: str | bytes, reward: Reward = lambda entry, answer: 0.0) -> PromptFileTask:
+def prompts(path: Path, content: str | bytes) -> PromptFileTask:
     file = path / "p.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return PromptFileTask(file, reward, extract=Extraction.WHOLE)
+    return PromptFileTask(file, exact, extract=Extraction.WHOLE)
 
 
 async def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_path: Path) -> None:
     lines = '{"prompt": "2 + 2?", "right": "4"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n'
-    task = prompts(tmp_path, lines, lambda entry, answer: answer == entry.get("right"))
+    task = prompts(tmp_path, lines)
     assert task.problems == 2
     assert task.problem(0) == task.problem(2)
     assert task.problem(0).messages == [{"role": "user", "content": "2 + 2?"}]
@@ -158,44 +134,3 @@ def test_a_wrong_prompt_file_is_refused_with_its_name_and_the_line(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         prompts(tmp_path, content)
-
-
-async def later(value: float) -> float:
-    return value
-
-
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (1, 1.0),
-        (True, 1.0),
-        (Fraction(1, 2), 0.5),
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
-        (np.bool_(True), 1.0),
-        (np.array(0.25), 0.25),
-        (torch.tensor(0.5), 0.5),
-        (torch.tensor([1]), 1.0),
-    ],
-)
-async def test_a_reward_may_be_any_number_and_may_be_awaited(
-    tmp_path: Path, reward: Any, expected: float
-) -> None:
-    for returns in (lambda entry, answer: reward, lambda entry, answer: later(reward)):
-        task = prompts(tmp_path, '{"prompt": "a"}', returns)
-        assert await task.score(task.problem(0), "b") == expected
-
-
-@pytest.mark.parametrize(
-    "reward",
-    [None, "1", float("nan"), float("inf"), [1.0], 1j, np.array([1.0, 2.0]), torch.tensor(float("nan"))],
-)
-def test_a_reward_must_be_a_finite_number(reward: object) -> None:
-    with pytest.raises(ValueError, match="the reward must return a finite number"):
-        checked(reward, "the reward")
-
-
-async def test_a_fault_of_the_reward_is_named_with_its_place(tmp_path: Path) -> None:
-    task = prompts(tmp_path, '{"prompt": "2 + 2?"}', lambda entry, answer: float(entry["right"]))
-    with pytest.raises(ValueError, match=r"^the reward raised KeyError: 'right' \(test_tasks.py:\d+\)$"):
-        await task.score(task.problem(0), "4")

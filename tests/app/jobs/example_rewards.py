@@ -1,0 +1,76 @@
+"""Rewards as users write them; a module of its own, because the process of a reward imports it."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Entry = Mapping[str, Any]
+_calls: list[str] = []
+
+
+def length(entry: Entry, answer: str) -> int:
+    return len(answer)
+
+
+async def awaited_length(entry: Entry, answer: str) -> int:
+    return len(answer)
+
+
+class Judge:
+    async def __call__(self, entry: Entry, answer: str) -> int:
+        return len(answer)
+
+
+judge = Judge()
+
+
+def of_one_argument(answer: str) -> float:
+    return 0.0
+
+
+def waits_for_a_file(entry: Entry, answer: str) -> bool:
+    """Whether it appears."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if Path(entry["file"]).exists():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def calls_before(entry: Entry, answer: str) -> int:
+    _calls.append(answer)
+    return int("".join(_calls))
+
+
+def limits_its_time(entry: Entry, answer: str) -> int:
+    """As math-verify does."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return 1
+
+
+def runs_a_loop(entry: Entry, answer: str) -> int:
+    return asyncio.run(awaited_length(entry, answer))
+
+
+def undeclared(entry: Entry, answer: str) -> Any:
+    return awaited_length(entry, answer)
+
+
+def exits(entry: Entry, answer: str) -> float:
+    os._exit(3)
+
+
+def fails(entry: Entry, answer: str) -> float:
+    return float(entry["right"])
+
+
+def returns_nothing(entry: Entry, answer: str) -> None:
+    """A common mistake."""

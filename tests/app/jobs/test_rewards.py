@@ -1,0 +1,109 @@
+import asyncio
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from app.jobs import rewards
+from app.jobs.policy import Unanswered
+from app.jobs.rewards import Reward, checked, load_reward
+
+EXAMPLES = "tests.app.jobs.example_rewards"
+
+
+def example(name: str) -> Reward:
+    return load_reward(f"{EXAMPLES}:{name}")
+
+
+@pytest.mark.parametrize("name", ["awaited_length", "judge"])
+async def test_a_reward_may_be_awaited(name: str) -> None:
+    assert await example(name)({}, "abc") == 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["length", "limits_its_time", "runs_a_loop", "undeclared"])
+async def test_a_function_may_do_what_it_may_in_a_program_of_its_own(name: str) -> None:
+    assert await example(name)({}, "a") == 1.0
+
+
+@pytest.mark.slow
+async def test_a_function_that_blocks_does_not_block_the_job(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    asked = asyncio.create_task(example("waits_for_a_file")({"file": str(file)}, ""))
+    await asyncio.sleep(0)  # the task begins
+    file.touch()
+    assert await asked == 1.0
+
+
+@pytest.mark.slow
+async def test_answers_are_scored_one_after_the_other_in_order() -> None:
+    reward = example("calls_before")
+    assert await asyncio.gather(*[reward({}, str(number)) for number in (1, 2, 3)]) == [1.0, 12.0, 123.0]
+
+
+@pytest.mark.slow
+async def test_after_a_cancellation_the_next_answer_gets_its_own_reward(tmp_path: Path) -> None:
+    reward = example("waits_for_a_file")
+    never = asyncio.create_task(reward({"file": str(tmp_path / "never")}, ""))
+    await asyncio.sleep(0)
+    never.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await never
+    assert await reward({"file": str(tmp_path)}, "") == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", r"^the reward raised KeyError: 'right' \(example_rewards.py:\d+\)$"),
+        ("returns_nothing", "^the reward must return a finite number, got None$"),
+        ("exits", "^the reward's process exited with 3$"),
+    ],
+)
+async def test_a_fault_of_the_reward_is_named(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        await example(name)({}, "4")
+
+
+@pytest.mark.slow
+async def test_a_reward_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rewards, "TIMEOUT_S", 0.01)
+    with pytest.raises(ValueError, match=r"the reward took longer than 0.01 s"):
+        await example("waits_for_a_file")({"file": "/never"}, "")
+    with pytest.raises(Unanswered, match=r"the reward took longer than 0.01 s"):
+        await rewards.awaited(lambda entry, answer: asyncio.Event().wait(), {}, "")
+
+
+def test_a_reward_must_take_an_entry_and_an_answer() -> None:
+    with pytest.raises(ValueError, match=r"of_one_argument' must take \(entry, answer\)"):
+        example("of_one_argument")
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (Fraction(1, 2), 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array(0.25), 0.25),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([1]), 1.0),
+    ],
+)
+def test_a_reward_may_be_any_number(reward: object, expected: float) -> None:
+    assert checked(reward, "the reward") == expected
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [None, "1", float("nan"), float("inf"), [1.0], 1j, np.array([1.0, 2.0]), torch.tensor(float("nan"))],
+)
+def test_a_reward_must_be_a_finite_number(reward: object) -> None:
+    with pytest.raises(ValueError, match="the reward must return a finite number"):
+        checked(reward, "the reward")
