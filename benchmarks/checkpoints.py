@@ -58,12 +58,12 @@ def main() -> None:
         for number in range(options.times):
             learner.step(batch())
             began = time.perf_counter()
-            if not checkpoints.save(learner, wire_dtype="bfloat16", fleet_id=None):
+            if not checkpoints.save(learner, wire_dtype="bfloat16"):
                 raise SystemExit("the former checkpoint is still being written")
             called = time.perf_counter() - began
             checkpoints.wait_until_copied()
             copied = time.perf_counter() - began
-            newest = checkpoints.complete(None) if checkpoints.wait(WRITE_LIMIT_S) else []
+            newest = checkpoints.complete() if checkpoints.wait(WRITE_LIMIT_S) else []
             if not newest or newest[0][1].step != learner.steps_done:
                 raise SystemExit("the checkpoint was not written")
             written = time.perf_counter() - began

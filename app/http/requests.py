@@ -72,7 +72,7 @@ class PublishBody(OwnBody):
 
 
 class SaveBody(OwnBody):
-    path: str | None = None  # on the trainer's host; by default a new directory beside the store
+    path: str | None = None  # on the trainer's host; by default a new directory in the store
 
 
 # -- vLLM's RL routes ------------------------------------------------------------------------------

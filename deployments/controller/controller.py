@@ -53,8 +53,8 @@ class Controller:
         clock: seconds, monotonic.
 
     Raises:
-        JournalError: the state directory cannot be used, has adapters that no replica takes, or the store has
-            versions of another fleet or model.
+        JournalError: the state directory cannot be used, has adapters that no replica takes or versions of
+            another model, or the store is another fleet's or cannot be used.
     """
 
     def __init__(
@@ -81,9 +81,11 @@ class Controller:
         self._config, self._capacity = config, capacity
         ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
         files = Path(store_dir) / "adapters"
-        adapter_files = AdapterKeeper(files, adapter_roots, ledger.adapter_ids, clock=clock)
         self._poll_s = poll_s
-        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, max_versions)
+        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, Path(state_dir), max_versions)
+        adapter_files = AdapterKeeper(
+            files, adapter_roots, ledger.adapter_ids, self._keeper.claim, clock=clock
+        )
         durable = DurableLedger(
             ledger,
             Path(state_dir),
@@ -97,7 +99,7 @@ class Controller:
         )
         self._ledger, self._durable, self._adapter_files = ledger, durable, adapter_files
         try:
-            self._keeper.check_owner(Path(state_dir))
+            self._keeper.claim()
             _check_model(ledger, model, Path(state_dir))
             _check_adapters(ledger, None if adapters is None else adapters.refusal, Path(state_dir))
         except JournalError:

@@ -24,6 +24,7 @@ from deployments.weights.store.adapter_store import (
     Incomplete,
     until_complete,
 )
+from deployments.weights.store.owner import check_owner, claim
 from deployments.weights.store.versions import Store
 
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
@@ -37,17 +38,19 @@ logger = serve_logger()
 class Removal(Generic[T]):
     """Removes what is no longer needed, off the critical path, one pass at a time.
 
-    `listed` and `remove` run in a thread, `removable` on the event loop. `what` is named in the log.
+    `claim`, `listed` and `remove` run in a thread, `removable` on the event loop. `what` is named in the log.
     """
 
     def __init__(
         self,
         what: str,
+        claim: Callable[[], None],
         listed: Callable[[], T],
         removable: Callable[[T], Iterable[int]],
         remove: Callable[[int], object],
     ) -> None:
-        self._what, self._listed, self._removable, self._remove = what, listed, removable, remove
+        self._what, self._claim = what, claim
+        self._listed, self._removable, self._remove = listed, removable, remove
         self._pass: asyncio.Task[None] | None = None
         self._problem: OSError | None = None
 
@@ -62,6 +65,7 @@ class Removal(Generic[T]):
     async def _run(self) -> None:
         before, self._problem = self._problem, None
         try:
+            await asyncio.to_thread(self._claim)  # an operator may have given the store to another fleet
             for each in self._removable(await asyncio.to_thread(self._listed)):
                 try:
                     with suppress(FileNotFoundError):  # already removed
@@ -75,33 +79,41 @@ class Removal(Generic[T]):
 
 
 class StoreKeeper:
-    """Checks, reads and empties the store.
+    """Claims, reads and empties the store.
 
     Args:
+        state_dir: named where the store is refused.
         keep: versions that stay, beside those that a joiner was told to load.
     """
 
-    def __init__(self, store: Store, ledger: Ledger, keep: int) -> None:
+    def __init__(self, store: Store, ledger: Ledger, state_dir: Path, keep: int) -> None:
         self._store = store
+        self._state_dir = state_dir
         self._ledger = ledger
         self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
         # A version that is being read stays until a later pass.
         self.removal = Removal(
-            "versions", self._owners, lambda owned: ledger.removable(owned, keep), store.remove
+            "versions", self.claim, self._owners, lambda owned: ledger.removable(owned, keep), store.remove
         )
 
-    def check_owner(self, state_dir: Path) -> None:
-        """Called when the controller starts. Raises JournalError: the store has versions of another fleet."""
-        foreign = self._foreign()
-        if not foreign:
+    def claim(self) -> None:
+        """Make the store this fleet's, or check that it is. Reads the disk.
+
+        Raises:
+            JournalError: it belongs to another fleet, has versions of one, or cannot be read or written.
+        """
+        directory, fleet_id = self._store.directory, self._ledger.fleet_id
+        if check_owner(directory, fleet_id):
             return
-        owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
-        raise JournalError(
-            f"store {self._store.directory} has versions {sorted(foreign)} of {owners}, and the journal in "
-            f"{state_dir} is of {_name(self._ledger.fleet_id)}. To start anew, move them away or set "
-            "'store.path' to another directory; to begin with the weights of one, move it away and set "
-            "'model' to it; to continue as the other fleet, bring its journal back"
-        )
+        if foreign := self._foreign():
+            owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
+            raise JournalError(
+                f"the store {directory} has versions {sorted(foreign)} of {owners}, and the journal in "
+                f"{self._state_dir} is of {_name(fleet_id)}. To start anew, move the store away or set "
+                "'store.path' to another directory; to begin with the weights of one, move it away and set "
+                "'model' to it; to continue as the other fleet, bring its journal back"
+            )
+        claim(directory, fleet_id, self._state_dir)
 
     def source(self, version: int) -> str:
         """The directory of a stored version of this fleet. Reads the disk. Raises InvalidRequest: it is
@@ -140,13 +152,13 @@ class StoreKeeper:
 
         Omits versions with an unreadable manifest, which stay in the store.
         """
-        stored = self._store.list()
-        for version in stored:
-            if version not in self._known:
-                with suppress(OSError, ValueError):
-                    self._known[version] = self._store.manifest_of(version).fleet_id
-        self._known = {version: self._known[version] for version in stored if version in self._known}
-        return dict(self._known)
+        before, owners = self._known, dict[int, str | None]()
+        for version in self._store.list():
+            with suppress(OSError, ValueError):
+                known = version in before
+                owners[version] = before[version] if known else self._store.manifest_of(version).fleet_id
+        self._known = owners
+        return dict(owners)
 
 
 def _name(owner: str | None) -> str:
@@ -159,6 +171,7 @@ class AdapterKeeper:
     Args:
         roots: directories below which users' adapters are.
         needed: the ids whose files must stay.
+        claim: raises OSError unless the store is this fleet's.
         lag_s: how long to wait for incomplete files.
     """
 
@@ -167,12 +180,14 @@ class AdapterKeeper:
         directory: Path,
         roots: Sequence[Path],
         needed: Callable[[], set[int]],
+        claim: Callable[[], None],
         lag_s: float = LAG_S,
         clock: Callable[[], float] = time.monotonic,
         disk_s: float = DISK_S,
     ) -> None:
         self._store = AdapterStore(directory)
         self._roots = tuple(roots)
+        self._claim = claim
         self._lag_s = lag_s
         self._disk_s = disk_s
         self._clock = clock
@@ -180,6 +195,7 @@ class AdapterKeeper:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self.removal = Removal(  # asks again before each: one may be needed by then
             "adapters",
+            claim,
             self._store.ids,
             lambda ids: (each for each in ids if each not in needed()),
             self._store.remove,
@@ -192,11 +208,15 @@ class AdapterKeeper:
             NotFound: there is no such directory.
             InvalidRequest: outside of the roots, not an adapter, or not complete in time.
             FleetUnavailable: the copy cannot be written.
-            Conflict: the disk hangs.
+            Conflict: the disk hangs, or the store is another fleet's.
         """
         if not path or "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
         copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
+        try:
+            await self._on_disk(self._claim, path)
+        except OSError as error:
+            raise Conflict(str(error)) from error
         try:
             return await until_complete(lambda: self._on_disk(copying, path), self._lag_s, self._clock)
         except Incomplete as error:

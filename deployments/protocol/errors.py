@@ -34,7 +34,7 @@ from typing import Any
 
 
 class JournalError(OSError):
-    """The state directory cannot be used; the message says what to change."""
+    """The state directory or the store cannot be used; the message says what to change."""
 
 
 class PayloadRejected(Exception):

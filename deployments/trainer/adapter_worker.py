@@ -60,11 +60,12 @@ class AdapterWorker(TrainerRank):
         Raises:
             ValueError: the model has no such modules, or a checkpoint or the live version is of an adapter
                 with other settings.
-            OSError: the checkpoint cannot be read.
+            OSError: the checkpoint cannot be read, or the store is another fleet's.
         """
         self._begin(rendezvous_address)
         fleet = self._fleet()
         self._fleet_id = fleet.fleet_id
+        self._check_owner()
         self._wait_for_base(fleet.committed_version)
         self._base_version = self._stored.newest(fleet.fleet_id)
         base = self._store.path_of(self._base_version) if self._base_version else self._base.directory
@@ -126,7 +127,7 @@ class AdapterWorker(TrainerRank):
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint for a restart, after every publish."""
         settings = adapter_settings(self._lora, self._base_version)
-        self._save_checkpoint(every=1, fleet_id=self._fleet_id, adapter=settings)
+        self._save_checkpoint(every=1, adapter=settings)
 
     def save(self, path: str | None) -> SavedCheckpoint | None:
         """Write the current adapter in peft's format, as `TrainerWorker.save`.
@@ -137,7 +138,7 @@ class AdapterWorker(TrainerRank):
         if self._rank != 0:
             return None
         started, step = time.perf_counter(), self._learner.steps_done
-        default = self._store.directory.parent / f"adapter-{self._file_name}-{step:06d}"
+        default = self._store.directory / f"adapter-{self._file_name}-{step:06d}"
         directory = directory_to_save(path, default)
         try:
             self._adapter.write(directory)
@@ -195,7 +196,7 @@ class AdapterWorker(TrainerRank):
 
         Returns the difference from what the learner was, for the log.
         """
-        found = self._checkpoints.complete(self._fleet_id)
+        found = self._checkpoints.complete()
         own = adapter_settings(self._lora, self._base_version)
         for path, meta in found:
             saved = dict(meta.adapter or {})

@@ -109,7 +109,6 @@ class FleetConnection:
         self._takes_over = takes_over
         self._epoch: int | None = None
         self._engine: TrainerWeightTransferEngine[Any] | None = None
-        self.fleet: FleetStatus | None = None  # as rank 0 saw it last
 
     def agree(self, *, reusable: bool = True, together: bool = True) -> PublishTarget | None:
         """What all ranks must connect to; None if all connections are still good.
@@ -160,7 +159,7 @@ class FleetConnection:
         return self._engine is not None
 
     def _membership(self) -> PublishTarget:
-        self.fleet = fleet = self._client.fleet()
+        fleet = self._client.fleet()
         publisher = None if fleet.connection is None else fleet.connection.publisher
         if publisher not in (None, PUBLISHER) and not self._takes_over:
             raise Conflict(f"{publisher!r} is connected, and keeps its connection")

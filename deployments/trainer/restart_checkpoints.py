@@ -5,9 +5,10 @@
         .metadata  __0_0.distcp  __1_0.distcp   one file per rank
     trainer/checkpoints/.step-000020-*.partial  being written; removed when the next trainer starts
 
-They hold AdamW's moments and master weights; the weights themselves are in the store. A save copies the
-tensors to host memory; the next step waits for that, and a thread writes them. While it does, all ranks skip
-further saves: a slow disk costs checkpoints, never time or memory. Any number of ranks can read a checkpoint.
+They are in the store, and hold AdamW's moments and master weights; the weights themselves are versions. A
+save copies the tensors to host memory; the next step waits for that, and a thread writes them. While it does,
+all ranks skip further saves: a slow disk costs checkpoints, never time or memory. Any number of ranks can
+read a checkpoint.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import shutil
 import threading
 import uuid
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
@@ -64,7 +66,6 @@ class CheckpointMeta:
     """The content of checkpoint.json."""
 
     step: int
-    fleet_id: str | None
     wire_dtype: Dtype | None
     adapter: Mapping[str, Any] | None = None  # its settings and base version; None: all weights are trained
     digest: str | None = None  # the published version's; None: unknown
@@ -74,21 +75,35 @@ class CheckpointMeta:
         return self.step == step and self.digest in (None, digest)
 
 
+_METAS = TypeAdapter(CheckpointMeta)
 Complete = tuple[Path, CheckpointMeta]
 
 
 class RestartCheckpoints:
     """The checkpoints below a directory that the ranks share. Every rank makes every call.
 
+    Args:
+        keep: the older ones are removed.
+        check_owner: called before any is replaced or removed. Raises OSError if the directory is not this
+            fleet's any more.
+
     Attributes:
         step: of the newest that this process began to write or resumed from exactly; None: there is none.
     """
 
-    def __init__(self, directory: Path, *, rank: int, keep: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        keep: int,
+        check_owner: Callable[[], object] = lambda: None,
+    ) -> None:
         self.directory = directory
         self.step: int | None = None
         self._rank = rank
         self._keep = keep
+        self._check_owner = check_owner
         distributed = dist.is_initialized() and dist.get_world_size() > 1
         # The writer thread's collectives must not mix with those of the rank's other calls.
         self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if distributed else None
@@ -103,14 +118,12 @@ class RestartCheckpoints:
             for leftover in directory.glob(".step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def complete(self, fleet_id: str | None) -> list[Complete]:
-        """Those of this fleet, newest first."""
+    def complete(self) -> list[Complete]:
+        """Newest first."""
         found = []
         for path in self.directory.glob("step-*"):
-            with contextlib.suppress(OSError, ValueError, TypeError):  # being removed, or damaged
-                meta = CheckpointMeta(**json.loads((path / META).read_text(encoding="utf-8")))
-                if meta.fleet_id == fleet_id:
-                    found.append((path, meta))
+            with contextlib.suppress(OSError, ValueError):  # being removed, or damaged
+                found.append((path, _METAS.validate_json((path / META).read_bytes())))
         return sorted(found, key=lambda each: each[1].step, reverse=True)
 
     def save(
@@ -118,7 +131,6 @@ class RestartCheckpoints:
         learner: Learner,
         *,
         wire_dtype: Dtype | None,
-        fleet_id: str | None,
         adapter: Mapping[str, Any] | None = None,
         digest: str | None = None,
         due: bool = True,
@@ -136,9 +148,7 @@ class RestartCheckpoints:
             if self._rank == 0:
                 logger.info("no checkpoint of step %d: the previous one is still being written", step)
             return False
-        meta = CheckpointMeta(
-            step=step, fleet_id=fleet_id, wire_dtype=wire_dtype, adapter=adapter, digest=digest
-        )
+        meta = CheckpointMeta(step=step, wire_dtype=wire_dtype, adapter=adapter, digest=digest)
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         tensors = named_moments(learner.policy, learner.optimizer.state) | {
             WEIGHTS: master_weights(learner.policy, dtype)
@@ -170,6 +180,7 @@ class RestartCheckpoints:
             self._generation = object()
             self.step = None
             if self._rank == 0:
+                self._check_owner()
                 for path in self.directory.glob("step-*"):
                     self._remove(path)
 
@@ -221,6 +232,7 @@ class RestartCheckpoints:
             if self._generation is not generation:
                 shutil.rmtree(partial, ignore_errors=True)
                 return
+            self._check_owner()
             if final.exists():  # an earlier run reached this step
                 self._remove(final)
             rename(partial, final)
@@ -231,7 +243,7 @@ class RestartCheckpoints:
 
     def _remove_old(self, newest: CheckpointMeta) -> None:
         """Removes later steps too: after a rollback they hold weights that this run never had."""
-        complete = self.complete(newest.fleet_id)
+        complete = self.complete()
         later = [path for path, meta in complete if meta.step > newest.step]
         earlier = [path for path, meta in complete if meta.step <= newest.step]
         for path in later + earlier[self._keep :]:

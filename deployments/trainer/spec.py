@@ -9,9 +9,14 @@ from trainers.settings import TrainerConfig
 PUBLISHER = "trainer"  # its name in the fleet
 
 
+def state_directory(store_dir: str | Path) -> Path:
+    """Where a trainer keeps what it needs after a restart."""
+    return Path(store_dir) / "trainer"
+
+
 def adapter_directory(store_dir: str | Path) -> Path:
     """Holds a trainer's adapter until the fleet has copied it."""
-    return Path(store_dir).parent / "trainer" / "adapters"
+    return state_directory(store_dir) / "adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +26,7 @@ class TrainerSpec:
     Attributes:
         model: a checkpoint directory or a hub id, loaded if the store has no version yet.
         device: "cpu" or "cuda".
-        store_dir: the store of committed versions, shared with the controller.
+        store_dir: the fleet's store: its versions, and all that the trainer keeps on a disk.
         transport: a name in `deployments.weights.transports.registry`.
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
     """

@@ -29,14 +29,12 @@ class StoredWeights:
         """The newest usable version, 0 if the store is empty.
 
         Raises:
-            ValueError: the newest is another fleet's, its manifest cannot be read, or none can be used.
+            ValueError: none can be used.
         """
         versions = from_rank_0(list(self._store.list()))
-        if versions:
-            self._check_owner(versions[-1], fleet_id)
         problems: list[str] = []
         for version in reversed(versions):
-            problem = self.problem(version)
+            problem = self.problem(version, fleet_id)
             if problem is None:
                 self._warn(version, problems)
                 return version
@@ -48,22 +46,14 @@ class StoredWeights:
             )
         return 0
 
-    def problem(self, version: int) -> str | None:
+    def problem(self, version: int, fleet_id: str) -> str | None:
         """Why a version cannot be used; None if it can.
 
         Raises:
             FileNotFoundError: it is not in the store.
         """
         path = self._store.path_of(version)
-        return from_rank_0(_problem(path, version) if self._rank == 0 else None)
-
-    def _check_owner(self, version: int, fleet_id: str) -> None:
-        owner = self._store.manifest_of(version).fleet_id
-        if owner not in (None, fleet_id):
-            raise ValueError(
-                f"version {version} in {self._store.directory} is of fleet {owner}, this is fleet "
-                f"{fleet_id}: move it away, or set 'store.path' to another directory"
-            )
+        return from_rank_0(_problem(path, version, fleet_id) if self._rank == 0 else None)
 
     def _warn(self, version: int, problems: Sequence[str]) -> None:
         if problems and self._rank == 0:
@@ -74,9 +64,9 @@ class StoredWeights:
             )
 
 
-def _problem(path: Path, version: int) -> str | None:
+def _problem(path: Path, version: int, fleet_id: str) -> str | None:
     try:
-        check_files(path, version)
+        check_files(path, version, fleet_id)
     except (OSError, ValueError) as error:
         return str(error)
     return None

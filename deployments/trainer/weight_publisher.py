@@ -86,12 +86,6 @@ class WeightPublisher:
         if not spec.native:
             warm_up(source.device)
 
-    @property
-    def fleet_id(self) -> str | None:
-        """As rank 0 learned it in the last publish."""
-        fleet = self._connection.fleet
-        return None if fleet is None else fleet.fleet_id
-
     def publish(self, label: str | None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere.
 

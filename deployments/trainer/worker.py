@@ -20,10 +20,11 @@ from deployments.protocol.responses import FleetStatus, SavedCheckpoint
 from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
 from deployments.trainer.fleet_connection import free_port, own_address
 from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
-from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, state_directory
 from deployments.trainer.stored_weights import StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
 from deployments.weights.store.hub import downloaded
+from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
 from trainers.fsdp2 import mesh_of_all_ranks
@@ -47,6 +48,7 @@ class TrainerRank:
     _policy: TrainedPolicy
     _learner: Learner
     _checkpoints: RestartCheckpoints
+    _fleet_id: str
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         self._spec = spec
@@ -131,14 +133,17 @@ class TrainerRank:
         return policy
 
     def _open_checkpoints(self, name: str) -> None:
-        directory = self._store.directory.parent / "trainer" / name
-        self._checkpoints = RestartCheckpoints(directory, rank=self._rank, keep=CHECKPOINTS_KEPT)
+        self._checkpoints = RestartCheckpoints(
+            state_directory(self._spec.store_dir) / name,
+            rank=self._rank,
+            keep=CHECKPOINTS_KEPT,
+            check_owner=self._check_owner,
+        )
 
     def _save_checkpoint(
         self,
         *,
         every: int,
-        fleet_id: str | None,
         adapter: Mapping[str, Any] | None,
         digest: str | None = None,
     ) -> None:
@@ -149,7 +154,6 @@ class TrainerRank:
         self._checkpoints.save(
             self._learner,
             wire_dtype=self._spec.config.wire_dtype,
-            fleet_id=fleet_id,
             adapter=adapter,
             digest=digest,
             due=since != 0 and (since >= every or step % every == 0),
@@ -166,6 +170,9 @@ class TrainerRank:
     def _wire_dtype(self) -> torch.dtype | None:
         name = self._spec.config.wire_dtype
         return None if name is None else DTYPES[name]
+
+    def _check_owner(self) -> None:
+        check_owner(self._store.directory, self._fleet_id)
 
     def _fleet(self) -> FleetStatus:
         return run_sync(retried(lambda: self._controller.fleet.remote(), "fleet"))
@@ -190,24 +197,25 @@ class TrainerWorker(TrainerRank):
 
         Raises:
             ValueError: the model does not suit the trainer, or no stored version can be used.
-            OSError: the checkpoint cannot be read.
+            OSError: the checkpoint cannot be read, or the store is another fleet's.
         """
         self._begin(rendezvous_address)
         spec = self._spec
-        fleet_id = self._fleet().fleet_id
-        version = self._stored.newest(fleet_id)
+        self._fleet_id = self._fleet().fleet_id
+        self._check_owner()
+        version = self._stored.newest(self._fleet_id)
         self._open_checkpoints("checkpoints")
         if self._merged is None:
             directory = self._directory_of(version)
         else:
-            self._base_version = self._find_base(version, fleet_id)
+            self._base_version = self._find_base(version)
             directory = self._directory_of(self._base_version)
         self._policy = self._read(directory, self._merged)
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
         source = self._source(self._wire_dtype())
         self._frozen |= self._base.read(self._base.frozen([spec.name for spec in source.specs()]), directory)
         if version:
-            self._resume(version, fleet_id)
+            self._resume(version)
         self._publisher = WeightPublisher(spec, self._rank, source, self._controller)
         self._writer = VersionWriter(
             write_files=partial(self._write_files, dtype=spec.config.wire_dtype),
@@ -255,7 +263,7 @@ class TrainerWorker(TrainerRank):
         version = CommittedVersion(
             version=report.version,
             label=report.label,
-            fleet_id=self._publisher.fleet_id,
+            fleet_id=self._fleet_id,
             digest=report.digest,
             tensors=self._publisher.source.take_copy(),
             trainer_step=self._learner.steps_done,
@@ -268,7 +276,6 @@ class TrainerWorker(TrainerRank):
         every = self._spec.config.checkpoint_every
         self._save_checkpoint(
             every=every if self._merged is None else min(every, 1),  # without it the adapter starts from zero
-            fleet_id=self._publisher.fleet_id,
             adapter=self._adapter_settings(),
             digest=self._digest,
         )
@@ -283,7 +290,7 @@ class TrainerWorker(TrainerRank):
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
-                problem = self._stored.problem(version)
+                problem = self._stored.problem(version, self._fleet_id)
                 if problem is not None:
                     raise InvalidRequest(f"version {version} is not loaded: {problem}")
                 self._load_stored(version, directory, self._learner.steps_done)
@@ -292,13 +299,13 @@ class TrainerWorker(TrainerRank):
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
-        """Write an ordinary checkpoint of the current weights to a new directory; None: one beside the store.
+        """Write an ordinary checkpoint of the current weights to a new directory; None: one in the store.
 
         Raises:
             InvalidRequest: `path` is not absolute, new or empty, or its disk is full.
         """
         started = time.perf_counter()
-        default = self._store.directory.parent / f"checkpoint-{self._learner.steps_done:06d}"
+        default = self._store.directory / f"checkpoint-{self._learner.steps_done:06d}"
         directory = directory_to_save(path, default)
         weights = {}
         for name, tensor in self._source(None):  # every rank gathers, rank 0 writes
@@ -345,26 +352,26 @@ class TrainerWorker(TrainerRank):
     def _adapter_settings(self) -> Mapping[str, Any] | None:
         return None if self._merged is None else adapter_settings(self._merged, self._base_version)
 
-    def _find_base(self, version: int, fleet_id: str) -> int:
+    def _find_base(self, version: int) -> int:
         """The base version of the checkpoint of the version's weights, if it is usable; else the version."""
 
         def saved_base() -> int | None:
             manifest = self._store.manifest_of(version)
-            for _, meta in self._checkpoints.complete(fleet_id):
+            for _, meta in self._checkpoints.complete():
                 base = (meta.adapter or {}).get("base_version")
                 if isinstance(base, int) and meta.is_of(manifest.trainer_step or 0, manifest.digest):
                     return base
             return None
 
         base, stored = from_rank_0((saved_base() if version else None, list(self._store.list())))
-        usable = base == 0 or (base in stored and self._stored.problem(base) is None)
+        usable = base == 0 or (base in stored and self._stored.problem(base, self._fleet_id) is None)
         return base if base is not None and usable else version
 
-    def _resume(self, version: int, fleet_id: str) -> None:
+    def _resume(self, version: int) -> None:
         manifest = self._store.manifest_of(version)
         step = manifest.trainer_step or 0  # None: another publisher's
         settings = self._adapter_settings()
-        found = [each for each in self._checkpoints.complete(fleet_id) if each[1].adapter == settings]
+        found = [each for each in self._checkpoints.complete() if each[1].adapter == settings]
         if self._merged is not None:
             found = [each for each in found if each[1].is_of(step, manifest.digest)]
         difference = resume(self._learner, self._checkpoints, found, step, manifest.digest)

@@ -77,18 +77,18 @@ def test_a_checkpoint_continues_exactly_and_not_with_full_moments(tmp_path: Path
     kept = RestartCheckpoints(tmp_path / "checkpoints", rank=0, keep=2)
     straight = learner(tmp_path, "8bit")
     straight.step(BATCH)
-    assert kept.save(straight, wire_dtype=None, fleet_id="f")
+    assert kept.save(straight, wire_dtype=None)
     kept.wait_until_copied()
-    assert kept.wait(60.0) and kept.complete("f")
+    assert kept.wait(60.0) and kept.complete()
     resumed, other = learner(tmp_path, "8bit"), learner(tmp_path, "full")
     for each in (resumed, other):
         each.policy.model.load_state_dict(straight.policy.model.state_dict())
-    assert resume(resumed, kept, kept.complete("f"), 1) is None
+    assert resume(resumed, kept, kept.complete(), 1) is None
     straight.step(BATCH)
     resumed.step(BATCH)
     after = weights(resumed)
     assert all(torch.equal(after[name], tensor) for name, tensor in weights(straight).items())
-    problem = resume(other, kept, kept.complete("f"), 1)
+    problem = resume(other, kept, kept.complete(), 1)
     assert problem is not None and "moments start at zero" in problem and "got nothing" in problem
 
 

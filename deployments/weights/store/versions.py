@@ -2,6 +2,7 @@
 
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
+    fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
 A writer that was believed lost may still write beside its replacement, in a directory of its own; the first
 that completes counts. A complete version removes partial ones up to its number.
@@ -25,6 +26,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.host.durable_files import replacing
+from deployments.weights.store.owner import check_owner
 
 MANIFEST = "manifest.json"
 
@@ -133,8 +135,11 @@ class Store:
 
         Raises:
             FileExistsError: the version is complete already, or another writer was quicker.
-            OSError: the directory cannot be written, or a newer version was complete first.
+            OSError: the directory cannot be written or is another fleet's, or a newer version was complete
+                first.
         """
+        if manifest.fleet_id is not None:
+            check_owner(self.directory, manifest.fleet_id)
         final = self._path(manifest.version)
         if final.exists():
             raise FileExistsError(f"version {manifest.version} is in {self.directory} already")

@@ -48,7 +48,7 @@ def test_adapters_are_loaded_from_the_users_roots_and_from_the_trainers_own_dire
         "engine": {"extra": {"enable_lora": True, "max_loras": 2}},
     }
     assert parse_config({"model": "m", **users}).adapter_roots == (Path("/data"),)
-    own = tmp_path / "trainer" / "adapters"
+    own = tmp_path / "store" / "trainer" / "adapters"
     assert parse_config({"model": "m", **users, **adapting}).adapter_roots == (own, Path("/data"))
 
 

@@ -8,9 +8,11 @@ import pytest
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.ledger.decisions import Decision, Stored
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.errors import InvalidRequest, JournalError
+from deployments.protocol.errors import Conflict, InvalidRequest, JournalError
+from deployments.weights.store.owner import OWNER, claim
 from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
 from tests.deployments.controller.fleet import Fleet, publish
+from tests.tiny_adapters import save_tiny_adapter
 
 OURS = "fleet"
 HERE = Path(__file__).parent
@@ -26,7 +28,7 @@ def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -
     ledger = Ledger()
     newest = [Stored(version=stored, path="", label=None)] if stored else []
     ledger.recover([*decisions, *newest], 0.0, OURS)
-    return StoreKeeper(store, ledger, keep)
+    return StoreKeeper(store, ledger, Path("/state"), keep)
 
 
 async def settled(store: Store, versions: list[int]) -> None:
@@ -72,6 +74,7 @@ async def test_versions_of_another_fleet_are_not_counted_and_not_removed(tmp_pat
     store = Store(tmp_path / "store")
     for version in (10, 11, 12):
         write(store, version, "another")
+    claim(store.directory, OURS, Path("/state"))
     for version in (1, 2, 3):
         write(store, version)
     removing = keeper(store, keep=2, stored=3).removal
@@ -134,16 +137,88 @@ async def test_a_controller_with_a_new_journal_refuses_an_old_store(tmp_path: Pa
         with pytest.raises(
             JournalError,
             match=r"has versions \[10, 11, 12\] of a fleet without an id and fleet another, and the journal "
-            r"in .*state is of fleet .*To start anew, move them away or set 'store.path'",
+            r"in .*state is of fleet .*To start anew, move the store away or set 'store.path'",
         ):
             Fleet(tmp_path)
+    assert not (store.directory / OWNER).exists()
 
 
-async def test_a_controller_that_restarts_knows_its_store(tmp_path: Path) -> None:
+@pytest.mark.parametrize("claimed", [True, False], ids=["claimed", "made before stores were claimed"])
+async def test_a_controller_that_restarts_knows_its_store(tmp_path: Path, claimed: bool) -> None:
     fleet = Fleet(tmp_path)
     fleet_id = (await fleet.controller.fleet()).fleet_id
     write(Store(tmp_path / "store"), 1, fleet_id)
     await fleet.aclose()
+    if not claimed:
+        (tmp_path / "store" / OWNER).unlink()
     fleet = Fleet(tmp_path)
     assert (await fleet.controller.fleet()).fleet_id == fleet_id
+    assert (tmp_path / "store" / OWNER).exists()
     await fleet.aclose()
+
+
+async def with_adapter(fleet: Fleet, directory: Path) -> Path:
+    """Where the fleet keeps an adapter that is live on it."""
+    fleet.start("a")
+    await fleet.admitted("a")
+    save_tiny_adapter(directory / "adapter", 1)
+    return Path((await fleet.controller.load_adapter("math", str(directory / "adapter"))).path)
+
+
+def share(store: Path, directory: Path) -> None:
+    """A fleet in this directory will use the store."""
+    directory.mkdir()
+    (directory / "store").symlink_to(store)
+
+
+async def test_a_second_fleet_on_a_store_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    first = Fleet(tmp_path / "first")
+    files = await with_adapter(first, tmp_path / "first")
+    fleet_id = (await first.controller.fleet()).fleet_id
+    share(tmp_path / "first" / "store", tmp_path / "second")
+    before = sorted((tmp_path / "first" / "store").rglob("*"))
+    with pytest.raises(
+        JournalError, match=rf"belongs to fleet {fleet_id} .*first/state.*, and this is fleet"
+    ):
+        Fleet(tmp_path / "second")
+    assert sorted((tmp_path / "first" / "store").rglob("*")) == before and files.is_dir()
+    await first.aclose()
+
+
+async def test_a_fleet_whose_store_was_given_to_another_leaves_it_alone(tmp_path: Path) -> None:
+    """An operator moves the store away, to make place for another fleet, while the first one still runs."""
+    first = Fleet(tmp_path / "first", tick_s=1000.0)
+    await with_adapter(first, tmp_path / "first")
+    store = tmp_path / "first" / "store"
+    store.rename(tmp_path / "away")
+    claim(store, "another", tmp_path)
+    theirs = save_tiny_adapter(store / "adapters" / "a00000077", 1)
+    write(Store(store), 1, "another")
+    first.controller._remove_old()
+    await first.controller._adapter_files.removal.aclose()
+    with pytest.raises(Conflict, match="belongs to fleet another"):
+        await first.controller.load_adapter("math", str(tmp_path / "first" / "adapter"), True)
+    assert theirs.is_dir() and Store(store).list() == [1]
+    assert [each.name for each in (store / "adapters").iterdir()] == ["a00000077"]
+    await first.aclose()
+
+
+async def test_a_store_that_is_moved_away_stays_claimed(tmp_path: Path) -> None:
+    """What the fleet writes next is its own, as its journal is."""
+    fleet = Fleet(tmp_path)
+    fleet_id = (await fleet.controller.fleet()).fleet_id
+    (tmp_path / "store").rename(tmp_path / "away")
+    async with asyncio.timeout(5):
+        while not (tmp_path / "store" / OWNER).exists():
+            await asyncio.sleep(0.01)
+    assert fleet_id in (tmp_path / "store" / OWNER).read_text()
+    await fleet.aclose()
+
+
+async def test_a_new_journal_is_refused_by_the_store_of_the_one_before(tmp_path: Path) -> None:
+    await Fleet(tmp_path).aclose()
+    (tmp_path / "state").rename(tmp_path / "lost")
+    with pytest.raises(JournalError, match="belongs to fleet"):
+        Fleet(tmp_path)
+    (tmp_path / "store").rename(tmp_path / "away")
+    await Fleet(tmp_path).aclose()

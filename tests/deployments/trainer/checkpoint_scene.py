@@ -40,15 +40,13 @@ def checkpoints(directory: Path, *, rank: int = 0) -> RestartCheckpoints:
     return RestartCheckpoints(directory / "checkpoints", rank=rank, keep=2)
 
 
-def save(
-    learner: Learner, kept: RestartCheckpoints, *, wire_dtype: Dtype | None = None, fleet_id: str = "f"
-) -> None:
-    assert kept.save(learner, wire_dtype=wire_dtype, fleet_id=fleet_id)
+def save(learner: Learner, kept: RestartCheckpoints, *, wire_dtype: Dtype | None = None) -> None:
+    assert kept.save(learner, wire_dtype=wire_dtype)
     kept.wait_until_copied()
     assert kept.wait(60.0)
 
 
 def resumed_from(
-    kept: RestartCheckpoints, learner: Learner, step: int, *, fleet_id: str = "f", digest: str | None = None
+    kept: RestartCheckpoints, learner: Learner, step: int, *, digest: str | None = None
 ) -> str | None:
-    return resume(learner, kept, kept.complete(fleet_id), step, digest)
+    return resume(learner, kept, kept.complete(), step, digest)

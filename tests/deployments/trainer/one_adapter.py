@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.adapter_worker import AdapterWorker
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import TrainerSpec, state_directory
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, small_spec
 from tests.deployments.trainer.trainer_specs import with_config
@@ -53,7 +53,7 @@ def live_files(controller: ControllerInProcess) -> list[Path]:
 
 
 def checkpoints(spec: TrainerSpec) -> list[Path]:
-    return sorted((Path(spec.store_dir).parent / "trainer").glob("lora-*/*step-*"))
+    return sorted(state_directory(spec.store_dir).glob("lora-*/*step-*"))
 
 
 def adapter_spec(tmp_path: Path) -> TrainerSpec:

@@ -1,5 +1,6 @@
 """A trainer of an adapter that is started again: what it goes on from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,32 @@ def test_a_lost_checkpoint_costs_moments_and_not_weights(
     )
     assert equal(saved(resumed, tmp_path / "resumed"), saved(worker, tmp_path / "before"))
     assert resumed.step(BATCH)["step"] == 3
+
+
+def test_a_run_takes_nothing_from_a_run_whose_store_is_beside_its_own(tmp_path: Path) -> None:
+    """As on a shared disk: all stores are in one directory."""
+    (tmp_path / "shared").mkdir()
+    for run in ("one", "two"):
+        (tmp_path / "shared" / run).symlink_to(tmp_path / run / "store")
+        controller = ControllerInProcess(tmp_path / run)
+        spec = replace(adapter_spec(tmp_path), store_dir=str(tmp_path / "shared" / run))
+        assert started(spec, controller)._learner.steps_done == 0
+        left = sorted((tmp_path / "one").rglob("step-*"))
+        trained(spec, controller, 1).save(None)
+        controller.close()
+    assert left and sorted((tmp_path / "one").rglob("step-*")) == left
+    assert sorted(each.name for each in (tmp_path / "shared").iterdir()) == ["one", "two"]
+
+
+def test_nothing_is_resumed_once_the_store_is_moved_away(spec: TrainerSpec, tmp_path: Path) -> None:
+    """What users do to start anew; a user who keeps the journal has to unload the adapter, too."""
+    controller = ControllerInProcess(tmp_path / "state")
+    trained(spec, controller)
+    controller.close()
+    Path(spec.store_dir).rename(tmp_path / "away")
+    controller = ControllerInProcess(tmp_path / "state")
+    assert started(spec, controller)._learner.steps_done == 0
+    controller.close()
 
 
 def test_a_damaged_checkpoint_leaves_the_one_before_where_the_adapter_is_not_live(

@@ -125,14 +125,14 @@ def test_an_adapter_of_another_base_is_not_published(
     assert controller.live == ["math@1"]
 
 
-def test_an_adapter_is_saved_beside_the_store_and_not_just_anywhere(
+def test_an_adapter_is_saved_in_the_store_and_not_just_anywhere(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(with_config(spec, checkpoint_every=0), controller)
     report = worker.save(None)
     assert report is not None, "rank 0 has the report"
     path = Path(report.path)
-    assert path.parent == Path(spec.store_dir).parent and path.name.endswith("-000000")
+    assert path.parent == Path(spec.store_dir) and path.name.endswith("-000000")
     late = AdapterWorker(spec, 1, controller)  # type: ignore[arg-type]
     assert late.save(str(path)) is None, "rank 0's files are no reason to refuse"
     for wrong in ("relative", "/proc/1/x/y"):

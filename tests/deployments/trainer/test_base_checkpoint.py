@@ -112,7 +112,8 @@ def test_a_trainer_that_starts_from_another_publishers_version_sends_all_of_it(
     assert worker.flush(30.0)
     changed = {name: tensor + 1.0 for name, tensor in tensors_of(model).items()}
     version = controller.publish_as("another").version
-    committed = CommittedVersion(version=version, label=None, tensors=changed)
+    fleet_id = controller.status.fleet_id
+    committed = CommittedVersion(version=version, label=None, fleet_id=fleet_id, tensors=changed)
     write_version(committed, Store(Path(spec.store_dir)), partial(copy_model_files, str(model)))
     for trainer in (worker, started(spec, controller)):
         trainer.load_version(version)

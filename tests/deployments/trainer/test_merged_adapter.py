@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.spec import TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
@@ -99,7 +99,7 @@ def test_without_its_checkpoint_the_adapter_starts_from_zero_on_what_the_fleet_s
         spec = with_config(spec, checkpoint_every=0)
     trained(spec, controller, steps=2)
     version = 2
-    checkpoints = Path(spec.store_dir).parent / "trainer" / "checkpoints"
+    checkpoints = state_directory(spec.store_dir) / "checkpoints"
     if case == "another alpha":
         spec = with_config(spec, lora={**LORA, "alpha": 9.0})
     elif case == "damaged":
@@ -176,7 +176,7 @@ def test_the_penalty_compares_with_the_model_when_the_base_becomes_another(
     if case == "rollback":
         worker.load_version(1)
     else:
-        for file in (Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("step-*/*.distcp"):
+        for file in (state_directory(spec.store_dir) / "checkpoints").glob("step-*/*.distcp"):
             file.write_bytes(file.read_bytes()[:100])
         worker = started(spec, controller)
     metrics = worker.step(BATCH)  # of a policy that is two steps from the model, or one

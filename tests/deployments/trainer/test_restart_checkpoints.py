@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from deployments.protocol.errors import JournalError
 from deployments.trainer.restart_checkpoints import RestartCheckpoints
 from tests.deployments.trainer.checkpoint_scene import (
     BATCH,
@@ -48,7 +49,7 @@ def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str
         after[step] = weights(learner.policy)
         if step < 4:
             assert kept.wait(60.0)
-            assert kept.save(learner, wire_dtype="bfloat16", fleet_id="f")
+            assert kept.save(learner, wire_dtype="bfloat16")
             kept.wait_until_copied()
     assert kept.wait(60.0)
     for step in (1, 2, 3):
@@ -92,16 +93,16 @@ def test_a_disk_that_hangs_costs_checkpoints_and_no_steps(
         return write(*arguments, **named)
 
     monkeypatch.setattr(dcp, "save", hanging)
-    assert kept.save(learner, wire_dtype=None, fleet_id="f")
+    assert kept.save(learner, wire_dtype=None)
     kept.wait_until_copied()
     assert learner.step(BATCH)["step"] == 2
-    assert not kept.save(learner, wire_dtype=None, fleet_id="f")
+    assert not kept.save(learner, wire_dtype=None)
     assert not kept.wait(0.01)
     free.set()
     assert kept.wait(60.0)
     assert names(kept) == ["step-000001"]
     free.clear()
-    assert kept.save(learner, wire_dtype=None, fleet_id="f")
+    assert kept.save(learner, wire_dtype=None)
     kept.wait_until_copied()
     kept.discard()  # as a rollback does
     free.set()
@@ -122,18 +123,33 @@ def test_a_second_run_that_comes_as_far_replaces_the_first_ones_checkpoint(tmp_p
     assert equal(weights(resumed.policy), weights(learner.policy))
 
 
-def test_the_nearest_checkpoint_is_taken_and_none_of_another_fleet(tmp_path: Path) -> None:
+def test_the_nearest_checkpoint_is_taken(tmp_path: Path) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
-    save(learner, kept, fleet_id="other")
-    learner.step(BATCH)
-    save(learner, kept)
-    learner.step(BATCH)
-    save(learner, kept)
-    assert names(kept) == ["step-000001", "step-000002", "step-000003"]  # each fleet keeps its own
+    for _ in range(2):
+        learner.step(BATCH)
+        save(learner, kept)
+    assert names(kept) == ["step-000002", "step-000003"]
     resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     assert resumed_from(kept, resumed, 1) == "weights as stored, moments of step 2"
     assert kept.step is None, "the next one is due at once"
-    assert "there is no checkpoint in" in str(resumed_from(kept, resumed, 1, fleet_id="none"))
+
+
+def test_nothing_is_replaced_or_removed_where_the_store_is_no_longer_this_fleets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner, theirs = stepped(tmp_path), checkpoints(tmp_path)
+    save(learner, theirs)
+
+    def refuse() -> None:
+        raise JournalError("the store belongs to fleet another")
+
+    kept = RestartCheckpoints(theirs.directory, rank=0, keep=0, check_owner=refuse)
+    save(learner, kept)
+    assert "failed to save the trainer's checkpoint of step 1" in caplog.text
+    assert "belongs to fleet another" in caplog.text
+    with pytest.raises(JournalError):
+        kept.discard()
+    assert [each.name for each in theirs.directory.iterdir()] == ["step-000001"]
 
 
 def test_weights_of_the_same_step_that_are_not_those_of_the_checkpoint_stay(tmp_path: Path) -> None:
@@ -152,22 +168,21 @@ def test_a_trainer_that_went_back_keeps_the_checkpoints_that_it_makes_from_then_
     learner.step(BATCH)
     learner.step(BATCH)
     save(learner, kept)  # of step 3
-    save(learner, kept, fleet_id="other")
     learner.step(BATCH)
     save(learner, kept)
     back, again = Learner(TrainedPolicy.load(tmp_path), CONFIG), checkpoints(tmp_path)
-    assert resumed_from(again, back, 0) == "weights as stored, moments of step 4"
+    assert resumed_from(again, back, 0) == "weights as stored, moments of step 3"
     back.step(BATCH)
     save(back, again)
-    assert names(again) == ["step-000001", "step-000003"], "and those of another fleet"
+    assert names(again) == ["step-000001"]
     back.step(BATCH)
     save(back, again)
-    assert names(again) == ["step-000001", "step-000002", "step-000003"]
+    assert names(again) == ["step-000001", "step-000002"]
 
 
 def test_a_checkpoint_of_the_same_step_and_another_version_is_not_exact(tmp_path: Path) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
-    assert kept.save(learner, wire_dtype=None, fleet_id="f", digest="aa")
+    assert kept.save(learner, wire_dtype=None, digest="aa")
     kept.wait_until_copied()
     assert kept.wait(60.0)
     resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
@@ -216,7 +231,7 @@ def test_an_error_of_the_copy_is_an_error_of_the_save(
         raise MemoryError("no host memory")
 
     monkeypatch.setattr(kept, "_copy", no_memory)
-    assert kept.save(learner, wire_dtype=None, fleet_id="f")
+    assert kept.save(learner, wire_dtype=None)
     kept.wait_until_copied()
     assert kept.wait(60.0)
     (line,) = caplog.messages

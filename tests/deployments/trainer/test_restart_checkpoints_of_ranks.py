@@ -83,7 +83,7 @@ def _resume_adapter(rank: int, directory: Path) -> dict[str, object]:
     straight.step(BATCH)
     save(straight, kept, wire_dtype="bfloat16")
     dist.barrier()
-    ((path, meta),) = kept.complete("f")
+    ((path, meta),) = kept.complete()
     problem = restore(resumed, kept, path, meta, exact=True)
     resumed.restart(meta.step, keep_moments=True)
     same = equal(straight.policy.trained(), resumed.policy.trained())
@@ -109,9 +109,9 @@ def rank_that_may_fail(rank: int, directory: Path) -> None:
         assert kept.step == (None if rank == 0 else 1)
         learner.step(BATCH)
         every = 10  # the ranks do not agree on whether a checkpoint is due
-        begun = kept.save(learner, wire_dtype=None, fleet_id="f", due=2 - (kept.step or 0) >= every)
+        begun = kept.save(learner, wire_dtype=None, due=2 - (kept.step or 0) >= every)
         assert not begun
-        begun = kept.save(learner, wire_dtype=None, fleet_id="f", due=kept.step is None)
+        begun = kept.save(learner, wire_dtype=None, due=kept.step is None)
         assert begun
         kept.wait_until_copied()
         assert kept.wait(60.0)

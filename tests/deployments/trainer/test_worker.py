@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest, JournalError
 from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
-from deployments.weights.store.version_writer import CommittedVersion, write_version
+from deployments.weights.store.owner import claim
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from tests.deployments.controller_in_process import ControllerInProcess
@@ -62,23 +62,28 @@ def test_the_manifest_of_a_stored_version_describes_it(
     }
 
 
-def test_a_trainer_does_not_continue_from_another_fleets_weights(
-    spec: TrainerSpec, controller: ControllerInProcess
+def test_a_trainer_does_not_start_in_the_store_of_another_fleet(
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foreign = CommittedVersion(version=12, label=None, fleet_id="another", tensors={"w": torch.ones(1)})
-    write_version(foreign, Store(Path(spec.store_dir)), lambda directory: None)
-    with pytest.raises(
-        ValueError, match=rf"version 12 in .* is of fleet another, this is fleet {controller.status.fleet_id}"
-    ):
+    """An operator moved the store away and started another fleet in its place, while this one runs."""
+    store = Path(spec.store_dir)
+    theirs = store / "trainer" / "checkpoints" / ".step-000001-aaaaaaaa.partial"
+    monkeypatch.setattr(TrainerWorker, "_fleet", lambda self, found=controller.status: found)
+    controller.close()
+    store.rename(store.with_name("away"))
+    theirs.mkdir(parents=True)
+    claim(store, "another", Path("/state"))
+    with pytest.raises(JournalError, match="belongs to fleet another"):
         started(spec, controller)
+    assert theirs.is_dir()
 
 
-def test_a_checkpoint_is_saved_beside_the_store_by_default(
+def test_a_checkpoint_is_saved_in_the_store_by_default(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
-    assert Path(worker.save(None).path) == Path(spec.store_dir).parent / "checkpoint-000001"
+    assert Path(worker.save(None).path) == Path(spec.store_dir) / "checkpoint-000001"
     Path(spec.store_dir).parent.joinpath("file").write_text("")
     with pytest.raises(InvalidRequest, match=r"path must be a directory that can be written, got .*/file/x"):
         worker.save(str(Path(spec.store_dir).parent / "file" / "x"))
@@ -124,16 +129,18 @@ def test_weights_are_cast_for_the_wire_and_the_store(
     assert config["dtype"] == "bfloat16"
 
 
-def test_a_disk_that_fails_does_not_end_training(spec: TrainerSpec, controller: ControllerInProcess) -> None:
+def test_a_disk_that_fails_does_not_end_training(
+    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    spec = replace(spec, store_dir=str(tmp_path / "seen otherwise on the trainer's host"))
     worker = started(spec, controller)
-    Path(spec.store_dir).parent.mkdir(parents=True, exist_ok=True)
     Path(spec.store_dir).write_text("a file where a directory should be")
     worker.publish(None)
     assert worker.flush(30.0)
     status = worker.store_status()
     assert status.stored_version is None and status.store_problem is not None
-    assert status.store_problem.startswith("version 1 is not in the store: NotADirectoryError: ")
-    assert "NotADirectoryError: " in str(controller.status.store_problem)
+    assert status.store_problem.startswith("version 1 is not in the store: JournalError: ")
+    assert "Not a directory" in str(controller.status.store_problem)
     Path(spec.store_dir).unlink()
     worker.publish(None)
     assert worker.flush(30.0)

@@ -1,4 +1,4 @@
-"""What a restarted rank finds: weights in the store, and checkpoints beside it."""
+"""What a restarted rank finds: weights and checkpoints, in the store."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.errors import InvalidRequest
-from deployments.trainer.spec import LoadedTrainer, TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, lines, published, small_spec, started
@@ -61,7 +61,7 @@ def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def checkpoints(spec: TrainerSpec) -> list[Path]:
-    return sorted((Path(spec.store_dir).parent / "trainer" / "checkpoints").glob("*step-*"))
+    return sorted((state_directory(spec.store_dir) / "checkpoints").glob("*step-*"))
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""Which fleet a store belongs to: `fleet.json`, at its top.
+
+Everything durable beside the journal is below the store's directory: versions, adapters, the trainer's
+checkpoints and saves. So it belongs to one fleet, and is moved away as one.
+"""
+
+import os
+import socket
+from dataclasses import asdict, dataclass
+from json import dumps
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from deployments.host.durable_files import sync
+from deployments.protocol.errors import JournalError
+
+OWNER = "fleet.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owner:
+    """The file's content. All but the id is for a person."""
+
+    fleet_id: str
+    state_dir: str = "unknown"
+    host: str = "unknown"
+
+
+_OWNERS = TypeAdapter(_Owner)
+
+
+def check_owner(directory: Path, fleet_id: str) -> bool:
+    """Whether the fleet has claimed the store; False if no fleet has.
+
+    Raises:
+        JournalError: it belongs to another fleet, or the file cannot be read.
+    """
+    file = directory / OWNER
+    try:
+        text = file.read_bytes()
+        owner = _OWNERS.validate_json(text)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise JournalError(f"the store {directory} cannot be used: {error}") from error
+    except ValidationError:
+        raise JournalError(
+            f"{file}: expected the id of the fleet that the store belongs to, got {text[:80]!r}; remove the "
+            "file if no other fleet uses the store"
+        ) from None
+    if owner.fleet_id != fleet_id:
+        raise JournalError(
+            f"the store {directory} belongs to fleet {owner.fleet_id} (its 'state_dir' is {owner.state_dir} "
+            f"on {owner.host}), and this is fleet {fleet_id}: set 'store.path' to another directory, move "
+            "this one away to start anew, or set 'state_dir' to that fleet's to continue as it"
+        )
+    return True
+
+
+def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
+    """Make a store this fleet's, durably; of several that try at once one succeeds.
+
+    Raises:
+        JournalError: it belongs to another fleet, or cannot be written.
+    """
+    owner = _Owner(fleet_id=fleet_id, state_dir=str(state_dir), host=socket.gethostname())
+    file = directory / OWNER
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+                opened.write(dumps(asdict(owner)) + "\n")
+                opened.flush()
+                os.fsync(descriptor)
+        except OSError:
+            file.unlink()  # without its content it would stop every fleet
+            raise
+        sync(directory)
+    except FileExistsError:
+        check_owner(directory, fleet_id)
+    except OSError as error:
+        raise JournalError(
+            f"the store {directory} cannot be claimed for fleet {fleet_id}: {error}"
+        ) from error
