@@ -3,11 +3,14 @@
 Their JSON form is a file format. `Lasting` says which of them `recovery` still needs.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from deployments.protocol.adapters import AdapterCatalog
 from deployments.protocol.engine_state import (
@@ -258,8 +261,12 @@ def _subject(decision: Decision) -> str:
 
 
 def encode(decision: Decision) -> bytes:
-    """One line of JSON, without the newline."""
-    return _ADAPTER.dump_json(decision)
+    """One line of JSON, without the newline. Half a surrogate, which UTF-8 does not have, is escaped."""
+    try:
+        return _ADAPTER.dump_json(decision)
+    except PydanticSerializationError:
+        text = json.dumps(_ADAPTER.dump_python(decision, mode="json"), ensure_ascii=False)
+        return re.sub("[\ud800-\udfff]", lambda half: rf"\\u{ord(half[0]):x}", text).encode()
 
 
 def decode(line: bytes | str) -> Decision:

@@ -201,6 +201,8 @@ def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[M
     if not isinstance(offset, int) or offset < 0:
         raise InvalidRequest(f"rank_offset: expected an integer of 0 or more, got {offset!r}")
     world_size = init_info.get("world_size", offset + workers)
+    if not isinstance(world_size, int):  # NaN has no place in a JSON answer
+        raise InvalidRequest(f"world_size: expected {offset + workers}, got {world_size!r}")
     if world_size != offset + workers:
         raise InvalidRequest(
             f"world_size: expected {offset + workers} (rank_offset {offset} + {workers} workers of "

@@ -12,11 +12,10 @@ from typing import Any
 import httpx
 import torch
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from app.http.auth import Guard
-from app.http.directory_publisher import DirectoryPublisher
-from app.http.ingress import build_app
-from app.http.weight_routes import WeightRoutes
+from app.http.ingress import build_app, own_routes
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.adapters import AdapterState
@@ -25,7 +24,7 @@ from deployments.protocol.poll import Commit, Swapped
 from deployments.replica.follower import Follower
 from deployments.replica.staged_member import StagedMember
 from tests.app.http.fake_controller import Handle
-from tests.app.http.serving import FakeRouter, tokens
+from tests.app.http.serving import FakeRouter, no_metrics, tokens
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, write_checkpoint
 from tests.deployments.weights.transports.vllm_trainer import CpuIpc, CpuNccl
 
@@ -57,6 +56,7 @@ class WorkerEngine:
         self.version = 0
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
+        MsgpackEncoder().encode((method, arguments))  # what vLLM cannot send to its engine fails here
         return [await asyncio.to_thread(getattr(self.worker, method), **arguments)]
 
     async def commit(self, body: Commit) -> Swapped:
@@ -94,11 +94,14 @@ class StagedReplica:
 
 
 class StagedFleet:
-    """The controller with its replicas, and its address for an outside publisher."""
+    """The controller with its replicas, and its address for an outside publisher.
+
+    Directories below `directory` can be published.
+    """
 
     def __init__(self, directory: Path, wire: str) -> None:
-        self._directory, self._kind = directory, CpuIpc if wire.startswith("ipc") else CpuNccl
-        self._checkpoint = write_checkpoint(directory / "model")
+        self._kind: type[Any] = CpuIpc if wire.startswith("ipc") else CpuNccl
+        self.checkpoint = write_checkpoint(directory / "model")
         self._dead: set[str] = set()
         self.replicas: dict[str, StagedReplica] = {}
         self.controller = Controller(
@@ -112,8 +115,8 @@ class StagedFleet:
             tick_s=0.02,
         )
         handle: Any = Handle(self.controller)
-        routes = WeightRoutes(handle, DirectoryPublisher(handle, ()), allow_pickled_ipc=True)
-        app = build_app(routes.routes(), Guard(tokens()), FakeRouter())
+        routes = own_routes(handle, None, [directory], True, no_metrics)
+        app = build_app(routes, Guard(tokens()), FakeRouter())
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://fleet",
@@ -122,7 +125,7 @@ class StagedFleet:
 
     async def start(self, *names: str) -> None:
         for name in names:
-            self.replicas[name] = StagedReplica(name, self._checkpoint, self._kind, self.controller)
+            self.replicas[name] = StagedReplica(name, self.checkpoint, self._kind, self.controller)
         await self.until(lambda: all(replica.member.admitted for replica in self.replicas.values()))
 
     async def lose(self, name: str) -> None:

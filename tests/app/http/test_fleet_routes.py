@@ -138,8 +138,9 @@ async def test_events_since_what_is_no_number_are_refused() -> None:
         wrong = await fleet.get("/fleet/events?since=x")
         assert wrong.status_code == 400
         assert wrong.json()["error"]["message"] == "since: expected a valid integer, got 'x'"
-        wrong = await fleet.get("/fleet/events", headers={"last-event-id": "x"})
-        assert wrong.status_code == 400 and "last-event-id: expected" in wrong.json()["error"]["message"]
+        for number in ("x", "\xb2", "-1"):  # "²", a digit to Python
+            wrong = await fleet.get("/fleet/events", headers={b"last-event-id": number.encode("latin-1")})
+            assert wrong.status_code == 400 and "last-event-id: expected" in wrong.json()["error"]["message"]
 
 
 async def test_metrics_count_rounds_and_replicas() -> None:

@@ -24,6 +24,13 @@ async def test_a_controller_that_cannot_write_its_decisions_stops_answering(flee
         await fleet.controller.check_health()
 
 
+async def test_a_text_that_is_not_utf_8_is_escaped_in_the_journal_and_no_failed_disk(fleet: Fleet) -> None:
+    await fleet.controller.acquire("half a surrogate: \udce9")
+    await fleet.controller.check_health()
+    await fleet.restart()
+    assert (await fleet.controller.acquire("trainer")).token == 2
+
+
 async def test_a_stalled_controller_fences_no_replica_and_expires_no_lease(fleet: Fleet) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
