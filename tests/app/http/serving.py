@@ -4,6 +4,8 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,39 @@ def application(
     allow_pickled_ipc: bool = False,
     checkpoint_roots: Sequence[Path] = (),
 ) -> FastAPI:
-    handle: Any = controller if isinstance(controller, ControllerInProcess) else Handle(controller)
-    training = None if trainer is None else Handle(trainer)
-    routes = own_routes(handle, training, checkpoint_roots, allow_pickled_ipc, no_metrics)
+    routes = _routes(trainer is not None, tuple(checkpoint_roots), allow_pickled_ipc)
     guard = Guard(tokens(token, user_token))
-    return build_app(routes, guard, FakeRouter() if router is None else router, MAX_BODY_BYTES)
+    app = build_app(routes, guard, FakeRouter() if router is None else router, MAX_BODY_BYTES)
+    app.add_middleware(_CalledBehind, controller=controller, trainer=trainer)
+    return app
+
+
+_behind: ContextVar[dict[str, Any]] = ContextVar("_behind")  # the handles of the application that is asked
+
+
+@cache  # their models take an eighth of a second
+def _routes(has_trainer: bool, checkpoint_roots: Sequence[Path], allow_pickled_ipc: bool) -> Any:
+    controller, trainer = _Behind("controller"), _Behind("trainer") if has_trainer else None
+    return own_routes(controller, trainer, checkpoint_roots, allow_pickled_ipc, no_metrics)  # type: ignore[arg-type]
+
+
+class _Behind:
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, method: str) -> Any:
+        return getattr(_behind.get()[self._name], method)
+
+
+class _CalledBehind:
+    def __init__(self, app: ASGIApp, controller: Any, trainer: Any) -> None:
+        if not isinstance(controller, ControllerInProcess):
+            controller = Handle(controller)
+        self._app, self._handles = app, {"controller": controller, "trainer": Handle(trainer)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _behind.set(self._handles)
+        await self._app(scope, receive, send)
 
 
 def client(
