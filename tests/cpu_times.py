@@ -1,7 +1,7 @@
 """Processor time by folder, printed after the tests: `pytest --cpu-times`, with xdist too.
 
 User and system time of the tests' processes and of the children that they have waited for: those of a fleet
-count where it ends.
+count where it ends. The fork server's imports do not count.
 """
 
 import resource
