@@ -2,7 +2,7 @@
 
     from slipstream.training import LearnedTokens, LossConfig, TokenLosses
 
-    def loss(config: LossConfig, tokens: LearnedTokens) -> TokenLosses: ...
+    def loss(tokens: LearnedTokens, config: LossConfig) -> TokenLosses: ...
 
 `docs/training.md` says what a loss gets and returns, and how the trainer finds it.
 """

@@ -59,9 +59,8 @@ def group_advantages(
 ) -> list[float]:
     """Advantages of one group of completions to one prompt; all zero if all rewards are equal.
 
-    Raises:
-        ValueError: fewer than two rewards, one that is not finite, or an estimator that needs the whole
-            batch.
+    Raises ValueError for fewer than two rewards, one that is not finite, or an estimator that needs the whole
+    batch.
     """
     if estimator in OF_BATCHES:
         raise ValueError(f"advantages {estimator.value!r} need a batch of groups: call batch_advantages")
@@ -78,10 +77,8 @@ def batch_advantages(
     """Advantages of all groups of a batch, in order; a group has the rewards of one prompt.
 
     REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262) normalises over the batch; its variant with
-    a baseline first subtracts the mean of the group.
-
-    Raises:
-        ValueError: as `group_advantages`; REINFORCE++ needs two rewards in the batch.
+    a baseline first subtracts the mean of the group. Raises ValueError as `group_advantages`; REINFORCE++
+    needs two rewards in the batch.
     """
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
@@ -102,11 +99,7 @@ def batch_advantages(
 
 def has_signal(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ; DAPO (https://arxiv.org/abs/2503.14476, section 3.2) replaces
-    other groups.
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
+    other groups. Raises ValueError if one is not finite."""
     # Not by the deviation: equal rewards differ from their mean by rounding errors.
     group = _finite(rewards)
     return len(group) > 0 and not bool((group == group[0]).all())
@@ -114,11 +107,7 @@ def has_signal(rewards: Sequence[float]) -> bool:
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
     """What a reward loses for a completion of `length` tokens: 0.0 up to max_tokens - buffer_tokens, then
-    linearly to -1.0 at max_tokens. DAPO: https://arxiv.org/abs/2503.14476, equation 13.
-
-    Raises:
-        ValueError: the buffer is not within 1 and max_tokens.
-    """
+    linearly to -1.0 at max_tokens. DAPO: https://arxiv.org/abs/2503.14476, equation 13."""
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens must lie in [1, {max_tokens}], got {buffer_tokens}")
     excess = length - (max_tokens - buffer_tokens)

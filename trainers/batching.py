@@ -53,11 +53,7 @@ class TokenBatch:
     def learned(
         self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
     ) -> LearnedTokens:
-        """What a loss is given.
-
-        Args:
-            logprobs, old, reference: float32 [M]. Without `old` the policy has not been updated in this step.
-        """
+        """What a loss is given, float32 [M] each. Without `old` the policy is as the step began."""
         old = logprobs.detach() if old is None else old
         return LearnedTokens(
             logprobs=logprobs,
@@ -72,7 +68,7 @@ class TokenBatch:
 
 
 def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:
-    """The indices of trajectories that share a prompt; each alone if prompts are not to be shared."""
+    """The indices of trajectories that share a prompt."""
     if not share_prompts:
         return [[index] for index in range(len(trajectories))]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -135,7 +131,7 @@ def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> l
 def collate(
     trajectories: Sequence[Trajectory], rows: Sequence[Row], *, pad_token_id: int, device: torch.device
 ) -> TokenBatch:
-    """Lay out rows of trajectories as in the module's docstring; completions in the order of rows."""
+    """Lay out rows of trajectories as in the module's docstring."""
     P = max(len(trajectories[row[0]].prompt_token_ids) for row in rows)
     G = max(len(row) for row in rows)
     T = max(len(trajectories[index].token_ids) for row in rows for index in row)
@@ -172,11 +168,7 @@ def lay_out(
     predictors: Sequence[torch.Tensor],
     device: torch.device,
 ) -> TokenBatch:
-    """A layout and what is learned from its completions.
-
-    Args:
-        predictors: of each completion int64 [its tokens], learned or not.
-    """
+    """A layout and what is learned from its completions; `predictors` are int64 [tokens] of each."""
     learned = torch.cat([_booleans(completion, completion.loss_mask, True) for completion in completions])
     lengths = torch.tensor([completion.learned_tokens for completion in completions])
 

@@ -36,13 +36,9 @@ def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: 
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None) -> None:
-    """Shard a model on the meta device in place, over a one-dimensional mesh.
-
-    Gathered parameters have `compute_dtype` (None: their own); gradients are reduced in float32.
-
-    Raises:
-        ValueError: the model has no list of layers, or a rank would have no expert of a layer.
-    """
+    """Shard a model on the meta device in place, over a one-dimensional mesh. Gathered parameters have
+    `compute_dtype` (None: their own); gradients are reduced in float32. Raises ValueError if the model has no
+    list of layers, or a rank would have no expert of a layer."""
     _check_experts(model, mesh.size())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # Before the classes change: transformers looks conversions up by their names.
@@ -57,10 +53,6 @@ def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> se
 
     These are the steps of `from_pretrained` after it made a model; its own `distributed_config` has no
     setting for float32 reductions, and needs a plan that not every family has.
-
-    Raises:
-        OSError: a file cannot be read.
-        RuntimeError: a tensor has another shape than the model's.
     """
     files, _ = _get_resolved_checkpoint_files(
         str(directory),
@@ -86,9 +78,7 @@ def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> se
 
 
 def _own_memory(model: PreTrainedModel) -> None:
-    """On a CPU without a cast a shard is part of the file's memory map, which keeps the file open and cannot
-    be copied for a checkpoint.
-    """
+    """On a CPU without a cast a shard is part of the file's memory map, which no checkpoint can copy."""
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         shard = parameter._local_tensor
@@ -97,8 +87,7 @@ def _own_memory(model: PreTrainedModel) -> None:
 
 
 def _untied_ends(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Embeddings and output layer: a fifth of an 8B model, which the root unit would keep gathered during a
-    pass."""
+    """Embeddings and output layer, a fifth of an 8B model: the root unit would keep them gathered."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(end is None for end in ends) or ends[0].weight is ends[1].weight:
         return []

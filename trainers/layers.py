@@ -32,11 +32,7 @@ _EXPENSIVE = [
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of every `layers` list.
-
-    Raises:
-        ValueError: the model has no list of layers.
-    """
+    """The members of every `layers` list. Raises ValueError if the model has none."""
     layers = [
         layer
         for name, module in model.named_modules()
@@ -68,9 +64,7 @@ def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: boo
 
 
 def with_input_gradients(model: PreTrainedModel) -> None:
-    """Give the first layer's input a gradient as the others' have. Otherwise torch compiles the first layer
-    of a model with frozen embeddings separately.
-    """
+    """Else torch compiles the first layer of a model with frozen embeddings separately."""
 
     def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         if torch.is_grad_enabled():

@@ -30,7 +30,6 @@ def named_moments(
 def empty_moments(
     policy: TrainedPolicy, optimizer: torch.optim.Optimizer, names: Collection[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """An optimizer state to read moments of the parameters `names` into."""
     return {
         parameter: zero_moments(optimizer, parameter)
         for name, parameter in policy.model.named_parameters()
@@ -56,11 +55,7 @@ def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dic
 def round_to_model(
     policy: TrainedPolicy, weights: Mapping[str, torch.Tensor], wire_dtype: torch.dtype
 ) -> bool:
-    """Whether the model has exactly these weights, rounded to `wire_dtype`.
-
-    Args:
-        weights: this rank's shards.
-    """
+    """Whether the model has exactly these weights (this rank's shards), rounded to `wire_dtype`."""
     own = {name: local(tensor) for name, tensor in policy.trained().items()}
     return all(
         name in own
@@ -79,6 +74,5 @@ def restore_weights(policy: TrainedPolicy, weights: Mapping[str, torch.Tensor]) 
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard; shares its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -55,7 +55,6 @@ class LoraAdapter:
             parameter.data = parameter.data.float()
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by their names in peft's files."""
         return {
             f"{PREFIX}{name.replace(f'.{_NAME}.', '.')}": parameter
             for name, parameter in self._model.named_parameters()
@@ -96,13 +95,11 @@ class LoraAdapter:
 
     @cached_property
     def _layers(self) -> dict[str, Any]:
-        """peft's layers by the names of the weights that they adapt."""
         return {f"{module}.weight": self._model.get_submodule(module) for module in self.modules()}
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Forward passes inside are the base's. None may be followed by its backward pass inside: peft
-        freezes."""
+        """Forward passes inside are the base's, and must have no backward pass: peft freezes."""
         self._model.disable_adapters()
         try:
             yield
@@ -112,13 +109,8 @@ class LoraAdapter:
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The bytes of peft's two files (uint8 [size]) by name: equal for equal tensors. Tensor bytes stay on
-        their device.
-
-        Args:
-            dtype: of the tensors in the file; None: float32.
-            metadata: of the safetensors file.
-        """
+        """The bytes of peft's two files (uint8 [size], on the device of the tensors) by name: equal for equal
+        tensors. `dtype` None: float32."""
         return {
             CONFIG: _as_tensor(json.dumps(self._written(), indent=2, sort_keys=True).encode()),
             TENSORS: safetensors_file(
@@ -127,7 +119,6 @@ class LoraAdapter:
         }
 
     def write(self, directory: Path) -> None:
-        """Write peft's two files durably."""
         for name, content in self.files().items():
             with (directory / name).open("wb") as file:
                 file.write(memoryview(content.cpu().numpy()))
@@ -190,9 +181,6 @@ def safetensors_file(
     https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata
     differently in each call, so files of two ranks would differ. On a GPU the file is made there, and
     complete on return.
-
-    Args:
-        dtype: of the tensors in the file: float32, bfloat16 or float16.
     """
     names = sorted(tensors)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}

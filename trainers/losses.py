@@ -50,8 +50,6 @@ class LearnedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """What a loss returns."""
-
     values: torch.Tensor  # with gradient, float32 [M]; the lower, the better
     clipped: torch.Tensor | None = None  # bool [M], for the metrics: the clip holds the token back
 
@@ -64,8 +62,7 @@ class Loss(Protocol):
 
 
 def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenLosses:
-    """The loss of each token, times min(old / rollout, cap), plus `kl_coefficient` * KL(current ||
-    reference)."""
+    """Each token's loss, times min(old / rollout, cap), plus `kl_coefficient` * KL(current || reference)."""
     made = loss(tokens, config)
     values = made.values
     if config.importance_cap is not None:
@@ -173,8 +170,7 @@ def rloo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 
 
 def sft(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- log p for each token, such as a warm start before RL. Advantages and rollout log-probabilities are
-    not read."""
+    """- log p for each token, such as a warm start before RL."""
     return TokenLosses(values=-tokens.logprobs)
 
 
@@ -193,11 +189,7 @@ assert LOSSES.keys() == DEFAULTS.keys()
 
 
 def load_loss(config: LossConfig) -> Loss:
-    """The loss of this name. A user's own is tried on three tokens first.
-
-    Raises:
-        ValueError: it cannot be imported, or does not do what `Loss` says.
-    """
+    """Raises ValueError if a user's own loss cannot be imported, or fails on three tokens."""
     if config.name in LOSSES:
         return LOSSES[config.name]
     module, _, name = config.name.partition(":")

@@ -43,11 +43,8 @@ def learning_rate_factor(config: OptimizerConfig) -> Callable[[int], float]:
 def build_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """AdamW (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101) and its schedule.
-
-    Raises:
-        ValueError: the configuration needs a package that is not installed.
-    """
+    """AdamW (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101) and its schedule. Raises
+    ValueError if torchao is needed and not installed."""
     if config.moments == "8bit":
         optimizer = _adamw_8bit(list(parameters), config)
     else:
@@ -109,7 +106,6 @@ def _adamw_8bit(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -
 
 
 def _zero_moments_8bit(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As `zero_moments`."""
     return {
         STEPS: torch.zeros(()),
         "exp_avg": optimizer._new_buffer(parameter, True),

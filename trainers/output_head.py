@@ -34,12 +34,7 @@ class TokenScores:
 
 
 class OutputHead:
-    """The output layer of a model.
-
-    Args:
-        compiled: torch.compile what is done with logits.
-        at_once: logits in memory at once, unless a single position has more.
-    """
+    """The output layer of a model; `at_once` bounds the logits in memory, unless a position has more."""
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
         if at_once is None:
@@ -104,7 +99,7 @@ class OutputHead:
 
 
 class _Parts:
-    """An output layer that returns log-probabilities, of some positions at a time."""
+    """An output layer that returns log-probabilities, some positions at a time."""
 
     def __init__(
         self,
@@ -203,8 +198,6 @@ def _entropies_of_parts(logits: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Math:
-    """What is done with logits [M, V]."""
-
     logsumexp: _Function
     gradient: _Function
     entropies: _Function

@@ -33,14 +33,10 @@ class _Line:
     def take(
         self, prompt: int, completions: Sequence[tuple[int, int]], *, must: bool
     ) -> list[tuple[int, int]]:
-        """Take what fits, longest first; returns the rest.
+        """Take what fits, longest first, of (length, index of the trajectory); returns the rest.
 
         A part of a prompt's completions is taken only if it is longer than the prompt, which is then
-        repeated.
-
-        Args:
-            completions: (length, index of the trajectory) of each.
-            must: take the first one whatever its length.
+        repeated. `must`: take the first one whatever its length.
         """
         free, taken, rest = self.free - prompt, [], []
         for position, (length, index) in enumerate(completions):
@@ -95,7 +91,6 @@ def pack(
     pad_token_id: int,
     device: torch.device,
 ) -> TokenBatch:
-    """Lay out the rows of a line as in the module's docstring; completions in order."""
     ids: list[int] = []
     positions: list[int] = []
     prompts: list[int] = []
@@ -137,11 +132,8 @@ def pack(
 def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
     """FlexAttention's mask of a line, in blocks of 128 queries and 128 keys.
 
-    torch's `create_block_mask` would take a tensor [L, L], or a kernel that compiles for minutes.
-
-    Args:
-        prompts: int [L], the number of each token's prompt, -1 for padding. L is a multiple of 128.
-        completions: int [L], the number of each token's completion, -1 for none.
+    torch's `create_block_mask` would take a tensor [L, L], or a kernel that compiles for minutes. `prompts`
+    and `completions` are int [L], with L a multiple of 128: the number of each token's, or -1.
     """
     attends, length = _mask(prompts, completions), len(prompts)
     tokens = torch.arange(length, device=prompts.device)

@@ -1,16 +1,12 @@
-"""The settings of training: pydantic, without torch.
-
-The application's configuration, the trainer deployment and the learner use these classes directly.
-"""
+"""The settings of training, which the application's configuration uses too: no torch here."""
 
 import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -20,7 +16,6 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 
 class Aggregation(StrEnum):
@@ -82,12 +77,6 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class LossConfig(BaseModel):
-    """The loss: which one, clipping, importance weights, the KL penalty.
-
-    Raises:
-        ValidationError: a value out of range, no such loss, or a setting that the loss does not read.
-    """
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "ppo_clip"  # one of `DEFAULTS`, or the import path of your own: package.module:function
@@ -104,7 +93,7 @@ class LossConfig(BaseModel):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether tokens were sampled from a policy, so that their log-probabilities count."""
+        """Whether the log-probabilities of rollouts count."""
         return self.name != "sft"
 
     @model_validator(mode="before")
@@ -146,14 +135,6 @@ class Schedule(StrEnum):
 
 Dtype = Literal["float32", "bfloat16"]
 Checkpointing = bool | Literal["selective"]
-
-
-def _not_zero(value: Any) -> Any:
-    if type(value) is int and value == 0:
-        raise PydanticCustomError(
-            "zero_threads", "a number above 0, or null (the default) for all cores of the host"
-        )
-    return value
 
 
 class _Settings(BaseModel):
@@ -205,8 +186,8 @@ class LoraConfig(_Settings):
     name: str = ""  # the adapter's name in the fleet
     rank: PositiveInt = 16
     alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
-    # Names of linear layers, such as q_proj. None: all linear layers but the output.
-    target_modules: tuple[str, ...] | None = None
+    # Linear layers, such as q_proj. None: all but the output.
+    target_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _name_of_an_adapter(self) -> Self:
@@ -219,22 +200,8 @@ class LoraConfig(_Settings):
             )
         return self
 
-    @model_validator(mode="after")
-    def _each_module_once(self) -> Self:
-        names = self.target_modules
-        if names is None:
-            return self
-        if not names:
-            raise ValueError("'target_modules': expected names, or null (the default) for all, got none")
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise ValueError(f"'target_modules': expected each name once, got {twice[0]!r} twice")
-        return self
-
 
 class TrainerConfig(LearnerConfig):
-    """The trainer: what it learns with, and the processes it runs in."""
-
     lora: LoraConfig | None = None  # None: all weights are trained
 
     strategy: Strategy = Strategy.SINGLE
@@ -255,7 +222,7 @@ class TrainerConfig(LearnerConfig):
     checkpoint_every: NonNegativeInt = 10
     seed: int = 0
     gpus_per_rank: PositiveFloat = 1.0  # on device 'cuda'
-    cpu_threads: Annotated[PositiveInt | None, BeforeValidator(_not_zero)] = None  # per rank; None: all cores
+    cpu_threads: PositiveInt | None = None  # per rank; None: all cores
     start_timeout_s: PositiveFloat = 600.0
     step_timeout_s: PositiveFloat = 600.0
 

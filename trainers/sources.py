@@ -38,14 +38,8 @@ class View:
 
 
 def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> list[View] | None:
-    """The views of one layer's checkpoint tensors, in the order of `convert`.
-
-    Args:
-        state: the layer's tensors by their names in the model's state; only dtypes and shapes are read.
-
-    Returns:
-        None if at least one tensor is computed and not a view.
-    """
+    """The views of one layer's checkpoint tensors, in the order of `convert`; None if one is computed. Only
+    dtypes and shapes of `state` are read."""
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
     tracer = _SkipCopies()
@@ -255,12 +249,8 @@ def check_complete(
     *,
     besides: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Raises ValueError unless every number of every parameter is yielded.
-
-    Args:
-        state: the parameters by the layers' names.
-        besides: parameters that are not in the checkpoint.
-    """
+    """Raises ValueError unless every number of every parameter is yielded. `besides`: parameters that are not
+    in the checkpoint."""
     yielded = {id(state[name]) for layer in layers for name in layer.state_names}
     yielded |= {id(parameter) for parameter in besides}
     wrong = [name for name, parameter in model.named_parameters() if id(parameter) not in yielded]
@@ -303,14 +293,8 @@ def load_parameters(
     values: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Copy tensors, whole or sharded like the model, into a model in place.
-
-    Args:
-        state: the model's without its adapter; None: it has no adapter.
-
-    Raises:
-        ValueError: a tensor is missing or has another shape; nothing has changed.
-    """
+    """Copy tensors, whole or sharded like the model, into a model in place; `state` is the model's without
+    its adapter. Raises ValueError if one is missing or has another shape: nothing has changed then."""
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [

@@ -22,12 +22,8 @@ _MAXIMA = ("staleness", "difference")
 
 
 class StepTotals:
-    """Sums and maxima of one update, on the device, so that only reading them waits for it.
-
-    Args:
-        published: the newest version that the trainer published; None: none.
-        is_published: the policy is that version, so differences from its rollouts are the engines'.
-    """
+    """Sums and maxima of one update, on the device, so that only reading them waits for it. `is_published`:
+    the policy is the version `published`, so differences from its rollouts are the engines'."""
 
     def __init__(
         self, config: LossConfig, *, published: int | None, is_published: bool, device: torch.device

@@ -145,7 +145,6 @@ class TrainedPolicy:
         return self.adapter
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """What training changes: tensors by name, those of an adapter as in its files."""
         if self.adapter is not None:
             return dict(self.adapter.tensors())
         state = self.model.state_dict()
@@ -167,12 +166,8 @@ class TrainedPolicy:
             )
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of another checkpoint of this model, in place; an adapter starts from zero on
-        them.
-
-        Raises:
-            ValueError: the checkpoint is of another model; nothing has changed.
-        """
+        """Copy the weights of another checkpoint of this model, in place; an adapter starts from zero. Raises
+        ValueError if it is of another model: nothing has changed then."""
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:
             other = _whole(directory, options)

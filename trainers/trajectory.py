@@ -79,15 +79,8 @@ def _reader() -> TypeAdapter[Trajectory]:
 def parse_trajectories(
     entries: Any, *, vocabulary_size: int, max_length: int, sampled: bool = True
 ) -> list[Trajectory]:
-    """Read and check a whole batch; every problem is collected before one error is raised.
-
-    Args:
-        entries: trajectories, or their JSON form.
-        sampled: as in `Trajectory.from_json`.
-
-    Raises:
-        ValueError: expected and actual for the first problems, with trajectory numbers.
-    """
+    """Read a whole batch of trajectories or their JSON form. Raises one ValueError for all problems, with
+    expected and actual of the first."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) == 0:
         raise ValueError(f"trajectories must be a non-empty list, got {_describe(entries)}")
     trajectories, found = [], []

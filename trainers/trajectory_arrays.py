@@ -33,7 +33,6 @@ _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": 
 
 
 def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
-    """The arrays of a batch; fractions are rounded to float32."""
     lengths = [len(each.token_ids) for each in trajectories]
     arrays: dict[str, Array] = {
         "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
@@ -69,14 +68,8 @@ def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
-    """The trajectories of a batch; `parse_trajectories` checks each of them.
-
-    Args:
-        sampled: false for completions to imitate: `logprobs` and `advantages` may be missing.
-
-    Raises:
-        ValueError: these are not such arrays: expected and actual.
-    """
+    """The trajectories of a batch; `parse_trajectories` checks each of them. `sampled` as in
+    `Trajectory.from_json`. Raises ValueError."""
     try:
         arrays: Mapping[str, Array] = load(content)
     except KeyError as error:

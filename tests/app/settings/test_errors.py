@@ -44,11 +44,6 @@ from tests.app.settings.complaints import complaint
             "unknown setting 'trainer.optimizer.learning_rat' (did you mean 'learning_rate'?)",
         ),
         (
-            {"trainer": {"cpu_threads": 0}},
-            "'trainer.cpu_threads': expected a number above 0, or null (the default) for all cores of the "
-            "host, got 0",
-        ),
-        (
             {"trainer": {"optimizer": {"schedule": "cosine"}}},
             "'trainer.optimizer.total_steps': expected a number with schedule 'cosine', got none "
             "(the schedule ends there)",
