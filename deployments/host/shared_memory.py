@@ -10,7 +10,6 @@ import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 # The owner of a name in shared memory is the process that holds a lock, which the kernel releases when it
 # exits. Process ids do not suffice: containers with their own may share /dev/shm, and ids are reused.
@@ -103,10 +102,7 @@ def _remove(owner_id: str) -> None:
 
 def _remove_what_libraries_left(owner_file: Path) -> bool:
     """Remove CUDA IPC's files: torch's reference counts (`torch_PID_*`) of a killed process, and the driver's
-    (`cuda.shm.USER.PID.*`, hexadecimal), which Python's exit leaves.
-
-    Returns False if there are some and the process has not exited: a later caller removes them.
-    """
+    (`cuda.shm.USER.PID.*`, hexadecimal). False: the process has not exited, a later caller removes them."""
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
     except OSError:  # another process removed it
@@ -144,8 +140,7 @@ _NAME = re.compile(rf"{PREFIX}-[0-9a-f]{{32}}-[0-9a-f]{{32}}")
 
 
 def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
-    """Create a segment; returns its name and a writable mapping. Raises OSError: not enough shared memory;
-    the message has the sizes."""
+    """A new segment's name and a writable mapping. Raises OSError, with the sizes, if memory is short."""
     name = owner().name(uuid.uuid4().hex)
     descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -166,15 +161,8 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
 
 
 def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
-    """Map an existing segment.
-
-    Args:
-        access: one of mmap's ACCESS_ constants.
-        size_bytes: the size that it must have; None accepts any.
-
-    Raises:
-        ValueError: no such segment, one of another size, or a name that is not of a Slipstream segment.
-    """
+    """Map an existing segment; `access` is one of mmap's ACCESS_ constants. Raises ValueError for no such
+    segment, one of another size, or a name that is not of a Slipstream segment."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"expected the name of a Slipstream segment, got {name!r}")
     try:
@@ -190,22 +178,5 @@ def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.
         os.close(descriptor)
 
 
-class SharedWords:
-    """A segment of signed 64-bit words that several processes of one host read and write.
-
-    Args:
-        mapping: for writing; a multiple of 8 bytes.
-    """
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._words = memoryview(mapping).cast("q")
-
-    @classmethod
-    def open(cls, name: str) -> Self:
-        """Map the segment `name` of another process. Raises ValueError: as `open_mapping`."""
-        return cls(open_mapping(name, mmap.ACCESS_WRITE))
-
-
 def remove_segment(name: str) -> None:
-    """Remove a segment's name, if it exists; mappings stay valid."""
     (DIRECTORY / name).unlink(missing_ok=True)

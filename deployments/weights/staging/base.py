@@ -7,11 +7,10 @@ from collections.abc import Callable
 import torch
 from vllm.config import VllmConfig
 
-from deployments.weights.staging.worker_reports import LoadPlanSummary
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest_definition import Findings
 
-Tensors = list[tuple[str, torch.Tensor]]  # by Hugging Face name
+Tensors = list[tuple[str, torch.Tensor]]  # Hugging Face names
 GIB = 1 << 30
 
 
@@ -31,16 +30,12 @@ class Staging(ABC):
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         """Stage a chunk that `replay` does not know."""
 
-    def plans(self) -> LoadPlanSummary:
-        return LoadPlanSummary()
-
     @abstractmethod
     def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         """Nothing more arrives. Returns the names of parameters that were not filled.
 
-        Args:
-            complete: every tensor of the checkpoint arrived, so what was not written is padding.
-            check_open: called between two units of work on the host; raises once the update is dropped.
+        `complete`: every tensor of the checkpoint arrived, so what was not written is padding. `check_open`,
+        called between two units of work on the host, raises once the update is dropped.
         """
 
     @abstractmethod

@@ -101,7 +101,6 @@ class Exchange:
         self._attributes = attributes
 
     def swap(self) -> None:
-        """Exchange; the second instance then has the former version."""
         for live, twin in self._tensors:
             live.data, twin.data = twin.data, live.data
         for attribute in self._attributes:
@@ -109,7 +108,6 @@ class Exchange:
         self._tensors, self._attributes = [], []
 
     def release(self) -> None:
-        """Free what processing made in the second instance."""
         for module in self._modules:
             for attribute in module.attributes:
                 vars(attribute.twin).pop(attribute.name, None)

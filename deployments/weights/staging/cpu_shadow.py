@@ -38,14 +38,12 @@ class BlankParameter:
         return self.shape.numel() * self.parameter.itemsize
 
     def allocate(self) -> None:
-        """Give it memory, with NaN in the first and last columns."""
         dtype = self.parameter.dtype
         memory = torch.empty_strided(self.shape, self.stride, dtype=dtype)
         outer_columns(memory).fill_(float("nan") if dtype.is_floating_point else 0)
         self._place(memory)
 
     def release(self) -> None:
-        """Free its memory, and the parameters that processing put in its place."""
         self._place(torch.empty(0, dtype=self.parameter.dtype))
 
     def _place(self, memory: torch.Tensor) -> None:
@@ -81,11 +79,8 @@ def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
 
 
 class CpuShadowStaging(Staging):
-    """For a model before its first step, and an instance that was only constructed.
-
-    Raises:
-        ValueError: a swap could not exchange the two, or memory does not suffice.
-    """
+    """For a model before its first step, and an instance that was only constructed. Raises ValueError if a
+    swap could not exchange the two, or memory does not suffice."""
 
     def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._vllm_config = vllm_config
@@ -140,7 +135,7 @@ class CpuShadowStaging(Staging):
 
     def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
         """Paths of modules that keep their tensors, and names of parameters that were not filled."""
-        states: dict[str, set[bool]] = {}  # by path: of its parameters, whether something was loaded
+        states: dict[str, set[bool]] = {}  # path -> whether parameters there were loaded
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
         for blank in self._blanks:

@@ -26,7 +26,6 @@ from deployments.weights.staging.model_state.derived import Derived
 from deployments.weights.staging.model_state.pairs import pair
 from deployments.weights.staging.nan_poison import NanPoison
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
-from deployments.weights.staging.worker_reports import LoadPlanSummary
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import warm_up
@@ -35,10 +34,7 @@ from deployments.weights.wire.digest_definition import Findings
 
 class DeviceStaging(Staging):
     """Built in the transfer engine's `__init__`: after the weights are loaded, before the KV cache is sized.
-
-    Raises:
-        ValueError: the model cannot be staged here, or memory does not suffice.
-    """
+    Raises ValueError if the model cannot be staged here, or memory does not suffice."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         check_support(vllm_config, device, model)
@@ -54,7 +50,7 @@ class DeviceStaging(Staging):
         self._poison.warm_up()
         with torch.no_grad():
             self._pairs.copy_to_shadow()
-        self._plans = LoadPlans()
+        self.load_plans = LoadPlans()
         self._received: set[Chunk] = set()
         self._open = False
         self._live_written = torch.cuda.Event()
@@ -67,7 +63,7 @@ class DeviceStaging(Staging):
     def replay(self, received: ReceivedChunk) -> Findings | None:
         if not self._open:
             self._start()
-        found = self._plans.replay(received)
+        found = self.load_plans.replay(received)
         if found is not None:
             self._received.add(received.chunk)
         return found
@@ -78,21 +74,17 @@ class DeviceStaging(Staging):
             self._load([(name, tensor.clone()) for name, tensor in tensors])
             return
         self._received.add(chunk)
-        with self._plans.record(chunk, tensors):
+        with self.load_plans.record(chunk, tensors):
             self._load(tensors)
-
-    def plans(self) -> LoadPlanSummary:
-        reasons = tuple(sorted(set(self._plans.refused.values())))
-        return LoadPlanSummary(chunks=len(self._plans), refused=reasons)
 
     def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         if not self._open:
             return self._poison.names
         unfilled = self._complete(complete)
         if unfilled:
-            self._plans.refuse(self._received)
+            self.load_plans.refuse(self._received)
         else:
-            self._plans.confirm(self._received)
+            self.load_plans.confirm(self._received)
         torch.cuda.current_stream().synchronize()
         return unfilled
 
@@ -119,13 +111,13 @@ class DeviceStaging(Staging):
         return True
 
     def drop(self) -> None:
-        self._plans.discard()
+        self.load_plans.discard()
         if self._open and self._layerwise:
             self._abandon_layers()
         self._open = False
 
     def release(self) -> None:
-        self._plans.release()
+        self.load_plans.release()
 
     def _start(self) -> None:
         self._open = True

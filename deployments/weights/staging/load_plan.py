@@ -26,10 +26,10 @@ _CONSTANTS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)  # they
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCopy:
-    index: int  # of the tensor in the chunk
+    index: int  # position of the tensor in the chunk
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # in elements, from the tensor's first
+    offset: int  # elements, from the tensor's first
     target: torch.Tensor
 
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -40,8 +40,8 @@ class PlannedCopy:
 @dataclass(slots=True)
 class _Plan:
     copies: list[PlannedCopy]
-    digests: list[torch.Tensor]  # of the copies' sources in the first round
-    prepared: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # by `memory_key`
+    digests: list[torch.Tensor]  # the sources' in the first round
+    prepared: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # keys: `memory_key`
 
 
 class LoadPlans:
@@ -56,7 +56,6 @@ class LoadPlans:
         return len(self._plans)
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Load the chunk and inspect its tensors; None if it has no plan."""
         plan = self._plans.get(received.chunk)
         if plan is None:
             return None
@@ -68,7 +67,6 @@ class LoadPlans:
         return inspection()
 
     def release(self) -> None:
-        """Drop references to the memory of received chunks; the plans stay."""
         for plan in self._plans.values():
             plan.prepared.clear()
 
@@ -89,8 +87,7 @@ class LoadPlans:
         self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
     def confirm(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks is complete: keep its plans where targets equal sources, forget other
-        chunks."""
+        """A round of these chunks is complete: keep its plans where targets equal sources."""
         for chunk, plan in self._unconfirmed.items():
             found = [_digest(copy.target) for copy in plan.copies]
             if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):
@@ -137,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         elif func._schema.is_mutable:
             if args[0].numel() and not (func in _CONSTANTS and not self._is_received(args[0])):
                 self.objection = f"{func} writes something other than a copy of a received tensor"
-        elif any(map(self._is_received, _tensors_in((args, kwargs)))):
+        elif any(map(self._is_received, tree_leaves((args, kwargs)))):
             results = tree_leaves(result)
             if not all(isinstance(leaf, torch.Tensor) and self._is_received(leaf) for leaf in results):
                 self.objection = f"{func} computes from the received tensors"
@@ -164,10 +161,6 @@ class _Recorder(TorchDispatchMode):
 
     def _is_received(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._storages
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,6 @@ class NanPoison:
             columns.fill_(float("nan"))
 
     def remaining(self) -> list[str]:
-        """The parameters that still have poison."""
         found = torch.zeros(len(self._parameters), dtype=torch.int64, device=self._table.device)
         self._launch(found, SET=False)
         for index, columns in self._strided.items():
@@ -65,7 +64,6 @@ class NanPoison:
             _visit[(len(self._table),)](self._table, found, COUNT=ROWS, **mode)
 
     def restore_live(self, names: list[str]) -> None:
-        """Replace NaN in these parameters with the live model's numbers."""
         for name in names:
             shadow, live = self._parameters[name]
             shadow.copy_(torch.where(shadow.isnan(), live, shadow))

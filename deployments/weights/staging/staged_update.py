@@ -22,10 +22,8 @@ _NOTHING = StagingState(payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFindings:
-    """Of one chunk, still on the device."""
-
     names: Sequence[str]
-    sent: torch.Tensor | None  # the publisher's digests; None: it states none
+    sent: torch.Tensor | None  # the publisher's digests, on the device; None: it states none
     found: Findings
 
 
@@ -37,8 +35,9 @@ class StagedUpdate:
     from_files: bool = False
     offered: Offered = field(default_factory=dict)  # what arrived
     pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
-    names: list[str] = field(default_factory=list)  # of the tensors whose digests were compared
-    compared: list[Digests] = field(default_factory=list)  # their digests
+
+    names: list[str] = field(default_factory=list)  # tensors whose digests were compared
+    compared: list[Digests] = field(default_factory=list)  # and their digests
     checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # passed by all that arrived
 
     def note(self, **changes: Any) -> None:
@@ -100,8 +99,7 @@ class StagedUpdate:
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:
-    """Raises ValueError, naming the tensors whose digests differ, or where `nonfinite` is not zero those that
-    hold NaN or infinity. All have a value for each of `names`."""
+    """Raises ValueError, naming the tensors whose digests differ, or that hold NaN or infinity."""
     corrupted = [
         f"{names[i]!r} was sent with digest {sent[i]:016x} and arrived with {found[i]:016x}"
         for i in np.flatnonzero(sent != found)

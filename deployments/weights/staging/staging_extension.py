@@ -38,12 +38,12 @@ class StagingWorkerExtension:
         return self.weight_transfer_engine.report_to(page)
 
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
-        """vLLM's `update_weights`. Returns at once; `staging_progress` reports on it.
+        """vLLM's `update_weights`, which returns at once; `staging_progress` reports on it.
 
         Args:
             payload: one for all workers, or a list with one for each.
-            share: of the device's time that staging may take, in (0, 1].
-            begins: an update: calls vLLM's `start_weight_update` before.
+            share: the part of the device's time that staging may take, in (0, 1].
+            begins: vLLM's `start_weight_update` comes first.
             retain_version: where `begins`, the first worker retains the tensors for the store.
         """
         self._prepare(share, begins, retain_version)
@@ -70,9 +70,10 @@ class StagingWorkerExtension:
         """A `StagingState`."""
         return to_wire(self.weight_transfer_engine.progress())
 
-    def staging_plans(self) -> dict[str, Any]:
-        """A `LoadPlanSummary`."""
-        return to_wire(self.weight_transfer_engine.staging.plans())
+    def staging_plans(self) -> tuple[int, list[str]]:
+        """How many chunks have a load plan, and why others have none (staging `device`)."""
+        plans = self.weight_transfer_engine.staging.load_plans
+        return len(plans), sorted(set(plans.refused.values()))
 
     def staging_verify(self) -> dict[str, Any]:
         """A `StagingState`."""

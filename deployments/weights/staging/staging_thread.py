@@ -26,7 +26,6 @@ class Throttle:
         self._since = clock()
 
     def begin(self, share: float) -> None:
-        """A payload begins, which may take this share of the device's time."""
         self._share = share
         self._since = self._clock()
 
@@ -50,7 +49,7 @@ class StagingThread:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._threads = torch.get_num_threads()  # of the engine
+        self._engine_threads = torch.get_num_threads()
         self._executor = self._new_executor()
 
     def submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
@@ -84,7 +83,7 @@ class StagingThread:
 
     def _limit_threads(self) -> None:
         """On a CPU: the engine's parallel operations wait for their slowest thread."""
-        set_num_threads(max(1, self._threads // 4))
+        set_num_threads(max(1, self._engine_threads // 4))
 
 
 def wait_for(event: torch.Event) -> None:

@@ -56,7 +56,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     supports_draft_weight_update = False
     one_payload = True  # a version is one payload; False: one per chunk
-    share = 1.0  # of the device's time that staging may take
+    share = 1.0  # the part of the device's time that staging may take
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.submit(self.staging.retire)
 
     def report_to(self, page: str) -> bool:
-        """Write progress to this `ProgressPage`; False if it is on another host."""
+        """Write progress to this page; False if it is on another host."""
         self._page = None
         try:
             self._page = ProgressPage.open(page)

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from deployments.host.shared_memory import SharedWords, create_mapping
+from deployments.host.shared_memory import create_mapping, open_mapping
 from deployments.protocol.poll import Check, Outcome
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class ConnectState:
     done: bool
     outcome: Outcome
     message: str = ""
-    missing_ranks: tuple[int, ...] = ()  # of the transfer group, where a transfer failed
+    missing_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +33,9 @@ class StagingState:
     verify_s: float  # on a GPU the time to launch the digests
     outcome: Outcome
     message: str = ""  # when not DONE
-    digest: str = ""  # of the whole version, once it is complete
+    digest: str = ""  # the whole version's, once it is complete
     checks: tuple[Check, ...] = ()  # passed, once it is complete
     missing_ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlanSummary:
-    chunks: int = 0  # that have a plan
-    refused: tuple[str, ...] = ()  # why other chunks have none, each reason once
 
 
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
@@ -69,13 +63,18 @@ _HEADER_BYTES = 16
 _MAX_MESSAGE = 2000  # characters; JSON takes up to six bytes for each
 
 
-class ProgressPage(SharedWords):
+class ProgressPage:
     """The last report of each worker of a replica. A slot has a sequence number (odd while it is written),
     the report's length, and the report as JSON."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
-        super().__init__(mapping)
+        self._words = memoryview(mapping).cast("q")
         self._bytes = self._words.cast("B")
+
+    @classmethod
+    def open(cls, name: str) -> Self:
+        """Map another process's page. Raises ValueError if it is not on this host."""
+        return cls(open_mapping(name, mmap.ACCESS_WRITE))
 
     @classmethod
     def create(cls, workers: int) -> tuple[str, Self]:

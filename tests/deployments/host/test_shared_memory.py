@@ -15,7 +15,6 @@ import pytest
 
 from deployments.host.shared_memory import (
     DIRECTORY,
-    SharedWords,
     create_mapping,
     disown,
     open_mapping,
@@ -63,19 +62,6 @@ def test_a_segment_that_does_not_fit_is_refused_with_the_sizes_and_leaves_no_nam
     with pytest.raises(OSError, match=rf"{1 << 60} bytes do not fit into /dev/shm \(\d+ bytes free\)"):
         create_mapping(1 << 60)
     assert set(DIRECTORY.glob(own)) == before
-
-
-class Words(SharedWords):
-    def first(self) -> int:
-        return self._words[0]
-
-
-def test_words_are_visible_through_every_mapping() -> None:
-    name, mapping = create_mapping(8)
-    words = Words.open(name)
-    remove_segment(name)
-    mapping[:8] = (-7).to_bytes(8, "little", signed=True)
-    assert words.first() == -7
 
 
 HOLDS = """

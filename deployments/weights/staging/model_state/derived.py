@@ -41,11 +41,8 @@ class Moving:
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """Find what must follow the weights. `layerwise`: rounds process them after loading.
-
-    Raises:
-        ValueError: names what cannot follow, and why.
-    """
+    """Find what must follow the weights. `layerwise`: rounds process them after loading. Raises ValueError,
+    naming what cannot follow, and why."""
     before, after = first.derivable, second.derivable
     found = [*differing(live, first), *differing(live, second), *differing(first, second)]
     if layerwise:  # renewed objects may be equal by chance
@@ -165,7 +162,6 @@ def _is_renewed(path: AccessPath, first: Observation, second: Observation) -> bo
 
 
 def _holds_addresses(path: AccessPath, live: Observation) -> bool:
-    """Whether an integer is as large as an address (of packed weights)."""
     content = live.tensors.get(path)
     if content is not None:
         tensor = content.object()

@@ -15,8 +15,6 @@ Place = tuple[int, Layout]  # address, and how it is laid out there
 
 @dataclass
 class Pairs:
-    """Live tensors and their shadows, of equal layout."""
-
     large: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
@@ -48,7 +46,6 @@ class Pairs:
             second.copy_(first)
 
     def check_tied(self) -> None:
-        """Raises ValueError if one tensor of the live model is staged as two that differ."""
         for first, second, one, other in self.tied:
             if not torch.equal(one, other):
                 raise ValueError(tied_refusal(first, second))

@@ -12,7 +12,6 @@ from deployments.protocol.poll import Check, Outcome, StoreResult
 from deployments.weights.staging.worker_reports import (
     SLOT_BYTES,
     ConnectState,
-    LoadPlanSummary,
     ProgressPage,
     StagingState,
     from_wire,
@@ -30,7 +29,6 @@ REPORTS = [
         digest="ab",
         checks=(Check.NAMES, Check.FINITE),
     ),
-    LoadPlanSummary(chunks=3, refused=("computes", "reads a number")),
     StoreResult(version=3, label=None, path="/store/v00000003", problem=""),
 ]
 
