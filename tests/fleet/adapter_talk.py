@@ -73,12 +73,6 @@ class Merged(Reference):
                 weight += scale * lora[f"{name}.lora_B.weight"] @ lora[f"{name}.lora_A.weight"]
 
 
-def scored(reference: Reference) -> list[float]:
-    """Its tokens, then their log-probabilities: these differ also where two models continue alike."""
-    found = reference(PROMPT, COUNT)
-    return [*found, *reference.logprobs(PROMPT, found)]
-
-
 def read_adapter(adapter: int | Path) -> tuple[dict[str, torch.Tensor], float]:
     """Its tensors, and what their product is multiplied by."""
     if isinstance(adapter, int):

@@ -14,7 +14,7 @@ import httpx
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.protocol.responses import AdapterReport, TrainerStatus
+from deployments.protocol.responses import AdapterReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
 from tests.fleet.adapter_fleet import TRANSPORT, Adapted
@@ -46,15 +46,6 @@ class AdapterTrainer:
 
     def save(self, path: Path) -> Path:
         return Path(self._call("save", str(path)).path)
-
-    def status(self) -> TrainerStatus:
-        status: TrainerStatus = self._call("status")
-        return status
-
-    def worker(self) -> int:
-        """Its process."""
-        (pid,) = self._call("process_ids")
-        return int(pid)
 
     def _call(self, method: str, *args: Any) -> Any:
         return getattr(self._handle, method).remote(*args).result(timeout_s=CALL_S)

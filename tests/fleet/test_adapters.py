@@ -1,22 +1,13 @@
 """LoRA adapters on real engines, driven as vLLM's clients do."""
 
 import asyncio
-import itertools
-import os
-import signal
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from ray import serve
-from safetensors.torch import load_file
 
 from app.client.completions import Answer
-from deployments.protocol.errors import Conflict
 from tests.fleet.adapter_fleet import SLOTS, Adapted
 from tests.fleet.adapter_talk import (
     COUNT,
@@ -26,11 +17,9 @@ from tests.fleet.adapter_talk import (
     load,
     models,
     newest,
-    scored,
     tokens,
     unload,
 )
-from tests.fleet.adapter_trainer import APPLICATION, LORA, adapter_trainer
 from tests.fleet.deployed import MODEL
 from tests.fleet.losing import members, process_of
 from tests.fleet.talk import (
@@ -46,7 +35,6 @@ from tests.fleet.talk import (
 from tests.tiny_adapters import tiny_adapter_tensors
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(600)]
-TOLERANCE = 1e-3  # of log-probabilities, between transformers and the engine
 
 
 def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
@@ -153,79 +141,6 @@ def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Clie
     assert models(client)[0] == models(client)[1]
     assert {name.split("@")[0] for name in models(client)[0]} == {f"many-v{count - 2}", f"many-v{count - 1}"}
     wait_for_copies(2)
-
-
-@pytest.mark.long  # over gloo: test_gloo
-def test_what_a_trainer_publishes_is_the_next_version_of_its_adapter_on_every_replica(
-    adapted: Adapted, client: httpx.Client, tmp_path: Path
-) -> None:
-    base, version = served_checkpoint(adapted.fleet), adapted.fleet.version()
-    with adapter_trainer(adapted) as trainer:
-        expected = {MODEL: scored(Reference(base))}
-        for number in (1, 2):
-            assert trainer.step(client) == number
-            report = trainer.publish(f"step {number}")
-            assert (report.name, report.version, report.label) == (LORA.name, number, f"step {number}")
-            assert report.transfer_s is not None
-            [status] = [each for each in entries(client) if each["digest"] == report.digest]
-            assert set(status["received"]) == set(status["replicas"]) and len(status["replicas"]) == 2
-            assert Path(status["path"]).is_dir(), "the store's copy, for joiners"
-            expected[f"{LORA.name}@{number}"] = scored(
-                Merged(base, trainer.save(tmp_path / f"saved-{number}"))
-            )
-        for one, two in itertools.combinations(expected.values(), 2):
-            assert two != pytest.approx(one, abs=10 * TOLERANCE), (
-                "the versions answer alike: nothing is shown"
-            )
-        expected[LORA.name] = expected[f"{LORA.name}@2"]
-        for name, wanted in expected.items():
-            for answer in everywhere(client, name, logprobs=1):
-                scores = answer["choices"][0]["logprobs"]["token_logprobs"]
-                assert [*tokens(answer), *scores] == pytest.approx(wanted, abs=TOLERANCE), name
-        assert {answer["adapter"] for answer in everywhere(client, LORA.name)} == {f"{LORA.name}@2"}
-        assert adapted.fleet.version() == version == trainer.status().version, "the base stays"
-
-        succeeded(load(client, LORA.name, adapted.save("foreign", 11), load_inplace=True))
-        with pytest.raises(Conflict, match=f"{LORA.name}@3 was not published by this fleet's trainer"):
-            trainer.publish()
-        succeeded(unload(client, f"{LORA.name}@3"))
-        assert trainer.publish().version == 4
-        newest_tokens = [int(token) for token in expected[LORA.name][:COUNT]]
-        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [newest_tokens] * 2
-
-
-@pytest.mark.long
-def test_an_adapter_trainer_resumes_and_a_lost_controller_loses_no_publish(
-    adapted: Adapted, client: httpx.Client, tmp_path: Path
-) -> None:
-    base = served_checkpoint(adapted.fleet)
-    with adapter_trainer(adapted) as trainer:
-        before = trainer.status().step
-        assert trainer.step(client) == before + 1
-        trainer.publish()
-        kept = load_file(trainer.save(tmp_path / "before") / "adapter_model.safetensors")
-        os.kill(trainer.worker(), signal.SIGKILL)
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                status = trainer.status()
-                break
-            except Exception:  # Serve replaces it
-                assert time.monotonic() < deadline
-                time.sleep(0.5)
-        assert (status.step, status.adapter) == (before + 1, LORA.name)
-        again = load_file(trainer.save(tmp_path / "after") / "adapter_model.safetensors")
-        assert all(torch.equal(again[name], tensor) for name, tensor in kept.items())
-
-        trainer.step(client)
-        killing = threading.Timer(0.05, process_of(adapted.fleet, "controller").kill)
-        killing.start()
-        report = trainer.publish()
-        killing.join()
-        expected = Merged(base, trainer.save(tmp_path / "last"))(PROMPT, COUNT)
-        assert newest(client, LORA.name) == report.version
-        assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
-    assert process_of(adapted.fleet, "controller") and APPLICATION not in serve.status().applications
 
 
 def test_a_controller_that_dies_forgets_no_adapter(adapted: Adapted, client: httpx.Client) -> None:

@@ -11,17 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from vllm.distributed.weight_transfer import ModuleSource
 
 from app.client.program_options import parse
 from app.jobs import grpo, metrics
 from app.jobs.options import JobOptions
 from tests.fleet.deployed import Fleet
-from tests.fleet.losing import a_replica, kill_controller_when, process_of
-from tests.fleet.processes import engine_of
-from tests.fleet.talk import Reference, on_every_replica, served_checkpoint, succeeded, train_and_publish
-from tests.fleet.test_http_publisher import publish, reference
-from tests.tiny_models import tiny_llama
+from tests.fleet.losing import kill_controller_when, process_of
+from tests.fleet.talk import Reference, on_every_replica, served_checkpoint, train_and_publish
 from tests.waiting import until
 
 pytestmark = [
@@ -48,22 +44,13 @@ def in_a_thread(action: Any, *arguments: Any) -> threading.Thread:
     return thread
 
 
-# Before the close, after the decision, after the end: then the release of the lease is lost.
-@pytest.mark.parametrize(
-    "decision",
-    [
-        pytest.param("opened", marks=pytest.mark.long),
-        "committed",
-        pytest.param("finished", marks=pytest.mark.long),
-    ],
-)
 def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_stored(
-    fleet: Fleet, decision: str
+    fleet: Fleet,
 ) -> None:
     with fleet.client(timeout_s=300) as client:
         train_and_publish(client)  # the journal exists
         before = fleet.version()
-        killer = in_a_thread(kill_controller_when, fleet, decision)
+        killer = in_a_thread(kill_controller_when, fleet, "committed")
         version = train_and_publish(client)
         killer.join()
         wait_until_ready(client)
@@ -72,69 +59,6 @@ def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_
         for answer in on_every_replica(client, prompt=PROMPT, max_tokens=16).values():
             assert (answer.version, answer.token_ids) == (version, expected)
         until(lambda: client.get("/fleet").json()["stored_version"] == version, 30, "the report of the copy")
-
-
-@pytest.mark.long
-def test_a_controller_that_dies_again_and_again_costs_no_publish(fleet: Fleet) -> None:
-    with fleet.client(timeout_s=300) as client:
-        for delay_s in (0.02, 0.1, 0.2, 0.3, 0.45, 0.6):
-            timer = threading.Timer(delay_s, process_of(fleet, "controller").kill)
-            timer.start()
-            report = succeeded(client.post("/train/publish", json={"label": f"after {delay_s}"})).json()
-            timer.join()
-            wait_until_ready(client)
-            status = client.get("/fleet").json()
-            assert (report["phase"], report["label"]) == ("committed", f"after {delay_s}")
-            assert status["committed_version"] == report["version"]
-            for answer in on_every_replica(client, max_tokens=4).values():
-                assert answer.version == report["version"]
-
-
-@pytest.mark.long
-def test_an_outside_publisher_whose_controller_dies_after_the_decision_has_finished(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        wait_until_ready(client)
-        before = fleet.version()
-        killer = in_a_thread(kill_controller_when, fleet, "committed")
-        publish(fleet, ModuleSource(tiny_llama(31)))
-        killer.join()
-        wait_until_ready(client)
-        assert fleet.version() == before + 1
-        for answer in on_every_replica(client, max_tokens=16).values():
-            assert answer.token_ids == reference(31, PROMPT, 16)
-
-
-# Before the close the round is lost, and the caller is told so; after the decision it is finished.
-@pytest.mark.long
-@pytest.mark.parametrize(("decision", "seed"), [("opened", 41), ("committed", 42)])
-def test_a_directory_whose_controller_dies_is_published_once(fleet: Fleet, decision: str, seed: int) -> None:
-    directory = fleet.published / f"lost-{decision}"
-    tiny_llama(seed).save_pretrained(directory)
-    answers: list[httpx.Response] = []
-    with fleet.client(timeout_s=300) as client:
-
-        def post() -> None:
-            answers.append(client.post("/fleet/publish", json={"path": str(directory)}))
-
-        wait_until_ready(client)
-        train_and_publish(client)  # the journal exists
-        before, engine = fleet.version(), engine_of(a_replica(fleet))
-        killer = in_a_thread(kill_controller_when, fleet, decision)
-        if decision == "opened":
-            engine.suspend()  # until the controller is dead nothing more can be decided
-        posting = in_a_thread(post)
-        killer.join()
-        engine.resume()
-        posting.join()
-        wait_until_ready(client)
-        (answer,) = answers
-        if decision == "opened":
-            assert answer.status_code == 409 and "publish again" in answer.json()["error"]["message"]
-            assert fleet.version() == before
-            answer = client.post("/fleet/publish", json={"path": str(directory)})
-        assert succeeded(answer).json()["version"] == fleet.version() == before + 1
-        for each in on_every_replica(client, prompt=PROMPT, max_tokens=16).values():
-            assert (each.version, each.token_ids) == (before + 1, reference(seed, PROMPT, 16))
 
 
 def by_length(entry: Mapping[str, Any], answer: str) -> float:

@@ -66,17 +66,6 @@ def test_a_directory_of_one_file_over_either_route(fleet: Fleet, route: str, fie
             assert (answer.token_ids, answer.version) == (expected, before + 1)
 
 
-def test_an_older_version_of_the_store_is_published_by_its_path(fleet: Fleet) -> None:
-    with fleet.client() as http:
-        first = train_and_publish(http)
-        wait_for(stored(fleet, first))
-        expected = complete(http).token_ids
-        train_and_publish(http)
-        succeeded(http.post("/fleet/publish", json={"path": str(stored(fleet, first))}))
-        assert all(answer.token_ids == expected for answer in on_every_replica(http).values())
-        assert fleet.version() == first + 2
-
-
 def test_weights_that_replicas_refuse_change_nothing(fleet: Fleet) -> None:
     """What the routes refuse: `tests/app/http/test_directory_publisher.py`."""
     directory = saved(fleet, 34)

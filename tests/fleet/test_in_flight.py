@@ -13,14 +13,13 @@ from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainer
 from app.client.completions import Answer
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.engine_state import InFlight
-from deployments.protocol.errors import RoundAborted
 from deployments.protocol.poll import KvCache
-from deployments.protocol.publishing import DrainFallback, RoundOptions, RoundReport
+from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.fleet_connection import FleetWeightSyncClient
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.fleet.deployed import Fleet
-from tests.fleet.talk import ask, begun, body, complete
+from tests.fleet.talk import begun, body, complete
 from tests.tiny_models import tiny_llama
 from trainers.trajectory import VersionSpan
 
@@ -82,84 +81,6 @@ def test_wait_lets_running_requests_finish_on_their_version(fleet: Fleet) -> Non
         assert answer.weight_versions == [VersionSpan(version=before, start=0, end=900)]
     with fleet.client() as client:
         assert complete(client).version == before + 1
-
-
-async def publish_over_long_answers(
-    fleet: Fleet, seed: int, fallback: DrainFallback
-) -> tuple[RoundReport | RoundAborted, list[Answer]]:
-    """What a round with a short drain came to, the answers that ran, and one that came meanwhile."""
-    send = await asyncio.to_thread(
-        publisher, fleet, seed, InFlight.WAIT, drain_timeout_s=0.5, drain_fallback=fallback
-    )
-    async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
-        calls = await running_answers(client, 16, 900)
-        publishing = asyncio.create_task(asyncio.to_thread(send))
-        await until(lambda: publishing.done() or any(each["draining"] for each in members(fleet).values()))
-        late = asyncio.create_task(ask(client, [99], 4, stream=False))
-        outcome: RoundReport | RoundAborted
-        try:
-            outcome = await publishing
-        except RoundAborted as error:
-            outcome = error
-        return outcome, [*await asyncio.gather(*calls), await late]
-
-
-def test_a_drain_that_times_out_aborts_the_round_and_no_request(fleet: Fleet) -> None:
-    replicas = members(fleet)
-    for seed in ATTEMPTS:
-        before = fleet.version()
-        outcome, answers = asyncio.run(publish_over_long_answers(fleet, seed, DrainFallback.ABORT))
-        if isinstance(outcome, RoundAborted):
-            break
-    assert isinstance(outcome, RoundAborted), "900 tokens take longer than half a second"
-    assert "requests still ran after drain_timeout_s = 0.5 s" in outcome.message
-    for answer, tokens in zip(answers, [900] * 16 + [4], strict=True):
-        assert answer.weight_versions == [VersionSpan(version=before, start=0, end=tokens)]
-    asyncio.run(until(lambda: not any(each["draining"] for each in members(fleet).values())))
-    assert fleet.version() == before and members(fleet).keys() == replicas.keys()
-
-
-def test_a_drain_that_times_out_commits_over_requests_if_so_configured(fleet: Fleet) -> None:
-    replicas = members(fleet)
-    for seed in ATTEMPTS:
-        before = fleet.version()
-        outcome, answers = asyncio.run(publish_over_long_answers(fleet, seed, DrainFallback.KEEP))
-        assert isinstance(outcome, RoundReport)
-        if outcome.not_drained:
-            break
-    assert outcome.not_drained and all(count > 0 for count in outcome.not_drained.values())
-    spans = [[span.version for span in answer.weight_versions] for answer in answers]
-    assert [before, before + 1] in spans[:16]
-    assert spans[16] == [before + 1], "what came while replicas drained waited for the swap"
-    assert members(fleet).keys() == replicas.keys()
-
-
-async def drained_pause(fleet: Fleet) -> None:
-    async with httpx.AsyncClient(base_url=fleet.url, timeout=200) as client:
-        calls = await running_answers(client, 2, 900)
-        paused = await client.post("/pause", params={"mode": "wait"})
-        assert paused.status_code == 200, paused.text
-        assert all(
-            len(answer.token_ids) == 900 for answer in await asyncio.wait_for(asyncio.gather(*calls), 30)
-        ), "they had come to their end"
-        waits = asyncio.create_task(ask(client, [99], 4, stream=False))
-        await asyncio.sleep(0.5)
-        assert not waits.done() and (await client.get("/is_paused")).json()["is_paused"]
-        assert (await client.post("/resume")).status_code == 200
-        assert len((await waits).token_ids) == 4
-        calls = await running_answers(client, 16, 900)
-        late = asyncio.create_task(client.post("/pause", params={"mode": "wait"}))
-        await until(lambda: any(each["draining"] for each in members(fleet).values()))
-        assert (await client.post("/resume")).status_code == 200
-        superseded = await late
-        assert superseded.status_code == 409 and "gave way to a later resume" in superseded.text
-        assert all(len(answer.token_ids) == 900 for answer in await asyncio.gather(*calls))
-
-
-def test_a_pause_that_waits_lets_running_requests_end(fleet: Fleet) -> None:
-    replicas = members(fleet)
-    asyncio.run(drained_pause(fleet))
-    assert members(fleet).keys() == replicas.keys()
 
 
 def test_abort_ends_running_requests_with_what_they_have(fleet: Fleet) -> None:
