@@ -113,15 +113,9 @@ class PublishSession:
             await self._clean_up(self._controller.release.remote(lease.token), "release of the lease")
 
     async def leave(self, *, renew: bool) -> None:
-        """Release the lease unless a round is open. The controller knows: a concurrent call of the same
-        publisher may have opened or ended one."""
-
-        async def leaving() -> None:
-            left: JoinedLease = await self._controller.join_lease.remote(self._publisher, renew)
-            if left.round_id is None:
-                await self._controller.release.remote(left.lease.token)
-
-        await self._clean_up(leaving(), "release of the lease")
+        """End a joined session. The controller knows whether concurrent calls of the publisher go on."""
+        leaving = self._controller.leave_lease.remote(self._publisher, renew)
+        await self._clean_up(leaving, "release of the lease")
 
     async def renewing(self, work: Awaitable[Result]) -> Result:
         """Await work and renew the lease meanwhile."""

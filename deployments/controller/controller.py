@@ -126,6 +126,11 @@ class Controller:
         async with self._durable.answer():
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
+    async def leave_lease(self, publisher: str, renew: bool) -> None:
+        """Ends what `join_lease` began: releases the lease unless a round or another call needs it."""
+        async with self._durable.answer():
+            self._ledger.leave_lease(publisher, self._durable.now(), renew=renew)
+
     async def renew(self, token: int) -> Lease:
         """Called well within the lease's duration, also while another call is pending."""
         async with self._durable.answer():

@@ -95,10 +95,24 @@ class Ledger:
             lease = self.acquire(publisher, now)
         elif renew:
             publisher_session.renew(state, lease.token)
+        state.publisher.joined += 1
         remaining_s = publisher_session.remaining_s(state)
         round_id = None if state.round is None else state.round.round_id
         self.advance(now)
         return JoinedLease(lease=lease, round_id=round_id, remaining_s=remaining_s)
+
+    def leave_lease(self, publisher: str, now: float, *, renew: bool) -> None:
+        """A call that joined the lease ends: release it unless a round is open or another such call runs."""
+        state = self._at(now)
+        self._expire()
+        lease = state.publisher.lease
+        if lease is None or lease.publisher != publisher:
+            return
+        state.publisher.joined -= 1
+        if state.round is None and state.publisher.joined <= 0:
+            self.release(lease.token, now)
+        elif renew:
+            publisher_session.renew(state, lease.token)
 
     def renew(self, token: int, now: float) -> Lease:
         state = self._at(now)

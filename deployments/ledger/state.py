@@ -352,6 +352,7 @@ class Round:
 @dataclass(slots=True, kw_only=True)
 class PublisherState:
     lease: Lease | None = None
+    joined: int = 0  # calls without a token that are in progress under this lease
     expires: float = 0.0
     last_token: int = 0
     connection: Connection | None = None

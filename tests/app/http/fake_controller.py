@@ -69,7 +69,8 @@ class FakeController:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.renewals = 0  # by joins
+        self.renewals = 0  # by calls without a token, when they come and when they end
+        self.joined = 0
         self.fail_next: dict[str, Exception] = {}
         self.dies_before: set[str] = set()
         self.dies_after: set[str] = set()
@@ -105,7 +106,16 @@ class FakeController:
         if self.lease is None or self.lease.publisher != publisher:
             self._acquire(publisher)
         assert self.lease is not None
+        self.joined += 1
         return JoinedLease(lease=self.lease, round_id=self.round_id, remaining_s=self.lease.duration_s)
+
+    async def leave_lease(self, publisher: str, renew: bool) -> None:
+        await self._enter("leave_lease")
+        self.renewals += renew
+        if self.lease is not None and self.lease.publisher == publisher:
+            self.joined -= 1
+            if self.round_id is None and not self.joined:
+                self.lease = None
 
     async def renew(self, token: int) -> Lease:
         await self._enter("renew")
@@ -260,7 +270,7 @@ class FakeController:
             raise Conflict(f"{self.lease.publisher!r} publishes", {"holder": self.lease.publisher})
         self._last_token += 1
         self.lease = Lease(publisher=publisher, token=self._last_token, duration_s=self.lease_s)
-        self.round_id = None
+        self.round_id, self.joined = None, 0
         return self.lease
 
     def _holder(self, token: int) -> Lease:

@@ -43,6 +43,18 @@ async def test_lease_is_free_after_a_release(controller: Any) -> None:
     assert lease.token > session.lease.token
 
 
+async def test_lease_is_free_after_the_last_of_the_calls_that_joined_it(controller: Any) -> None:
+    session = await controller.join_lease("http", False)
+    await controller.join_lease("http", False)
+    await controller.leave_lease("trainer", False)
+    await controller.leave_lease("http", False)
+    assert (await controller.renew(session.lease.token)).publisher == "http"
+    await controller.leave_lease("http", True)
+    assert (await controller.acquire("trainer")).token > session.lease.token
+    await controller.leave_lease("http", False)
+    assert (await controller.acquire("trainer")).publisher == "trainer"
+
+
 async def test_another_publisher_is_a_conflict_that_names_the_holder(controller: Any) -> None:
     await controller.acquire("trainer")
     with pytest.raises(Conflict, match="'trainer'") as caught:

@@ -256,6 +256,27 @@ async def test_the_wait_for_a_successor_is_bounded(controller: FakeController) -
 
 
 @virtual_time
+async def test_the_end_of_one_call_leaves_a_concurrent_one_its_lease_and_its_round(
+    controller: FakeController,
+) -> None:
+    controller.delay_s["disconnect"] = 1.0
+
+    async def call(method: str, *args: Any) -> None:
+        async with join(controller) as session:
+            await getattr(session, method)(*args)
+
+    ending = asyncio.create_task(call("disconnect"))
+    await asyncio.sleep(0.5)
+    async with join(controller) as session:
+        await ending
+        await session.open(OPTIONS)
+    assert controller.lease is not None and controller.round_id == session.round_id
+    async with join(controller, of_round=True) as session:
+        await session.close()
+    assert controller.lease is None
+
+
+@virtual_time
 async def test_a_joined_lease_is_held_between_calls_only_while_a_round_is_open(
     controller: FakeController,
 ) -> None:

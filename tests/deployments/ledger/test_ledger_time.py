@@ -99,6 +99,22 @@ def test_whoever_knocks_does_not_keep_the_round_of_a_publisher_that_is_gone() ->
     assert scene.ledger.history()[-1].reason.endswith("the lease of 'trainer' expired")
 
 
+def test_a_round_outlives_the_end_of_another_call_of_its_publisher() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    scene.ledger.join_lease("trainer", scene.now, renew=False)
+    scene.ledger.join_lease("trainer", scene.now, renew=False)
+    round_id = scene.open()
+    for _ in range(2):
+        scene.ledger.leave_lease("trainer", scene.now, renew=False)
+    assert scene.status().round.round_id == round_id
+    scene.ledger.abort_round(scene.token, round_id, "enough", scene.now)
+    scene.poll(2)
+    scene.ledger.join_lease("trainer", scene.now, renew=False)
+    scene.ledger.leave_lease("trainer", scene.now, renew=False)
+    assert scene.status().lease is None
+
+
 def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() -> None:
     scene = Scene(replicas=1, lease_s=5, stage_timeout_s=60)
     scene.replicas[0].hangs_in.add(Verify)
