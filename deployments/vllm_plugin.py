@@ -6,7 +6,7 @@ installs the commit in engine cores, and what seeds need on a CPU.
 
 from deployments.host.parent_death import follow_owner
 from deployments.replica import cpu_seeds, engine_core
-from deployments.weights.transports.registry import TRANSPORTS
+from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 
 
 def register() -> None:
@@ -17,12 +17,12 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for transport in TRANSPORTS.values():
-        name, module = transport.backend, transport.module
-        if name not in WeightTransferEngineFactory._registry:
-            WeightTransferEngineFactory.register_engine(name, module, transport.receiver_class)
-            WeightTransferTrainerFactory.register_engine(name, module, transport.sender_class)
-        staged = transport.staged_backend
-        if transport.native and staged not in WeightTransferEngineFactory._registry:  # vLLM's own half sends
+        name, module, classes = transport.backend, transport.module, transport.name.capitalize()
+        if name in WeightTransferEngineFactory._registry:
+            continue
+        WeightTransferEngineFactory.register_engine(name, module, f"{classes}WeightTransferEngine")
+        WeightTransferTrainerFactory.register_engine(name, module, f"{classes}TrainerWeightTransferEngine")
+        if transport.native:  # vLLM's own half sends
             WeightTransferEngineFactory.register_engine(
-                staged, transport.staged_module, transport.staged_class
+                transport.staged_backend, f"{PACKAGE}.vllm_{transport.name}", f"Staged{classes}Engine"
             )

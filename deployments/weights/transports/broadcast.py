@@ -41,20 +41,13 @@ class BroadcastInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastTrainerInitInfo(TrainerInitInfo):
-    """The connection of a trainer rank.
-
-    Attributes:
-        world_size: counts the publisher (rank 0) and every worker of every replica.
-        timeout_s: limits the rendezvous and each broadcast.
-    """
-
     backend: ClassVar[str] = "broadcast"  # vLLM requires one of every class; each transport has its own
 
     master_address: str
     master_port: int
-    world_size: int
+    world_size: int  # the publisher (rank 0) and every worker of every replica
     chunk_bytes: int
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = DEFAULT_TIMEOUT_S  # limits the rendezvous and each broadcast
 
 
 class BroadcastGroup(Protocol):
@@ -62,12 +55,9 @@ class BroadcastGroup(Protocol):
 
     `start` and `wait` raise TransferFailed if a member is gone or exceeds the timeout, or if `abort` was
     called.
-
-    Attributes:
-        is_async: `start` only queues the broadcast, so that the next one may be queued ahead.
     """
 
-    is_async: ClassVar[bool]
+    is_async: ClassVar[bool]  # `start` only queues the broadcast, so that the next one may be queued ahead
 
     def reserve(self, size_bytes: int) -> None:
         """Make the buffers at least this large."""
@@ -121,7 +111,6 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
 
     @property
     def group(self) -> BroadcastGroup:
-        """Raises ValueError if there is none."""
         if self._group is None:
             raise ValueError("no transfer group: call init_weight_transfer_engine before update_weights")
         return self._group
@@ -149,8 +138,7 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         return self.join_group(init_info, init_info.rank_offset + self.worker_index, check)
 
     @abstractmethod
-    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> BroadcastGroup:
-        """As `join`, with this worker's rank."""
+    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> BroadcastGroup: ...
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
         group, chunks = self.group, self._chunks
@@ -245,6 +233,5 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
 
 
 def raise_if_failed(call: Future[None] | None) -> None:
-    """Raise the error of a call to the fleet that has failed."""
     if call is not None and call.done():
         call.result()

@@ -28,8 +28,6 @@ _SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thre
 
 @dataclass
 class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
-    """The connection of a trainer rank."""
-
     backend: ClassVar[str] = "gloo"
 
     chunk_bytes: int = TRANSPORTS["gloo"].chunk_bytes
@@ -59,18 +57,16 @@ class GlooGroup:
         return self._blocks[index]
 
     def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
-        """The broadcasts have finished when this returns."""
         for part in parts:
             self.broadcast(part, check)
 
     def wait(self, index: int, check: Check = lambda: None) -> None:
-        """Nothing, see `start`."""
+        """Nothing: the broadcasts have finished when `start` returns."""
 
     def finish(self) -> None:
         self._blocks = {}
 
     def broadcast(self, block: torch.Tensor, check: Check = lambda: None) -> None:
-        """Send or receive one block (uint8, host memory) from rank 0. Raises TransferFailed."""
         group = self._group
         if group is None:
             raise TransferFailed(ABORTED)
@@ -120,15 +116,11 @@ def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
 
 
 class GlooWeightTransferEngine(BroadcastReceiver):
-    """The worker's half."""
-
     def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> GlooGroup:
         return GlooGroup(info, rank, check)
 
 
 class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
-    """The trainer's half."""
-
     init_info_cls = GlooTrainerInitInfo
 
     def open_group(self, info: RendezvousInfo, check: Check) -> GlooGroup:
@@ -136,7 +128,6 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
 
 
 def create_process_group(store: PrefixStore, info: RendezvousInfo, rank: int) -> ProcessGroupGloo:
-    """torch's group over this host's address. Raises RuntimeError if a member is gone."""
     options: Any = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=info.timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
@@ -150,10 +141,8 @@ def _from_rank_0() -> Any:
 
 
 def _own_address(master_address: str) -> str:
-    """The address of this host that the rendezvous host can reach.
-
-    Gloo's default is what the host name resolves to, which in containers is often unreachable.
-    """
+    """The address of this host that the rendezvous host can reach. Gloo's default, what the host name
+    resolves to, is often unreachable in containers."""
     if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -57,13 +57,11 @@ _ASK_S = 0.02
 
 
 class TrainerRanks:
-    """One rank's view of the others during a round.
+    """One rank's view of the others during a round. Raises ValueError if a page is not on this host.
 
     Rank 0 alone calls the fleet, and each rank waits for the workers that read from it. So each rank writes
     into its own page, which all ranks map, that the round has ended or that it has failed. A killed rank
     writes nothing: every wait keeps its deadline.
-
-    Raises ValueError if a page is not on this host.
     """
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
@@ -113,7 +111,7 @@ class IpcUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class IpcTrainerInitInfo(TrainerInitInfo):
-    """The connection of a trainer rank. Several ranks must be torch's default process group."""
+    """Several ranks must be torch's default process group."""
 
     backend: ClassVar[str] = "slipstream_ipc"
 
@@ -239,7 +237,6 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return self._readable() is (None if self._shared is None else self._shared.tensors)
 
     def _readable(self) -> list[torch.Tensor] | None:
-        """The tensors that workers can read in place."""
         tensors = self.packer.in_place
         return tensors if tensors and tensors[0].device == self._device else None
 

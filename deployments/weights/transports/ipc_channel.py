@@ -87,7 +87,7 @@ BUFFERS = 2
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is in the storages of `ResidentTensors`."""
+    """Its place in the storages of `ResidentTensors`."""
 
     storage: int  # index
     offset_bytes: int
@@ -113,8 +113,6 @@ class ResidentTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """What a worker needs to open a channel."""
-
     page: str  # name of the segment
     memory: Annotated[PackedBuffers | ResidentTensors, Field(discriminator="kind")]
 
@@ -139,10 +137,7 @@ def parse_channels(encoded: object) -> dict[str, Channel]:
 
 @dataclass(kw_only=True)
 class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
-    """The channels of all trainer ranks, by GPU UUID, and the tensors of every round.
-
-    Raises ValueError for malformed channels or none.
-    """
+    """The channels of all trainer ranks, by GPU UUID, and the tensors of every round. Raises ValueError."""
 
     channels: Mapping[str, Channel]
     rank_offset: int
@@ -205,7 +200,6 @@ class Page:
         self._counters[slot] = value
 
     def workers(self) -> list[int]:
-        """Those that have opened the channel."""
         return [slot for slot in range(TAKEN, len(self)) if self[slot] != _ABSENT]
 
     def wait(self, reached: Callable[[], bool], peer: str) -> None:
@@ -218,7 +212,6 @@ class Page:
 
 
 def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
-    """A new page, and its name, which the caller removes."""
     name, mapping = create_mapping(_page_bytes(world_size))
     page = Page(mapping, timeout_s)
     for slot in range(len(page)):
@@ -228,7 +221,6 @@ def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
 
 
 def open_page(name: str, world_size: int, timeout_s: float) -> Page:
-    """Raises ValueError if it is not on this host, or of another size."""
     return Page(open_mapping(name, mmap.ACCESS_WRITE, _page_bytes(world_size)), timeout_s)
 
 
@@ -237,10 +229,8 @@ def _page_bytes(world_size: int) -> int:
 
 
 class SharedTensors:
-    """The trainer's side of channels without buffers: its n tensors and the table of their digests.
-
-    They are shared once. In a round only their digests are written.
-    """
+    """The trainer's side of channels without buffers: its n tensors, shared once, and the table of their
+    digests, written in each round."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -331,7 +321,6 @@ class LocalChunk:
 
 
 def check_location(location: TensorLocation, entry: Entry, storage_bytes: Sequence[int]) -> None:
-    """Raise ValueError unless a tensor is inside one of the opened storages."""
     storage, offset = location
     if not (0 <= storage < len(storage_bytes) and 0 <= offset <= storage_bytes[storage] - entry.size_bytes):
         raise ValueError(f"{entry.name!r} ({entry.size_bytes} bytes) is outside of the opened memory")

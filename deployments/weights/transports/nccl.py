@@ -48,10 +48,8 @@ Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]  # makes one o
 def create_in_time(
     create: Create, info: RendezvousInfo, rank: int, roll_call: RollCall, check: Check
 ) -> PyNcclCommunicator:
-    """The communicator of a group whose members have all joined the rendezvous.
-
-    Raises ValueError if vLLM has disabled it, TransferFailed if NCCL has not formed the group in time.
-    """
+    """The communicator of a group whose members have all joined the rendezvous. Raises ValueError if vLLM has
+    disabled it, TransferFailed if NCCL has not formed the group in time."""
     attempt = _Attempt(create)
     try:
         # Not on the thread, which may never restore the environment.
@@ -223,10 +221,8 @@ _WARM_UP_BYTES = 4 << 20
 
 
 class NcclGroup:
-    """A communicator with its own stream and two buffers, whose waits can be aborted.
-
-    Raises ValueError if NCCL does not work here or at a peer, TransferFailed if a member did not join.
-    """
+    """A communicator with its own stream and two buffers, whose waits can be aborted. Raises ValueError if
+    NCCL does not work here or at a peer, TransferFailed if a member did not join."""
 
     is_async: ClassVar[bool] = True
 
@@ -286,7 +282,6 @@ class NcclGroup:
         return self._buffers[index % BUFFERS][:size_bytes]
 
     def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
-        """Wait for the other members, then queue the broadcasts."""
         self._await_peers(check)
         # NCCL may block inside the call on a dead peer: the watchdog ends that.
         self._call_deadline = time.monotonic() + self._timeout_s
@@ -370,23 +365,17 @@ def _watch(group: "weakref.ref[NcclGroup]") -> None:
 
 @dataclass
 class NcclTrainerInitInfo(BroadcastTrainerInitInfo):
-    """The connection of a trainer rank."""
-
     backend: ClassVar[str] = "slipstream_nccl"
 
     chunk_bytes: int = TRANSPORTS["nccl"].chunk_bytes
 
 
 class NcclWeightTransferEngine(BroadcastReceiver):
-    """The worker's half."""
-
     def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> NcclGroup:
         return NcclGroup(info, rank, self.device, check)
 
 
 class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo]):
-    """The trainer's half."""
-
     init_info_cls = NcclTrainerInitInfo
 
     def open_group(self, info: RendezvousInfo, check: Check) -> NcclGroup:

@@ -19,7 +19,6 @@ T = TypeVar("T")
 
 
 def gather_from_ranks(value: T) -> list[T]:
-    """The value of every trainer rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
     values = [value] * torch.distributed.get_world_size()
@@ -32,7 +31,7 @@ class PublishTarget:
     """The replicas that rank 0 found."""
 
     epoch: int
-    workers: int  # of all replicas together
+    workers: int  # in all replicas together
     changed: bool  # since the connection was made
 
 
@@ -49,11 +48,11 @@ def agree(
     """The replicas that all ranks must connect to; None if all connections are still good.
 
     Args:
-        find: asks the fleet; None on all ranks but 0.
+        find: asks the fleet; None on all ranks but 0, which raises what it raises.
         connected: this rank has a connection that suits what it sends now.
         together: every rank calls this; else rank 0 alone.
 
-    Raises FleetUnavailable if rank 0 cannot send (on rank 0: what `find` raised).
+    Raises FleetUnavailable if rank 0 cannot send.
     """
     target, failure = None, None
     if find is not None:

@@ -1,8 +1,4 @@
-"""The transports: one record each. Only the standard library is imported here: settings read these records.
-
-A new transport is one module beside this file and one record in `TRANSPORTS`. The module `<name>` defines
-`<Name>WeightTransferEngine` (the replica's half), `<Name>TrainerWeightTransferEngine` (the trainer's half),
-and `<Name>TrainerInitInfo`, a dataclass whose fields have names of `TrainerFacts`.
+"""The transports: one record each. Settings read them, so only the standard library is imported here.
 
 To connect a trainer, over any transport and over vLLM's own engines:
 
@@ -26,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 60.0  # limits every wait for a peer
 OWN_WIRE, VLLM_WIRE = "slipstream", "vllm"  # the format that a publisher sends
-_PACKAGE = "deployments.weights.transports"
+PACKAGE = "deployments.weights.transports"
 
 
 class SameGpu(StrEnum):
@@ -39,24 +35,14 @@ class SameGpu(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
-    """A way to move weights from the trainer to the replicas.
-
-    Attributes:
-        name: in the configuration; also the module's name and, capitalized, the prefix of its classes.
-        native: vLLM has an engine of this name, chosen with `staging: none` or `wire: vllm`.
-        rendezvous: all members form one group of ranks at an address, and a lost member breaks it.
-        chunk_bytes: default. On a GPU each chunk interrupts decoding, so chunks are large.
-        staging_share: default share of a GPU's time that staging may take while
-            requests run. Staging that pauses between chunks costs fewer tokens in all than staging at full
-            speed, and slows decoding by less than a tenth (benchmarks/RESULTS.md).
-    """
-
-    name: str
+    name: str  # also the module's and, capitalized, the prefix of its classes
     device: Literal["cpu", "cuda"]
-    native: bool = False
+    native: bool = False  # vLLM has an engine of this name, chosen with `staging: none` or `wire: vllm`
     same_gpu: SameGpu = SameGpu.NO_GPU
-    rendezvous: bool = False
-    chunk_bytes: int = 64 << 20
+    rendezvous: bool = False  # all members form one group of ranks, and a lost member breaks it
+    chunk_bytes: int = 64 << 20  # default. On a GPU each chunk interrupts decoding, so chunks are large
+    # Default. Staging that pauses between chunks costs fewer tokens in all than staging at full speed, and
+    # slows decoding by less than a tenth (benchmarks/RESULTS.md).
     staging_share: float = 1.0
 
     @property
@@ -66,32 +52,12 @@ class Transport:
 
     @property
     def module(self) -> str:
-        return f"{_PACKAGE}.{self.name}"
-
-    @property
-    def receiver_class(self) -> str:
-        return f"{self.name.capitalize()}WeightTransferEngine"
-
-    @property
-    def init_info_class(self) -> str:
-        return f"{self.name.capitalize()}TrainerInitInfo"
-
-    @property
-    def sender_class(self) -> str:
-        return f"{self.name.capitalize()}TrainerWeightTransferEngine"
+        return f"{PACKAGE}.{self.name}"
 
     @property
     def staged_backend(self) -> str:
-        """The receiver that stages what vLLM's own trainer engine of this name sends."""
+        """The receiver, in `vllm_<name>`, that stages what vLLM's own trainer engine of this name sends."""
         return f"staged_{self.name}"
-
-    @property
-    def staged_module(self) -> str:
-        return f"{_PACKAGE}.vllm_{self.name}"
-
-    @property
-    def staged_class(self) -> str:
-        return f"Staged{self.name.capitalize()}Engine"
 
 
 _ALL = (
@@ -143,10 +109,7 @@ class TrainerFacts:
 def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
     """The name in vLLM's registry of a configured transport's receiver.
 
-    Args:
-        staging: "none" means vLLM's own engine, which speaks its own wire.
-        wire: `OWN_WIRE`, or `VLLM_WIRE`: what vLLM's trainer engine of this name sends is staged.
-
+    With staging "none" it is vLLM's own engine; with `VLLM_WIRE` what vLLM's trainer engine sends is staged.
     Raises ValueError for no such transport, or if vLLM has no engine of that name.
     """
     found = TRANSPORTS.get(transport)
@@ -161,13 +124,13 @@ def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
 
 
 def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """What vLLM's `WeightTransferTrainerFactory.trainer_init` needs for a backend. Raises ValueError."""
+    """The argument of vLLM's `WeightTransferTrainerFactory.trainer_init`. Raises ValueError."""
     transport = _BY_BACKEND.get(backend)
     if transport is not None:
         if facts.chunk_bytes is None:
             facts = replace(facts, chunk_bytes=transport.chunk_bytes)
-        kind = getattr(import_module(transport.module), transport.init_info_class)
+        kind = getattr(import_module(transport.module), f"{transport.name.capitalize()}TrainerInitInfo")
         return kind(**{field.name: getattr(facts, field.name) for field in fields(kind)})
     if backend in _NATIVE:
-        return import_module(f"{_PACKAGE}.weight_sender").native_init_info(backend, facts)
+        return import_module(f"{PACKAGE}.weight_sender").native_init_info(backend, facts)
     raise ValueError(f"backend must be one of {sorted(BACKENDS)}, got {backend!r}")

@@ -34,7 +34,7 @@ _FAILED = "failed"
 
 
 class GroupStore(Protocol):
-    """The part of torch's stores that is used here; each call may raise RuntimeError."""
+    """torch's stores; each call may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -70,14 +70,8 @@ class RollCall:
         self._talk.wake.set()
 
     def missing(self, started: int, check: Callable[[], None] = lambda: None) -> tuple[int, ...]:
-        """Report a failure, wait for the others, and return the ranks that are missing.
-
-        Empty if all answered, or if the store cannot be reached.
-
-        Args:
-            started: broadcasts since the group was formed, with the one that failed.
-            check: raises to end the wait; called every few milliseconds.
-        """
+        """Report a failure, wait for the others, and return the ranks that are missing: none if all answered,
+        or if the store cannot be reached. `started`: broadcasts so far, with the one that failed."""
         deadline = time.monotonic() + self._limit_s
         self._talk.ask(started, deadline)
         while not self._talk.answered.wait(_ANSWER_POLL_S) and time.monotonic() < deadline + self._limit_s:
@@ -161,18 +155,14 @@ def rendezvous(
 ) -> tuple[PrefixStore, list[str]]:
     """Wait until all members have joined: the store that they share, and the payload of each, by rank.
 
-    Args:
-        check: raises to end the wait; called every few milliseconds.
-        payload: passed to all other members.
-
-    Raises TransferFailed after `timeout_s`, which names those that did not join.
+    `check`, called every few milliseconds, raises to end the wait. Raises TransferFailed after `timeout_s`,
+    which names those that did not join.
     """
     meeting = Meeting(info, rank, payload)
     return meet(meeting, check), meeting.payloads
 
 
 def meet(meeting: "Meeting", check: Callable[[], None]) -> PrefixStore:
-    """The store of the members, once all have joined. As `rendezvous`."""
     threading.Thread(target=meeting.run, name="rendezvous", daemon=True).start()
     try:
         while not meeting.over.wait(_POLL_S):
@@ -210,7 +200,6 @@ class Meeting:
         self.over.set()
 
     def join(self) -> None:
-        """Set `store` and `payloads`."""
         info, world_size = self.info, self.info.world_size
         if self.rank != 0:
             self.wait_for(lambda: probe(info), lambda: [0])
@@ -235,7 +224,6 @@ class Meeting:
         self.store = store
 
     def wait_for(self, reached: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
-        """Raises TransferFailed at the deadline, which names the ranks in `absent`."""
         while not reached():
             if self.abandoned or time.monotonic() > self.deadline:
                 raise _incomplete(self.info, absent())
@@ -243,7 +231,6 @@ class Meeting:
 
 
 def probe(info: RendezvousInfo) -> bool:
-    """Whether a process listens at the rendezvous address."""
     try:
         socket.create_connection((info.master_address, info.master_port), timeout=_PROBE_TIMEOUT_S).close()
     except OSError:

@@ -43,8 +43,6 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class ShmTrainerInitInfo(TrainerInitInfo):
-    """The connection of a trainer rank."""
-
     backend: ClassVar[str] = "shm"
 
     chunk_bytes: int = TRANSPORTS["shm"].chunk_bytes
@@ -110,6 +108,5 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
 
 
 def open_segment(name: str, size_bytes: int) -> torch.Tensor:
-    """Map a segment for reading (uint8 [size_bytes]); the tensor outlives the name. Raises ValueError."""
     # Not ACCESS_READ: torch requires writable memory. Nothing is written, so no page is copied.
     return torch.frombuffer(open_mapping(name, mmap.ACCESS_COPY, size_bytes), dtype=torch.uint8)

@@ -143,7 +143,6 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
         self._packed = None
 
     def _copied(self) -> None:
-        """Wait for the copies out of the trainer's memory."""
         if self._stream is not None:
             wait_for(self._stream.record_event())
 

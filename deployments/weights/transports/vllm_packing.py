@@ -32,11 +32,7 @@ _moving = count(-1, -1)  # memory keys for memory whose address changes
 
 @cached_layout(_CACHED_LAYOUTS)
 def nccl_pieces(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: float) -> tuple[Chunk, ...]:
-    """The pieces of packed NCCL.
-
-    Raises:
-        ValueError: the metadata is not what vLLM sends.
-    """
+    """The pieces of packed NCCL. Raises ValueError if the metadata is not what vLLM sends."""
     pieces: list[Chunk] = []
     entries: list[Entry] = []
     end = 0

@@ -72,29 +72,21 @@ class ChunkPacker:
 
     Tensors that a source makes in each pass are packed as it yields them. Resident tensors are the model's
     own memory: the work of a chunk, with a cast, is prepared once, and a round is a few launches without
-    Python code for each tensor.
-
-    Attributes:
-        metadata: (name, dtype, shape) of what is sent, in its order.
-        resident: the resident tensors before the cast, or None.
-        in_place: the same if no tensor is cast, or None.
-
-    Raises ValueError if the resident tensors are not those that the source declares.
+    Python code for each tensor. Raises ValueError if they are not those that the source declares.
     """
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
         self._source = source
         self.metadata: Metadata = [(meta.name, meta.dtype, tuple(meta.shape)) for meta in source.metadata()]
         self.chunks = plan_chunks(self.metadata, chunk_bytes)
-        self.resident: list[torch.Tensor] | None = None
-        self.in_place: list[torch.Tensor] | None = None
+        self.resident: list[torch.Tensor] | None = None  # before the cast
+        self.in_place: list[torch.Tensor] | None = None  # the same if no tensor is cast
         self._firsts = list(accumulate((len(chunk.entries) for chunk in self.chunks), initial=0))
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self._digests: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # by chunk and block address
+        self._digests: dict[tuple[int, int], Callable[[], torch.Tensor]] = {}  # keys: chunk, block's address
         self.refresh_resident()
 
     def refresh_resident(self) -> None:
-        """Ask the source again where its tensors are."""
         resident = self._source.resident() if isinstance(self._source, ResidentSource) else None
         if resident is self.resident:
             return
@@ -106,15 +98,12 @@ class ChunkPacker:
         self.in_place = None if is_cast else resident
 
     def begin(self) -> None:
-        """Call before each round."""
         self.refresh_resident()
         self._pass = iter(self._source) if self.resident is None else iter(())
 
     def pack(self, index: int, block: torch.Tensor) -> None:
-        """Write chunk `index` and its digests into a block (uint8 [chunk.size_bytes]), chunks in their order.
-
-        On a GPU the work is only queued. Raises ValueError if the source yields what it did not declare.
-        """
+        """Write chunk `index`, in order, with its digests into a block (uint8 [chunk.size_bytes]); on a GPU
+        this is only queued. Raises ValueError if the source yields what it did not declare."""
         chunk = self.chunks[index]
         if self.resident is None:
             pack(chunk, self._pass, block)
@@ -161,10 +150,8 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
     def trainer_init(
         cls, init_info: Init, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Connect to the fleet. Called on every trainer rank.
-
-        Raises ValueError if the transport cannot work here, TransferFailed if a peer did not join.
-        """
+        """Connect to the fleet, on every trainer rank. Raises ValueError if the transport cannot work here,
+        TransferFailed if a peer did not join."""
         if source is None:
             raise ValueError(f"transport {init_info.backend!r} needs a WeightSource, got None")
         engine = cls(
@@ -178,12 +165,8 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         return engine
 
     def send_weights(self) -> None:
-        """One round. Called on every trainer rank.
-
-        Raises:
-            TransferFailed: a peer is gone, or the model's tensors have moved; connect again.
-            ValueError: the source yields a tensor that it did not declare.
-        """
+        """One round, on every trainer rank. Raises TransferFailed if a peer is gone or the model's tensors
+        have moved (connect again), ValueError if the source yields a tensor that it did not declare."""
         self.packer.begin()
         self.prepare()
         if self.is_sender:
@@ -200,8 +183,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
             self.client.finish_weight_update()
 
     @abstractmethod
-    def connect(self, init_info: Init) -> None:
-        """Agree with the replicas on how the bytes move. Called once, on every trainer rank."""
+    def connect(self, init_info: Init) -> None: ...
 
     def is_current(self) -> bool:
         """Whether the connection can send the source's tensors from where they are now."""
@@ -215,7 +197,6 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         """Send all chunks, and submit the calls inside which they are received to `calls`."""
 
     def join_gathers(self) -> None:
-        """On a trainer rank that is not the sender: take part in the collectives of the source's pass."""
         self.packer.drain()
 
     def abandon_round(self) -> None:

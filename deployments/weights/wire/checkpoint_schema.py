@@ -10,13 +10,11 @@ MAX_NAMED = 5  # a message names this many tensors and counts the rest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a checkpoint."""
-
     dtype: str  # torch's name without "torch."
     shape: tuple[int, ...]
 
 
-Schema = Mapping[str, TensorSpec]  # by Hugging Face name
+Schema = Mapping[str, TensorSpec]  # Hugging Face name -> tensor
 
 
 def mismatches(
@@ -25,12 +23,10 @@ def mismatches(
     *,
     complete: bool,
 ) -> list[str]:
-    """Why `offered` (dtype and shape by name) does not fit the model, one sentence per tensor.
+    """Why `offered` (dtype and shape by name) does not fit the model, one sentence per tensor. `complete`:
+    also report missing tensors.
 
     A floating-point tensor may have any floating-point dtype: the model's loader casts it.
-
-    Args:
-        complete: also report missing tensors (at the end of a round).
     """
     found = []
     for name, (dtype, shape) in offered.items():

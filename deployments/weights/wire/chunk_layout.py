@@ -25,8 +25,6 @@ Shapes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor in a chunk."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,7 +49,6 @@ class Chunk:
 
     @cached_property
     def offered(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape by name."""
         return {entry.name: (entry.dtype, entry.shape) for entry in self.entries}
 
 
@@ -79,7 +76,7 @@ def largest(chunks: Sequence[Chunk]) -> int:
     return max((chunk.size_bytes for chunk in chunks), default=0)
 
 
-class Description(TypedDict):
+class TensorLists(TypedDict):
     """Metadata of tensors in the wire form of vLLM's own engines: parallel lists of JSON types."""
 
     names: list[str]
@@ -87,8 +84,7 @@ class Description(TypedDict):
     shapes: list[list[int]]
 
 
-def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Description:
-    """The description of tensors (name, dtype, shape)."""
+def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> TensorLists:
     return {
         "names": [name for name, _, _ in tensors],
         "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in tensors],
@@ -98,10 +94,8 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Descr
 
 @dataclass(kw_only=True)
 class DescribedTensors:
-    """The part of a connection's init info that describes the tensors of every round, in their order.
-
-    Sent once per connection: a mixture of experts has 20 thousand tensors.
-    """
+    """The tensors of every round, in their order. Sent once per connection: a mixture of experts has 20
+    thousand."""
 
     names: list[str]
     dtype_names: list[str]
@@ -145,11 +139,8 @@ def layout(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -
 
 
 def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """The inverse of `describe`.
-
-    Raises:
-        ValueError: the lists differ in length, a name occurs twice, a dtype is unknown, or a shape is none.
-    """
+    """The inverse of `describe`. Raises ValueError if the lists differ in length, a name occurs twice, a
+    dtype is unknown, or a shape is none."""
     if not len(names) == len(dtype_names) == len(shapes):
         raise ValueError(
             "names, dtype_names and shapes must have one entry per tensor, "
@@ -179,14 +170,8 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Write the chunk's tensors, the next ones of `tensors`, and their digests into `block`.
-
-    Args:
-        block: uint8 [chunk.size_bytes] on the sending device; on a GPU the work is only queued.
-
-    Raises:
-        ValueError: the source yields a tensor that its metadata did not declare.
-    """
+    """Write the chunk's tensors, the next ones of `tensors`, and their digests into `block` (uint8
+    [chunk.size_bytes]). Raises ValueError if the source yields a tensor that it did not declare."""
     copies = []
     for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
@@ -211,18 +196,12 @@ def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedChunk:
-    """A chunk's tensors and the digests that were sent with them. Valid until the next one is requested.
-
-    Attributes:
-        memory_key: with the same key, the same chunk has its tensors at the same addresses.
-        sent: the sender's digests (int64 [n], on the device of the tensors); None: it states none.
-        read: returns the chunk's n tensors, in its order, without a copy.
-    """
+    """A chunk's tensors and the digests that were sent with them. Valid until the next one is requested."""
 
     chunk: Chunk
-    memory_key: int
-    sent: torch.Tensor | None
-    read: Callable[[], list[torch.Tensor]]
+    memory_key: int  # with the same key, the same chunk has its tensors at the same addresses
+    sent: torch.Tensor | None  # int64 [n], on the device of the tensors; None: the sender states none
+    read: Callable[[], list[torch.Tensor]]  # the chunk's n tensors, in its order, without a copy
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return [(entry.name, tensor) for entry, tensor in zip(self.chunk.entries, self.read(), strict=True)]

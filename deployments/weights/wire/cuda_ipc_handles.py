@@ -9,7 +9,7 @@ from typing import Any
 _HANDLES = "ipc_handles"
 _MAX_DIMENSIONS = 64  # torch's own limit
 _MAX_HANDLE_BYTES = 1024  # CUDA's have 64 to 66
-_MIN_HANDLE_BYTES = 32  # in a pickle, where a handle may share parts with earlier ones
+_MIN_HANDLE_BYTES = 32  # a pickled handle may share parts with earlier ones
 
 
 def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
@@ -55,10 +55,8 @@ def _text(handle: bytes) -> str:
 def encode_handles(handles: Any, limit: int | None = None) -> Any:
     """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list with one for each tensor.
 
-    Args:
-        limit: the bytes that they were read from; a pickle can name one object any number of times.
-
-    Raises ValueError if they are no handles by GPU UUID, or more than so many bytes can hold.
+    Raises ValueError if they are no handles by GPU UUID, or more than `limit` bytes can hold: a pickle can
+    name one object any number of times.
     """
     parts = handles if isinstance(handles, list) else [handles]
     count = 0

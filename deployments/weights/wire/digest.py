@@ -23,7 +23,6 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The digests of contiguous tensors on one device, unsigned, in one read-back."""
     return unsigned(digest_tensor(tensors))
 
 

@@ -13,11 +13,8 @@ PART_BYTES = 8 << 20
 
 
 class ReceivedFiles:
-    """Files on their way into a directory.
-
-    Args:
-        directory: must not exist; None: another worker of this host writes them.
-    """
+    """Files on their way into a directory, which must not exist; None: another worker of this host writes
+    them."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -38,12 +35,10 @@ class ReceivedFiles:
                 raise ValueError(f"{name!r} cannot be written to shared memory: {error}") from error
 
     def complete(self) -> None:
-        """All files arrived, and their digests match."""
         if self._directory is not None and self._partial is not None:
             self._partial.rename(self._directory)
 
     def close(self) -> None:
-        """Remove what is not complete."""
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
 

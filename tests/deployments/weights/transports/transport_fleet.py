@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from deployments.protocol.poll import Outcome
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import ConnectState, StagingState
-from deployments.weights.transports.registry import TRANSPORTS
+from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
@@ -256,9 +256,10 @@ def _engine(transport: str, directory: str, device: torch.device, corrupt: bool)
         torch.cuda.set_device(device)
     record = TRANSPORTS[transport.removeprefix("staged_")]
     staged = transport == record.staged_backend  # receives vLLM's own wire
-    module, name = (
-        (record.staged_module, record.staged_class) if staged else (record.module, record.receiver_class)
-    )
+    classes = record.name.capitalize()
+    module, name = record.module, f"{classes}WeightTransferEngine"
+    if staged:
+        module, name = f"{PACKAGE}.vllm_{record.name}", f"Staged{classes}Engine"
     kind = getattr(import_module(module), name)
     return (_corrupting(kind) if corrupt else kind)(SimpleNamespace(), config, device, torch.nn.Module())
 
