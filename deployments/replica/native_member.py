@@ -12,6 +12,7 @@ digests, so replicas are compared with each other only, and nothing is retained 
 import asyncio
 import time
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare
+from deployments.weights.store.checkpoint_files import MISTRAL
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, schema_of
 from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, repeated
@@ -184,6 +186,11 @@ class NativeMember(EngineMember):
     async def _compare(self, part: FilePart, options: StagingOptions) -> None:
         """Compare a file with the publisher's digests; the engine keeps generating."""
         await self._check_reloadable()
+        if any(Path(part.directory).glob(f"{MISTRAL}*.safetensors")):
+            raise PayloadRejected(
+                f"{part.directory} has {MISTRAL}*.safetensors, which vLLM would load instead of the files "
+                "that are compared; remove them"
+            )
         begin = time.perf_counter()
         self._reading = FileRead(part, self._model, torch.device("cpu"))
         try:

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from pydantic import JsonValue, NonNegativeInt, TypeAdapter, ValidationError
+from pydantic import JsonValue, NonNegativeInt, TypeAdapter
 
+from deployments.protocol.errors import printable
 from deployments.protocol.poll import FilePart
 from deployments.weights.store.versions import MANIFEST, DirectoryLock, VersionManifest
 from deployments.weights.wire.digest_definition import digest_bytes
@@ -32,6 +33,7 @@ READ_BYTES = 16 << 20  # at a time
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+MISTRAL = "consolidated"  # prefix of files with Mistral's own names; beside others they are the same weights
 
 _MAX_NAMED = 5  # an error names so many tensors and counts the rest
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
@@ -101,7 +103,7 @@ def read_header(file: Path) -> FileHeader:
             header: dict[str, Any] = json.loads(stream.read(length))
             header.pop("__metadata__", None)
             entries = _ENTRIES.validate_python(header)
-        except (struct.error, ValidationError, ValueError, AttributeError, TypeError) as error:
+        except (struct.error, ValueError, AttributeError, TypeError, RecursionError) as error:
             first = str(error).splitlines()[0]
             raise ValueError(f"{file} has no safetensors header that can be read: {first}") from error
     wrong = [name for name, entry in entries.items() if entry.data_offsets[1] < entry.data_offsets[0]]
@@ -116,7 +118,7 @@ def indexed_files(directory: Path) -> set[str] | None:
         return set(_weight_map(directory).values())
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{directory / INDEX} is not an index that can be read: {error!r:.200}") from error
 
 
@@ -148,6 +150,20 @@ def files_of(directory: Path) -> list[Path]:
         names = {f"{match[1]}-{number:05d}-of-{match[3]}.safetensors" for number in numbers}
         _require_files(directory, names, f"{match[0]} says so")
     return found
+
+
+def _require_one_reading(directory: Path) -> None:
+    """Raises ValueError if transformers and vLLM would load different files: one of them may be old."""
+    if not (directory / WHOLE).is_file():
+        return
+    found = {file.name for file in directory.glob("*.safetensors") if not file.name.startswith(MISTRAL)}
+    of_vllm = indexed_files(directory) or found
+    if of_vllm != {WHOLE}:
+        named = INDEX if (directory / INDEX).is_file() else "no index"
+        raise ValueError(
+            f"{directory} has {WHOLE}, which transformers loads alone, and {named}: vLLM loads "
+            f"{sorted(of_vllm)[:3]}; remove the files that are not this version's"
+        )
 
 
 def _require_files(directory: Path, names: set[str], why: str) -> None:
@@ -201,7 +217,7 @@ def _config(directory: Path) -> Mapping[str, JsonValue] | None:
         return None
     try:
         config = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} must be an object, and is {type(config).__name__}")
@@ -348,7 +364,11 @@ class Checkpoint:
             raise ValueError(f"{directory} must be a checkpoint directory, and is a file")
         lock = DirectoryLock(directory)
         try:
+            _require_one_reading(directory)
             files = [_confined_file(file, roots) for file in files_of(directory)]
+            for each in map(str, (directory, *files)):
+                if printable(each) != each:
+                    raise ValueError(f"{each}: expected a path in UTF-8, in which replicas are told it")
             identities = {file: _identity(file) for file in files}
             parts = list(parts_of(directory, files, part_bytes))
             if not parts:

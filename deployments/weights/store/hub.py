@@ -11,12 +11,11 @@ from pathlib import Path
 from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
 
 from deployments.host.logs import serve_logger
-from deployments.weights.store.checkpoint_files import files_of, indexed_files, read_header
+from deployments.weights.store.checkpoint_files import MISTRAL, files_of, indexed_files, read_header
 from deployments.weights.store.versions import MANIFEST
 from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec
 
 CONFIG = "config.json"
-MISTRAL = "consolidated"  # prefix of files with Mistral's own names; beside others they are the same weights
 # Not *.bin and the like: a repository may have as many bytes of these again.
 _NEEDED: Sequence[str] = (
     *("*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja", "*.tiktoken"),

@@ -252,7 +252,7 @@ async def test_directory_is_compared_while_generating_and_loaded_in_a_pause(
     assert engine.arguments == {"path": str(tmp_path / "new")}
 
 
-@pytest.mark.parametrize("spoil", ["changed", "gone", "half"])
+@pytest.mark.parametrize("spoil", ["changed", "gone", "half", "mistral"])
 async def test_changed_directory_is_rejected_before_the_pause(
     model: Path, tmp_path: Path, spoil: str
 ) -> None:
@@ -262,7 +262,9 @@ async def test_changed_directory_is_rejected_before_the_pause(
         tiny_llama(3).save_pretrained(tmp_path / "new")
     elif spoil == "gone":
         (tmp_path / "new" / "model.safetensors").unlink()
-    with pytest.raises(PayloadRejected, match=r"arrived with|No such file|is missing"):
+    elif spoil == "mistral":
+        (tmp_path / "new" / "consolidated.safetensors").write_bytes(b"vLLM prefers it to what was compared")
+    with pytest.raises(PayloadRejected, match=r"arrived with|No such file|is missing|vLLM would load"):
         await member.execute(read(parts[0]))
         await member.execute(VERIFY)
     assert not (member.partially_updated or engine.held)

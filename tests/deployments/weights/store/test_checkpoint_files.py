@@ -112,6 +112,15 @@ def _adapter(directory: Path) -> None:
     (directory / "adapter_config.json").write_text("{}")
 
 
+def _old_whole(directory: Path) -> None:
+    save_file({name: tensor + 1 for name, tensor in TENSORS.items()}, directory / "model.safetensors")
+
+
+def _old_shards(directory: Path) -> None:
+    _old_whole(directory)
+    (directory / INDEX).unlink()
+
+
 def _fifo(directory: Path) -> None:
     (directory / shard(1)).unlink()
     os.mkfifo(directory / shard(1))
@@ -155,6 +164,22 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "a tensor twice": (
         lambda d: save_file({**SHARDS[1], "w": TENSORS["w"]}, d / shard(2)),
         "'w' is in both model-00001-of-00002.safetensors and model-00002-of-00002.safetensors",
+    ),
+    "an index and a file of all": (
+        _old_whole,
+        "has model.safetensors, which transformers loads alone, and model.safetensors.index.json: vLLM loads",
+    ),
+    "shards and a file of all": (_old_shards, "and no index: vLLM loads .*00001-of-00002.*remove the files"),
+    "a name in Latin-1": (
+        lambda d: (
+            ((d / shard(1)).rename(d / os.fsdecode(b"caf\xe9.safetensors")) and (d / shard(2)).unlink())
+            or (d / INDEX).unlink()
+        ),
+        "expected a path in UTF-8",
+    ),
+    "nested without end": (
+        lambda d: (d / "config.json").write_text('{"a":' + "[" * 100_000),
+        "config.json is not JSON: maximum recursion",
     ),
     "a configuration that is none": (lambda d: (d / "config.json").write_text("[1]"), "must be an object"),
     "what would wait for a writer": (_fifo, "lacks 1 files"),
