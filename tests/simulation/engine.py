@@ -8,8 +8,15 @@ import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.adapters import (
+    NO_ADAPTERS,
+    DropAdapter,
+    LoadAdapter,
+    ReceiveAdapter,
+    SetAdapters,
+)
 from deployments.protocol.engine_state import (
     InFlight,
     SleepTag,
@@ -32,8 +39,10 @@ from deployments.protocol.poll import (
     WriteVersion,
 )
 from tests.deployments.ledger.fake_engine import FakeEngine
-from tests.simulation.adapters.engine import KINDS, SimAdapters
 from tests.simulation.work import Answer, EngineFailed, Mortal, Work
+
+if TYPE_CHECKING:  # it imports vLLM
+    from tests.simulation.adapters.engine import SimAdapters
 
 
 class _Engine(FakeEngine):
@@ -61,13 +70,13 @@ class SimMember(Mortal):
         went_live: Callable[[int, str], None],
         write: Callable[[int, str], str],
         read: Callable[[str, int], str],
-        lora: SimAdapters | None = None,
+        lora: "SimAdapters | None" = None,
     ) -> None:
         super().__init__()
         self.engine = _Engine(version=version, writes_at_once=False)
         self.partially_updated = False
         self.admitted = False
-        self.lora = SimAdapters(work) if lora is None else lora
+        self.lora = lora
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
         self.hangs = False
@@ -98,7 +107,9 @@ class SimMember(Mortal):
         return not (engine.held or user or self.hangs or self.stopped)
 
     def report(self, replica_id: str, incarnation: str) -> Report:
-        return self.engine.report_as(replica_id, incarnation, adapters=self.lora.state)
+        return self.engine.report_as(
+            replica_id, incarnation, adapters=NO_ADAPTERS if self.lora is None else self.lora.state
+        )
 
     # -- MemberProtocol -----------------------------------------------------------------------------
 
@@ -143,7 +154,9 @@ class SimMember(Mortal):
         if work.hang and work.rng.random() < work.hang:
             if work.rng.random() < 0.3:
                 self.hangs = True
-            if self.hangs or isinstance(body, KINDS):  # nothing interrupts the load of an adapter
+            if self.hangs or isinstance(
+                body, LoadAdapter | SetAdapters | DropAdapter
+            ):  # nothing interrupts these
                 await asyncio.Event().wait()
             self._interrupted.clear()
             await self._interrupted.wait()
@@ -163,6 +176,7 @@ class SimMember(Mortal):
                 await self._catch_up(body)
                 return None
             case LoadAdapter() | SetAdapters() | DropAdapter():
+                assert self.lora is not None
                 await self.lora.carry_out(body, asleep=SleepTag.WEIGHTS in engine.memory.asleep)
                 return None
             case Verify():
@@ -231,13 +245,14 @@ class SimMember(Mortal):
 
     def _live_now(self, weights: str) -> None:
         self._went_live(self.version, weights)
-        self.lora.forget()
+        if self.lora is not None:
+            self.lora.forget()
 
     # -- requests -----------------------------------------------------------------------------
 
     async def generate(self, seconds: float, name: str | None = None) -> Answer:
         """Raises NotFound if no adapter has this name."""
-        with nullcontext() if name is None else self.lora.using(name) as compute:
+        with nullcontext() if name is None or self.lora is None else self.lora.using(name) as compute:
             await self._until(lambda: self.generates)
             self.engine.running += 1
             try:

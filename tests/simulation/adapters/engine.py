@@ -1,129 +1,97 @@
-"""What `deployments.replica.adapters` does, over an engine without tensors.
+"""`EngineAdapters` over an engine without tensors.
 
-Files are compared with their digest and read in a thread. What the engine forgets, as with a swap, it reads
-again from the fleet's copy with the next token that needs it, as vLLM does, which compares nothing then.
+What the engine forgets, as with a swap, it reads again from the fleet's copy with the next token that needs
+it, as vLLM does, which compares nothing then.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from deployments.protocol.adapters import Adapter, AdapterState, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import Adapter, DropAdapter, LoadAdapter, SetAdapters
 from deployments.protocol.errors import NotFound, PayloadRejected
-from deployments.weights.store.adapter_store import adapter_digest
+from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.weights.store.adapter_store import Incomplete, adapter_digest, until_complete
 from tests.simulation.adapters.files import MAX_RANK, read_content, read_rank
+from tests.simulation.adapters.oracle import AdapterOracle
 from tests.simulation.work import EngineFailed, Work
 
 LAG_S = 2.0
-RETRY_S = 0.1
-KINDS = (LoadAdapter, SetAdapters, DropAdapter)
 
 
-class Observer:
-    """Learns what an engine does."""
+class _Engine:
+    """What vLLM does, and the reader of files."""
 
-    def went_live(self, adapter: Adapter, content: str) -> None:
-        """Requests may name it now; what its files held."""
+    vllm_config = SimpleNamespace(lora_config=MAX_RANK)
 
-    def unreadable(self, adapter: Adapter) -> None:
-        """The files of one that is held are gone: vLLM's engine dies of that."""
-
-
-class SimAdapters:
-    """What one engine holds, and what requests may name."""
-
-    def __init__(self, work: Work, observer: Observer | None = None) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
-        self._observer = Observer() if observer is None else observer
-        self._held: dict[int, Adapter] = {}
-        self._contents: dict[int, str] = {}  # of those that the engine has not forgotten
-        self._live: tuple[Adapter, ...] = ()
-        self._doomed: set[int] = set()
-        self._uses: Counter[int] = Counter()
-        self._removals: dict[int, asyncio.Task[None]] = {}
+        self.contents: dict[int, str] = {}  # of those that it has not forgotten
 
-    @property
-    def state(self) -> AdapterState:
-        return AdapterState(held=tuple(self._held), live=tuple(each.adapter_id for each in self._live))
+    async def read(self, adapter: Adapter) -> bool:
+        directory = Path(adapter.path)
+
+        async def check() -> None:
+            if await asyncio.to_thread(adapter_digest, directory) != adapter.digest:
+                raise Incomplete(f"{directory.name} has another digest")
+
+        try:
+            await until_complete(check, LAG_S, asyncio.get_running_loop().time)
+        except (OSError, ValueError) as error:
+            raise PayloadRejected(str(error)) from error
+        if read_rank(directory) > MAX_RANK:
+            raise PayloadRejected(f"{adapter.full_name}: expected at most max_lora_rank, {MAX_RANK}")
+        return False
+
+    async def forget(self, adapter: Adapter) -> None: ...
+
+    async def add_lora(self, request: Any) -> None:
+        await self._work.do(0.1)
+        if self._work.flip and self._work.rng.random() < self._work.flip:
+            raise PayloadRejected(f"{request.lora_name} is damaged")
+        self.contents[request.lora_int_id] = read_content(Path(request.lora_path))
+
+    async def remove_lora(self, adapter_id: int) -> None:
+        await self._work.do(0.01)
+        self.contents.pop(adapter_id, None)
+
+
+class SimAdapters(EngineAdapters):
+    """What one engine holds, and what requests may name; the oracle learns of it."""
+
+    def __init__(self, work: Work, oracle: AdapterOracle) -> None:
+        self._engine, self._oracle = _Engine(work), oracle
+        super().__init__(self._engine, _no_workers)
+        self.reader: Any = self._engine
 
     @property
     def names(self) -> list[str]:
         """The full names that requests may use."""
-        return [each.full_name for each in self._live]
-
-    # -- instructions -------------------------------------------------------------------------
+        return [self._held[each].full_name for each in self._live]
 
     async def carry_out(self, body: LoadAdapter | SetAdapters | DropAdapter, *, asleep: bool) -> None:
         match body:
             case LoadAdapter():
                 if asleep:
                     raise PayloadRejected("its weights sleep")
-                await self._load(body.adapter)
+                await self.load(body.adapter)
             case SetAdapters():
-                await self._make_live(body.live)
+                await self.make_live(body.live)
             case DropAdapter():
-                if any(each.adapter_id == body.adapter_id for each in self._live):
-                    raise RuntimeError(f"adapter {body.adapter_id} is live")
-                await self._doom({body.adapter_id})
+                await self.drop(body.adapter_id)
 
-    async def _load(self, adapter: Adapter) -> None:
-        adapter_id, directory = adapter.adapter_id, Path(adapter.path)
-        if adapter_id in self._held:
-            self._doomed.discard(adapter_id)
-            return
-        await self._check(adapter, directory)
-        await self._work.do(0.1)
-        if self._work.flip and self._work.rng.random() < self._work.flip:
-            raise PayloadRejected(f"{adapter.full_name} is damaged")
-        self._contents[adapter_id] = read_content(directory)
-        self._held[adapter_id] = adapter
-
-    async def _check(self, adapter: Adapter, directory: Path) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + LAG_S
-        while True:
-            try:
-                if await asyncio.to_thread(adapter_digest, directory) == adapter.digest:
-                    break
-                problem = f"{directory.name} has another digest"
-            except OSError as error:
-                problem = f"{directory.name} cannot be read: {error.strerror}"
-            if loop.time() > until:
-                raise PayloadRejected(problem)
-            await asyncio.sleep(RETRY_S)
-        if read_rank(directory) > MAX_RANK:
-            raise PayloadRejected(f"{adapter.full_name}: expected at most max_lora_rank, {MAX_RANK}")
-
-    async def _make_live(self, live: Sequence[Adapter]) -> None:
-        missing = [each.full_name for each in live if each.adapter_id not in self._held]
-        if missing:
-            raise RuntimeError(f"{missing} are not loaded")
-        before, self._live = self._live, tuple(live)
-        self._doomed -= {each.adapter_id for each in live}
-        for each in live:
-            self._observer.went_live(each, self._content(each))
-        await self._doom({each.adapter_id for each in before} - {each.adapter_id for each in live})
-
-    async def _doom(self, ids: set[int]) -> None:
-        self._doomed |= ids & self._held.keys()
-        for adapter_id in sorted(each for each in self._doomed if not self._uses[each]):
-            await self._remove(adapter_id)
-
-    async def _remove(self, adapter_id: int) -> None:
-        if adapter_id not in self._doomed or self._uses[adapter_id]:
-            return
-        self._doomed.discard(adapter_id)
-        await self._work.do(0.01)
-        self._held.pop(adapter_id, None)
-        self._contents.pop(adapter_id, None)
+    async def make_live(self, live: Sequence[Adapter]) -> None:
+        if all(each.adapter_id in self._held for each in live):
+            for each in live:
+                self._oracle.went_live(each, self._content(each))
+        await super().make_live(live)
 
     def forget(self) -> None:
         """The engine's weights were replaced: what it has of adapters is gone."""
-        self._contents.clear()
-
-    # -- requests -----------------------------------------------------------------------------
+        self._engine.contents.clear()
 
     @contextmanager
     def using(self, name: str) -> Iterator[Callable[[], tuple[str, str]]]:
@@ -132,29 +100,23 @@ class SimAdapters:
         Raises:
             NotFound: requests may not name it.
         """
-        found = [each for each in self._live if name in (each.name, each.full_name)]
-        if not found:
-            raise NotFound(f"The model '{name}' does not exist.")
-        adapter = found[-1]
-        self._uses[adapter.adapter_id] += 1
         try:
+            adapter = self._held[self.named[name].lora_int_id]
+        except KeyError:
+            raise NotFound(f"The model '{name}' does not exist.") from None
+        with self.uses.using(adapter.adapter_id):
             yield lambda: (adapter.full_name, self._content(adapter))
-        finally:
-            self._uses[adapter.adapter_id] -= 1
-            self._remove_unused(adapter.adapter_id)
-
-    def _remove_unused(self, adapter_id: int) -> None:
-        if self._uses[adapter_id] or adapter_id not in self._doomed or adapter_id in self._removals:
-            return
-        removal = asyncio.get_running_loop().create_task(self._remove(adapter_id))
-        self._removals[adapter_id] = removal
-        removal.add_done_callback(lambda _: self._removals.pop(adapter_id, None))
 
     def _content(self, adapter: Adapter) -> str:
-        if adapter.adapter_id not in self._contents:
+        contents = self._engine.contents
+        if adapter.adapter_id not in contents:
             try:
-                self._contents[adapter.adapter_id] = read_content(Path(adapter.path))
+                contents[adapter.adapter_id] = read_content(Path(adapter.path))
             except OSError as error:
-                self._observer.unreadable(adapter)
+                self._oracle.unreadable(adapter)
                 raise EngineFailed(f"{adapter.full_name} cannot be read again") from error
-        return self._contents[adapter.adapter_id]
+        return contents[adapter.adapter_id]
+
+
+async def _no_workers(method: str, **arguments: Any) -> Any:
+    raise AssertionError(f"the simulation's engine has no workers to ask for {method}")

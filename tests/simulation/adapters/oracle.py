@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from deployments.ledger.decisions import Cataloged, Decision
 from deployments.protocol.adapters import Adapter, AdapterCatalog
-from tests.simulation.adapters.engine import Observer
 from tests.simulation.oracle import Violation
 from tests.simulation.work import Answer
 
@@ -30,7 +29,7 @@ class Asked:
 
 
 @dataclass(slots=True)
-class AdapterOracle(Observer):
+class AdapterOracle:
     """Collects what happened, and raises Violation when that cannot be right.
 
     Args:
@@ -86,6 +85,7 @@ class AdapterOracle(Observer):
             raise Violation(f"{full_name} is retired, and nobody asked for it; live is {sorted(live)}")
 
     def went_live(self, adapter: Adapter, content: str) -> None:
+        """Requests may name it now; what its files held."""
         try:
             self._check_live(adapter.full_name, content)
         except Violation as violation:  # the replica would take it for a failure of its own
@@ -101,6 +101,7 @@ class AdapterOracle(Observer):
             raise Violation(f"{full_name} is {content}, whose user was told that it is not loaded")
 
     def unreadable(self, adapter: Adapter) -> None:
+        """The files of one that is held are gone: vLLM's engine dies of that."""
         self.violate(Violation(f"the files of {adapter.full_name} are gone, and an engine needs them"))
 
     # -- users --------------------------------------------------------------------------------

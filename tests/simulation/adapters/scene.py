@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger_config import AdapterLimits
-from tests.simulation.adapters.engine import SimAdapters
 from tests.simulation.adapters.oracle import KEEP, AdapterOracle
 from tests.simulation.adapters.users import NAMES, AdapterUser
 from tests.simulation.loop import Process
 
 if TYPE_CHECKING:
+    from tests.simulation.adapters.engine import SimAdapters
     from tests.simulation.world import World
 
 USERS = 2
@@ -48,9 +48,15 @@ class AdapterScene:
 
     def _serving(self) -> list[tuple[str, Sequence[str]]]:
         replicas = self._world.replicas.items()
-        return [(name, each.member.lora.names) for name, each in replicas if each.admits and each.member]
+        return [
+            (name, each.member.lora.names)
+            for name, each in replicas
+            if each.admits and each.member and each.member.lora
+        ]
 
-    def new_engine(self) -> SimAdapters:
+    def new_engine(self) -> "SimAdapters":
+        from tests.simulation.adapters.engine import SimAdapters  # and vLLM
+
         return SimAdapters(self._world.work, self.oracle)
 
     def settings(self) -> dict[str, Any]:
@@ -138,7 +144,9 @@ class AdapterScene:
         if not all(user.ended for user in self.users):
             return "a user waits for an answer"
         held = [
-            (each.name, each.member.lora.state.held) for each in self._world.replicas.values() if each.member
+            (each.name, each.member.lora.state.held)
+            for each in self._world.replicas.values()
+            if each.member and each.member.lora
         ]
         assert self._world.store_dir is not None
         directory = self._world.store_dir / "adapters"
