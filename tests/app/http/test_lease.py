@@ -1,10 +1,14 @@
-"""The lease of callers who carry none, over a complete update and when a call fails."""
+"""The lease of callers who carry none: a complete update, a call that fails, a controller that is gone.
+
+`tests/deployments/calls/test_publish_session.py` has when it is renewed, and what a lost controller costs.
+"""
 
 import httpx
 import pytest
+from ray.exceptions import ActorDiedError
+from ray.serve.exceptions import DeploymentUnavailableError
 
-from app.http.weight_routes import PUBLISHER
-from deployments.protocol.errors import InvalidRequest, RoundAborted, TransferAborted
+from deployments.protocol.errors import InvalidRequest, RoundAborted
 from deployments.protocol.publishing import RoundOptions
 from tests.app.http.fake_controller import FakeController
 
@@ -62,34 +66,6 @@ async def test_each_call_is_refused_while_another_publisher_holds_the_lease(
     assert (controller.round_id is not None) == round_open
 
 
-async def test_lease_is_held_between_calls_only_while_a_round_is_open(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
-    assert controller.lease is None
-    await fleet.post("/start_weight_update")
-    held = controller.lease
-    assert held is not None and held.publisher == PUBLISHER
-    await fleet.post("/update_weights", json={"update_info": {}})
-    assert controller.lease == held, "renewed, not acquired again: that would abort the round"
-    await fleet.post("/finish_weight_update")
-    assert controller.lease is None
-
-
-async def test_call_refused_by_an_open_round_does_not_renew_its_lease(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    await fleet.post("/start_weight_update")
-    renewed = controller.renewals
-    for path in ("/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine"):
-        answer = await fleet.post(path, json={"init_info": {}} if "init" in path else None)
-        assert answer.status_code == 409
-        assert "round 1 is open: finish it, or wait 60 s" in answer.json()["error"]["message"]
-    assert controller.renewals == renewed
-    await fleet.post("/update_weights", json={"update_info": {}})
-    assert controller.renewals == renewed + 2, "when it comes and when it is done"
-
-
 @pytest.mark.parametrize(
     ("path", "method", "body"),
     [
@@ -129,11 +105,23 @@ async def test_payload_that_is_rejected_leaves_the_round_and_its_lease(
     assert (await fleet.post("/finish_weight_update")).status_code == 200
 
 
-async def test_transfer_that_failed_is_to_be_sent_again_from_its_beginning(
+async def test_repeated_finish_reports_the_outcome_of_the_first(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
+    await fleet.post("/init_weight_transfer_engine", json={"init_info": {}})
     await fleet.post("/start_weight_update")
-    controller.fail_next["send"] = TransferAborted("a peer is gone", {"send_again": True})
-    answer = await fleet.post("/update_weights", json={"update_info": {}})
-    assert answer.status_code == 409 and "retry-after" not in answer.headers
-    assert answer.json()["error"]["detail"] == {"send_again": True}
+    await fleet.post("/update_weights", json={"update_info": {}})
+    assert (await fleet.post("/finish_weight_update")).status_code == 200
+    answer = await fleet.post("/finish_weight_update")
+    assert answer.status_code == 409
+    assert "the last one, round 1, is committed as version 4" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), DeploymentUnavailableError("controller")])
+async def test_call_that_was_not_sent_may_be_repeated(
+    fleet: httpx.AsyncClient, controller: FakeController, error: Exception
+) -> None:
+    controller.fail_next["call"] = error
+    answer = await fleet.post("/pause")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "fleet_unavailable")
+    assert answer.headers["retry-after"] == "1"
