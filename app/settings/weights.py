@@ -44,10 +44,7 @@ class Wire(StrEnum):
 
 
 class WeightsConfig(Section):
-    """How an update is transferred, staged and committed.
-
-    `commit`, `kv_cache` and `in_flight` apply to rounds that do not set their own.
-    """
+    """How an update is transferred, staged and committed."""
 
     commit: CommitMode = CommitMode.TOGETHER
     kv_cache: KvCache = KvCache.RECOMPUTE

@@ -32,7 +32,7 @@ from deployments.protocol.poll import (
     Report,
     drain_of_round,
 )
-from deployments.protocol.publishing import DrainFallback, ReplicaTimings, RoundReport
+from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
 CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
 KEPT_TIMINGS = 2000  # replicas' timings over all rounds: 200 rounds of 1,000 replicas would be 20 MB of JSON
@@ -76,8 +76,6 @@ def resume(state: State, decision: Committed) -> None:
         commit=decision.commit,
         kv_cache=decision.kv_cache,
         in_flight=decision.in_flight,
-        drain_timeout_s=state.config.drain_timeout_s,
-        drain_fallback=state.config.drain_fallback,
         persist=decision.persist,
         verification=decision.verification,
         checks=decision.checks,
@@ -172,8 +170,8 @@ def _drain(state: State, current: Round, member: Member) -> None:
         drain_of_round(current.round_id),
         [member],
         what=f"round {current.round_id}",
-        timeout_s=current.drain_timeout_s,
-        then=DrainFallback.KEEP.value,
+        timeout_s=state.config.drain_timeout_s,
+        then="keep",
         on_end=ended,
     )
 

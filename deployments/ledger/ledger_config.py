@@ -17,7 +17,6 @@ from deployments.protocol.poll import (
     Release,
     Verify,
 )
-from deployments.protocol.publishing import DrainFallback
 
 
 class SizeLimits(BaseModel):
@@ -76,7 +75,7 @@ class LedgerConfig(BaseModel):
     lease_s: float = Field(default=60.0, gt=0)
     # Constants; tests make them shorter.
     call_timeout_s: float = Field(default=60.0, gt=0)
-    drain_fallback: DrainFallback = DrainFallback.ABORT
+
     store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
     join_timeout_s: float = Field(default=3600.0, gt=0)  # a joiner's version stays in the store for so long

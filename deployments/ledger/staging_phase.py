@@ -8,7 +8,6 @@ open ─► send* ─► RECEIVE ─► close ─► VERIFY ─► digests equal
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from pydantic import JsonValue
 
@@ -27,7 +26,6 @@ from deployments.ledger.state import (
     first_ranks,
     join_reasons,
 )
-from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import (
     Conflict,
     FleetUnavailable,
@@ -49,9 +47,7 @@ from deployments.protocol.poll import (
     Verify,
     drain_of_round,
 )
-from deployments.protocol.publishing import DrainFallback, RoundOptions
-
-T = TypeVar("T")
+from deployments.protocol.publishing import RoundOptions
 
 # -- the publisher's calls --------------------------------------------------------------------
 
@@ -61,9 +57,6 @@ def open_round(state: State, options: RoundOptions, connection: Connection | Non
     members = _eligible(state)
     if options.file_bytes is None:
         publisher_session.check_connection(state, connection, members)
-
-    def chosen(option: T | None, default: T) -> T:
-        return default if option is None else option
 
     config = state.config
     state.last_round_id += 1
@@ -76,11 +69,9 @@ def open_round(state: State, options: RoundOptions, connection: Connection | Non
         opened_at=state.now,
         participants=tuple(members),
         connection=connection,
-        commit=chosen(options.commit, config.commit),
-        kv_cache=chosen(options.kv_cache, config.kv_cache),
-        in_flight=chosen(options.in_flight, config.in_flight),
-        drain_timeout_s=chosen(options.drain_timeout_s, config.drain_timeout_s),
-        drain_fallback=chosen(options.drain_fallback, config.drain_fallback),
+        commit=config.commit,
+        kv_cache=config.kv_cache,
+        in_flight=config.in_flight,
         persist=options.persist and state.store_dir is not None,
         file_bytes=options.file_bytes,
     )
@@ -267,31 +258,28 @@ def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
 
     def ended(drain: PendingDrain) -> None:
         current.not_drained, current.drained = drain.late, True
-        if drain.late and current.drain_fallback is DrainFallback.ABORT:
-            abort(state, current, _not_drained(current))
-            return
         if drain.late:
-            current.in_flight = InFlight.KEEP
-        drained()
+            abort(state, current, _not_drained(current, state.config.drain_timeout_s))
+        else:
+            drained()
 
     membership.begin_drain(
         state,
         drain_of_round(current.round_id),
         current.remaining(),
         what=f"round {current.round_id}",
-        timeout_s=current.drain_timeout_s,
-        then=current.drain_fallback.value,
+        timeout_s=state.config.drain_timeout_s,
+        then="abort",
         on_end=ended,
     )
 
 
-def _not_drained(current: Round) -> RoundAborted:
-    timeout_s = current.drain_timeout_s
+def _not_drained(current: Round, timeout_s: float) -> RoundAborted:
     running = membership.still_running(current.not_drained)
     return RoundAborted(
         f"round {current.round_id} aborted: 'in_flight' is 'wait', and requests still ran after "
-        f"drain_timeout_s = {timeout_s:g} s ({running}); try again, raise "
-        "'weights.drain_timeout_s', or publish with drain_fallback 'keep'",
+        f"drain_timeout_s = {timeout_s:g} s ({running}); try again, raise 'weights.drain_timeout_s', or set "
+        "'weights.in_flight' to 'keep'",
         {"round_id": current.round_id, "running": dict(current.not_drained), "timeout_s": timeout_s},
     )
 

@@ -42,7 +42,7 @@ from deployments.protocol.poll import (
     Swapped,
     Verification,
 )
-from deployments.protocol.publishing import DrainFallback, Lease, RoundReport
+from deployments.protocol.publishing import Lease, RoundReport
 from deployments.protocol.responses import Event
 
 FIRST_PATIENCE_S = 1.0
@@ -301,8 +301,6 @@ class Round:
     commit: CommitMode
     kv_cache: KvCache
     in_flight: InFlight
-    drain_timeout_s: float
-    drain_fallback: DrainFallback
     persist: bool = False
     file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
     sent_bytes: int = 0
@@ -317,7 +315,7 @@ class Round:
     staged: dict[str, Staged] = field(default_factory=dict)  # replica id -> report
     swapped: dict[str, Swapped] = field(default_factory=dict)
     decided_for: int = 0  # participants of a decision that a restart resumes; some may be fenced since
-    drained: bool = False  # no request runs, or `in_flight` is no longer `wait`
+    drained: bool = False  # `in_flight: wait`: no request runs
     not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> running requests
     left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
 

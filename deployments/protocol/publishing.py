@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
-from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.poll import Check, CommitMode, KvCache, Verification
+from deployments.protocol.poll import Check, Verification
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,22 +23,8 @@ class JoinedLease:
     remaining_s: float
 
 
-class DrainFallback(StrEnum):
-    """What happens to a round with `in_flight: wait` while requests still run after `drain_timeout_s`."""
-
-    ABORT = "abort"
-    KEEP = "keep"  # it is committed as with `in_flight: keep`, and its report says so
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
-    """None means the fleet's configuration."""
-
-    commit: CommitMode | None = None
-    kv_cache: KvCache | None = None
-    in_flight: InFlight | None = None
-    drain_timeout_s: float | None = None
-    drain_fallback: DrainFallback | None = None
     persist: bool = False  # a replica writes the version to the store, because its publisher will not
     file_bytes: int | None = None  # size of all payloads, which are `FilePart`s and need no connection
 
@@ -71,8 +55,8 @@ class RoundReport:
     replicas: Mapping[str, ReplicaTimings] = field(
         default_factory=dict
     )  # empty in a large fleet's older ones
-    # With `in_flight: wait`: replica -> requests that outlasted `drain_timeout_s` (-1: unknown). If the round
-    # is committed they continued as with `keep`.
+    # With `in_flight: wait`: replica -> requests that outlasted `drain_timeout_s` (-1: unknown). They aborted
+    # the round; with `commit: rolling` they continued as with `keep`.
     not_drained: Mapping[str, int] = field(default_factory=dict)
     fenced: Mapping[str, str] = field(default_factory=dict)
 

@@ -11,7 +11,7 @@ from ray import serve
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
 from app.client.completions import Answer
-from deployments.calls.rpc import CallHandle
+from deployments.calls.rpc import CallHandle, run_sync
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import KvCache
 from deployments.protocol.publishing import RoundOptions, RoundReport
@@ -28,26 +28,32 @@ register()
 ATTEMPTS = range(32, 37)  # seeds; on a busy host the requests may end before the round meets them
 
 
-def publisher(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> Callable[[], RoundReport]:
+def publisher(fleet: Fleet, seed: int, in_flight: InFlight, **settings: Any) -> Callable[[], RoundReport]:
     """A publisher that is connected: what it still does takes a fraction of a second under load."""
     controller = CallHandle(serve.get_deployment_handle("controller", app_name=fleet.application))
     # It writes no versions itself; a replica that starts later would wait for them.
-    rounds = RoundOptions(in_flight=in_flight, persist=True, **options)
-    client = FleetWeightSyncClient(controller, "test", rounds)
+    client = FleetWeightSyncClient(controller, "test", RoundOptions(persist=True))
     engine = WeightTransferTrainerFactory.trainer_init(
         ShmTrainerInitInfo(rank=0), client=client, source=ModuleSource(tiny_llama(seed))
     )
 
+    async def configure(**live: Any) -> None:
+        await controller.reconfigure.remote(live)
+
     def send() -> RoundReport:
-        engine.send_weights()
+        run_sync(configure(in_flight=in_flight, **settings))
+        try:
+            engine.send_weights()
+        finally:
+            run_sync(configure())
         assert client.report is not None
         return client.report
 
     return send
 
 
-def publish(fleet: Fleet, seed: int, in_flight: InFlight, **options: Any) -> RoundReport:
-    return publisher(fleet, seed, in_flight, **options)()
+def publish(fleet: Fleet, seed: int, in_flight: InFlight, **settings: Any) -> RoundReport:
+    return publisher(fleet, seed, in_flight, **settings)()
 
 
 def members(fleet: Fleet) -> dict[str, Any]:

@@ -62,8 +62,8 @@ async def test_the_history_says_where_requests_still_ran(fleet: Fleet) -> None:
     controller = fleet.controller
     lease = await controller.acquire("trainer")
     await controller.connect(lease.token, {})
-    options = RoundOptions(in_flight=InFlight.WAIT, drain_timeout_s=2.0)
-    round_id = await controller.open_round(lease.token, options)
+    await controller.reconfigure({"in_flight": "wait", "drain_timeout_s": 2.0})
+    round_id = await controller.open_round(lease.token, RoundOptions())
     await controller.send(lease.token, round_id, {})
     closing = asyncio.create_task(controller.close_round(lease.token, round_id))
     await drains(fleet)

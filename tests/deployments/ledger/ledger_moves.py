@@ -52,9 +52,9 @@ class LedgerMoves(ReplicaMoves):
 
     @rule(persist=st.booleans(), in_flight=IN_FLIGHT)
     def open_round(self, persist: bool, in_flight: InFlight = InFlight.KEEP) -> None:
-        options = RoundOptions(persist=persist, in_flight=in_flight)
+        self.ledger.reconfigure(self.config.model_copy(update={"in_flight": in_flight}))
         with suppress(SlipstreamError):
-            self.round_id = self.ledger.open_round(self.token, options, self.now)
+            self.round_id = self.ledger.open_round(self.token, RoundOptions(persist=persist), self.now)
         self.persist()
 
     @rule()

@@ -18,7 +18,6 @@ from deployments.protocol.poll import (
     Outcome,
     RunOperation,
 )
-from deployments.protocol.publishing import DrainFallback
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import STORE
 
@@ -35,12 +34,9 @@ class ReplicaMoves(RuleBasedStateMachine):
     @initialize(
         min_replicas=st.integers(1, 2),
         max_unavailable=st.integers(1, 2),
-        drain_fallback=st.sampled_from(DrainFallback),
         in_place=st.booleans(),
     )
-    def begin(
-        self, min_replicas: int, max_unavailable: int, drain_fallback: DrainFallback, in_place: bool
-    ) -> None:
+    def begin(self, min_replicas: int, max_unavailable: int, in_place: bool) -> None:
         self.in_place = in_place
         self.config = LedgerConfig(
             min_replicas=min_replicas,
@@ -50,7 +46,6 @@ class ReplicaMoves(RuleBasedStateMachine):
             commit_timeout_s=15,
             call_timeout_s=15,
             drain_timeout_s=12,
-            drain_fallback=drain_fallback,
             grace_s=1,
             lease_s=40,
             commit=self.commit,

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from deployments.ledger.decisions import Committed, EngineStateChanged
+from deployments.ledger.decisions import EngineStateChanged
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, RoundAborted
 from deployments.protocol.poll import Commit, CommitMode, Drain, Receive
-from deployments.protocol.publishing import DrainFallback
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, operations, report_of
 
@@ -66,9 +65,8 @@ def test_a_round_that_waits_is_decided_when_no_request_runs(native: bool) -> Non
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("fallback", list(DrainFallback))
-def test_a_round_does_not_wait_for_ever(fallback: DrainFallback, native: bool) -> None:
-    scene = busy_fleet(drain_fallback=fallback)
+def test_a_round_does_not_wait_for_ever(native: bool) -> None:
+    scene = busy_fleet()
     for replica in scene.replicas:
         replica.updates_in_place = native
     scene.replicas[0].end_requests()
@@ -79,38 +77,21 @@ def test_a_round_does_not_wait_for_ever(fallback: DrainFallback, native: bool) -
         scene.poll()
         call = scene.close(round_id)
     scene.wait(LONGER_S)
-    if native and fallback is DrainFallback.KEEP:
-        assert call.done and call.error is None
-        call = scene.close(round_id)
-        scene.poll(8)
     scene.poll()
     assert goes_on(scene), "nobody is fenced for it"
     assert scene.replicas[1].running == 2, "its requests were not aborted"
     assert drain_events(scene) == [
-        {"what": "round 1", "running": {"r1": 2}, "timeout_s": 100, "then": fallback.value}
+        {"what": "round 1", "running": {"r1": 2}, "timeout_s": 100, "then": "abort"}
     ]
     assert scene.ledger.history()[-1].not_drained == {"r1": 2}
-    if fallback is DrainFallback.KEEP:
-        assert report_of(call).version == 1
-        assert [each.in_flight for each in scene.journal if isinstance(each, Committed)] == [InFlight.KEEP]
-    else:
-        assert isinstance(call.error, RoundAborted) and call.error.status == 409
-        assert "requests still ran after drain_timeout_s = 100 s (r1: 2)" in call.error.message
-        assert {each.version for each in scene.replicas} == {0}
-        assert scene.publish(in_flight=InFlight.KEEP).error is None
+    assert isinstance(call.error, RoundAborted) and call.error.status == 409
+    assert "requests still ran after drain_timeout_s = 100 s (r1: 2)" in call.error.message
+    assert {each.version for each in scene.replicas} == {0}
+    assert scene.publish(in_flight=InFlight.KEEP).error is None
 
 
-def test_a_publisher_chooses_for_its_round() -> None:
-    scene = busy_fleet(drain_timeout_s=300)
-    call = scene.publish(drain_timeout_s=5.0, drain_fallback=DrainFallback.KEEP)
-    scene.wait(10)
-    scene.poll(6)
-    assert report_of(call).not_drained == {"r0": 2, "r1": 2}
-
-
-@pytest.mark.parametrize("fallback", list(DrainFallback))
-def test_with_rolling_each_replica_is_drained_in_its_turn(fallback: DrainFallback) -> None:
-    scene = busy_fleet(3, commit=CommitMode.ROLLING, drain_fallback=fallback)
+def test_with_rolling_each_replica_is_drained_in_its_turn() -> None:
+    scene = busy_fleet(3, commit=CommitMode.ROLLING)
     call = scene.publish()
     scene.wait(20)
     assert [bool(each.drains) for each in scene.replicas] == [True, False, False], "one at a time"
@@ -121,7 +102,7 @@ def test_with_rolling_each_replica_is_drained_in_its_turn(fallback: DrainFallbac
     scene.replicas[2].end_requests()
     scene.poll(8)
     report = report_of(call)
-    assert report.not_drained == {"r1": 2}, "after the decision the rest is kept, whatever is configured"
+    assert report.not_drained == {"r1": 2}, "after the decision the rest is kept"
     scene.poll()
     assert goes_on(scene) and {each.version for each in scene.replicas} == {1}
     modes = [body.in_flight for each in scene.replicas for body in bodies(each) if isinstance(body, Commit)]

@@ -4,12 +4,11 @@ import threading
 
 import pytest
 
-from deployments.protocol.poll import CommitMode
 from deployments.protocol.publishing import RoundOptions
 from deployments.trainer.fleet_connection import FleetWeightSyncClient
 from tests.deployments.controller_in_process import ControllerInProcess
 
-OPTIONS = RoundOptions(commit=CommitMode.ROLLING)
+OPTIONS = RoundOptions(persist=True)
 ONE_ROUND = ["acquire", "connect", "open_round", "send", "close_round", "release"]
 
 
