@@ -54,7 +54,7 @@ UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
 SCALING_PERIOD_S = 1.0  # between reports of replicas to the scaling policy
-STOP_TIMEOUT_S = 10.0  # for an engine, after its last request
+STOP_TIMEOUT_S = 10.0  # an engine's, after its last request
 ROLLOUT = "rollout"
 # A replica that cannot reach the controller stops taking requests before the fleet continues without it.
 SELF_FENCE_FRACTION = 2 / 3
@@ -188,7 +188,7 @@ def _size(args: AppConfig) -> dict[str, Any]:
 
 
 def _is_deployed() -> bool:
-    """Whether this configuration replaces that of a live fleet."""
+    """This configuration replaces that of a live fleet."""
     if not ray.is_initialized():
         return False
     return any(ROLLOUT in application.deployments for application in serve.status().applications.values())
@@ -241,7 +241,6 @@ def _single(name: str, deployed: type, **options: float) -> serve.Deployment:
 
 
 def engine_spec(args: AppConfig, model: str) -> EngineSpec:
-    """The engine of each replica; `model` is a directory or a hub id."""
     arguments = {
         **args.engine.model_dump(exclude=OWN_SETTINGS),
         "trust_remote_code": args.trust_remote_code,
@@ -282,7 +281,6 @@ def staging(config: AppConfig) -> str:
 
 
 def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> TrainerSpec:
-    """The spec of a trainer; `model` is the directory or hub id that `args.model` resolved to."""
     return TrainerSpec(
         model=model,
         store_dir=str(args.store_path),

@@ -1,7 +1,6 @@
 """The configuration: settings under `args` in serve_config.yaml, their defaults, rules between sections.
 
-The larger sections are in `engine`, `weights`, `security` and `trainers.settings`. Importing this module
-imports nothing heavy (no torch, Ray, vLLM or transformers): a wrong setting is reported in milliseconds.
+The larger sections are in `engine`, `weights`, `security` and `trainers.settings`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

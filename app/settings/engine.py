@@ -50,7 +50,7 @@ class EngineConfig(Section):
     quantization: str | None = None
     enable_sleep_mode: bool = False
     gpus_per_rank: PositiveFloat = 1.0  # a fraction when a trainer rank shares the GPU
-    drain_timeout_s: PositiveFloat = 120.0  # for the running requests of a replica that is stopped
+    drain_timeout_s: PositiveFloat = 120.0  # a replica that is stopped waits so long for running requests
     extra: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
     # Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example VLLM_BATCH_INVARIANT: 1.
     env: dict[EngineVariable, EnvironmentValue] = Field(default_factory=dict)
@@ -110,15 +110,13 @@ def check_engine_args(extra: Mapping[str, Any]) -> None:
 
 
 def unknown_names(extra: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
-    """One sentence for each name that vLLM does not know."""
     for name in (each for each in extra if each not in known):
         hint = did_you_mean(name.replace("-", "_"), known, "expected an argument of vLLM's AsyncEngineArgs")
         yield f"unknown setting 'engine.extra.{name}' ({hint})"
 
 
 def broken_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> Iterator[str]:
-    """One sentence for each error in the arguments for tool calls, with which a replica would not start, or
-    would ignore the parser."""
+    """With these a replica would not start, or would ignore the parser."""
     parser, auto = extra.get("tool_call_parser"), extra.get("enable_auto_tool_choice", False)
     if not isinstance(auto, bool):
         yield f"'engine.extra.enable_auto_tool_choice': expected true or false, got {auto!r}"

@@ -11,13 +11,8 @@ from deployments.weights.transports.registry import SameGpu
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
-    """Raises ConfigError if the GPUs do not suffice, or Ray may place a replica where the transport does not
-    reach it.
-
-    Args:
-        hosts: the number of GPUs of each host.
-        of: their owner, for a sentence.
-    """
+    """Raises ConfigError if the GPUs (`hosts`: the number of each host) do not suffice, or Ray may place a
+    replica where the transport does not reach it."""
     if config.device is not Device.CUDA:
         return
     needed, on_one_host = total_gpus(config), gpus_on_one_host(config)
@@ -63,7 +58,6 @@ def replica_gpus(config: AppConfig) -> float:
 
 
 def trainer_gpus(config: AppConfig) -> float:
-    """GPUs that only the trainer uses."""
     trainer = config.trainer
     if trainer is None or config.placement is Placement.COLOCATED:
         return 0.0

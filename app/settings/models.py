@@ -21,9 +21,9 @@ from deployments.host.durable_files import replacing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltInModel:
-    """A model whose weights are in a Python package."""
+    """Its weights are in a Python package."""
 
-    name: str  # in the configuration
+    name: str
     title: str
     package: str  # import name
     gguf_file: str
@@ -45,7 +45,6 @@ Convert = Callable[[BuiltInModel, Path, Path], None]  # model, the package's dir
 
 
 def cache_directory() -> Path:
-    """Where converted models are cached."""
     chosen = os.environ.get("SLIPSTREAM_CACHE")
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "slipstream"
 
@@ -90,7 +89,6 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
-    """GGUF to safetensors (float32), configuration, tokenizer with chat template, generation defaults."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -157,7 +155,6 @@ def model_name(name: str) -> str:
 
 
 def is_offline(name: str) -> bool:
-    """Whether the model loads without a network."""
     return name in BUILT_IN or Path(name).expanduser().is_dir()
 
 

@@ -17,15 +17,11 @@ class Section(BaseModel):
 
 
 class Device(StrEnum):
-    """Where engines and trainer run."""
-
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class Placement(StrEnum):
-    """Whether the trainer shares the replicas' GPUs."""
-
     SEPARATE = "separate"  # the trainer has its own devices
     COLOCATED = "colocated"  # one trainer rank on every GPU of the replicas
 
@@ -40,7 +36,6 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A hint for an unknown name."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
@@ -110,7 +105,7 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation `Section` or `Section | None`; else None."""
+    """The class in an annotation `Section` or `Section | None`; else None."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for option in options:
         if isinstance(option, type) and issubclass(option, BaseModel):

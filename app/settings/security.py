@@ -47,14 +47,8 @@ class SecurityConfig(Section):
     def tokens(
         self, environment: Mapping[str, str] = os.environ, *, host: str | None = None
     ) -> ConfiguredTokens:
-        """The tokens that callers need.
-
-        Args:
-            host: where Serve listens; None: nowhere yet.
-
-        Raises:
-            ConfigError: a wrong token or file, or no operator's token although other hosts can connect.
-        """
+        """The tokens that callers need; `host` is where Serve listens, None: nowhere yet. Raises ConfigError
+        for a wrong token or file, or no operator's token although other hosts can connect."""
         operator = _tokens("token_file", self.token_file, OPERATOR_VARIABLE, environment)
         user = _tokens("user_token_file", self.user_token_file, USER_VARIABLE, environment)
         if set(operator) & set(user):
@@ -91,8 +85,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_tokens(text: str) -> tuple[str, ...]:
-    """The tokens of a text, one a line; empty lines are skipped. Raises ValueError: one is too short, or
-    has characters that a header cannot carry."""
+    """One a line. Raises ValueError if one is too short, or has characters that a header cannot carry."""
     tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
     for number, token in enumerate(tokens, 1):
         if _TOKEN.fullmatch(token) is None:
@@ -108,8 +101,7 @@ def read_tokens(text: str) -> tuple[str, ...]:
 
 
 def read_token_file(file: Path) -> tuple[str, ...]:
-    """The tokens of a file, at least one. Raises ValueError: it cannot be read, is empty, or has a wrong
-    token."""
+    """Raises ValueError if the file cannot be read, is empty, or has a wrong token."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:

@@ -30,15 +30,13 @@ TransportName = Annotated[str, AfterValidator(_registered)]
 class StagingMode(StrEnum):
     """Where received tensors are held until the commit."""
 
-    HOST = "host"  # in host memory, and loaded inside the pause
+    HOST = "host"  # host memory: loaded inside the pause
     # In a shadow of the parameters, filled while generating: the pause is one copy, or on a CPU a swap.
     DEVICE = "device"
     NONE = "none"  # nowhere: vLLM's own engines load inside the pause. Least memory, longest pause
 
 
 class Wire(StrEnum):
-    """What an external trainer sends."""
-
     SLIPSTREAM = OWN_WIRE  # our transports, with a digest for each tensor
     VLLM = VLLM_WIRE  # vLLM's own trainer engines `nccl` and `ipc`, unchanged: TRL, SkyRL and others
 
@@ -87,5 +85,4 @@ class WeightsConfig(Section):
         return self.transport_record.staging_share if self.staging_share is None else self.staging_share
 
     def ledger(self) -> LedgerConfig:
-        """The ledger's part of the section."""
         return LedgerConfig(**self.model_dump(include=set(LedgerConfig.model_fields)))

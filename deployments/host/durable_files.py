@@ -12,12 +12,8 @@ from pathlib import Path
 
 @contextmanager
 def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yields a path to write a file or directory to; renames it, durably, when the block ends. After an error
-    an older file of that name stays.
-
-    Args:
-        partial: the name until then, if several processes may write the same; None: `.NAME.partial`.
-    """
+    """Yields a path to write a file or directory to (`partial`, for several writers at once); renames it,
+    durably, when the block ends. After an error an older file of that name stays."""
     aside = final.with_name(f".{final.name}.partial") if partial is None else partial
     try:
         yield aside
@@ -40,7 +36,6 @@ def rename(path: Path, final: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or a directory's names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

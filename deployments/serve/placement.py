@@ -37,8 +37,6 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """The size and the shares of a colocated fleet's GPUs."""
-
     name: str  # the placement group's, in Serve's namespace; one per fleet
     slots: int  # one per replica
     gpus_per_slot: int  # one per worker of an engine
@@ -69,13 +67,11 @@ class GpuHolder:
 
 
 class Slots:
-    """Serve's deployment class that owns the GPUs of a colocated fleet.
+    """Serve's deployment class that owns the GPUs of a colocated fleet. Raises RuntimeError if no host has
+    enough, or they stayed reserved by others.
 
     The placement group outlives this process, which finds it again by its name after a restart. It is removed
     with the application.
-
-    Raises:
-        RuntimeError: no host of the cluster has enough GPUs, or they stayed reserved by others.
     """
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -107,8 +103,8 @@ class Slots:
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Wait for a free slot, and take it for as long as this process lives. Raises RuntimeError or
-    TimeoutError: all slots stayed taken, Ray did not start the holders, or the slot is on another host."""
+    """Take a free slot for as long as this process lives. Raises RuntimeError or TimeoutError if all stayed
+    taken, Ray did not start the holders, or the slot is on another host."""
     group = get_placement_group(plan.name)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -133,7 +129,6 @@ def in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStra
 
 
 def require_host_with(gpus: int) -> None:
-    """Raises RuntimeError if no host of the cluster has that many GPUs."""
     largest = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
     if largest < gpus:
         raise RuntimeError(
@@ -176,11 +171,8 @@ async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
 
 
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
-    """The placement group of this fleet, if there is one.
-
-    A group of another size belongs to an application that is being replaced; it is removed here if that one
-    does not remove it in time.
-    """
+    """A group of another size belongs to an application that is being replaced; it is removed here if that
+    one does not remove it in time."""
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while (group := _find_group(plan.name)) is not None:
         if group.bundle_count == plan.gpus:
@@ -199,7 +191,6 @@ def _find_group(name: str) -> PlacementGroup | None:
 
 
 async def _until_free(group: PlacementGroup) -> None:
-    """Wait until the group's GPUs are unused, at most `FREE_TIMEOUT_S`."""
     name = f"GPU_group_{group.id.hex()}"
     deadline = time.monotonic() + FREE_TIMEOUT_S
     while time.monotonic() < deadline:

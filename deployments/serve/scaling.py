@@ -34,7 +34,7 @@ class ScalingStats:
 
     @property
     def demand(self) -> float:
-        """How many full replicas its requests would fill."""
+        """How many replicas its requests would fill."""
         requests = self.running + self.waiting
         # Waiting requests need as much cache as running ones.
         cache = self.kv_use * (requests / self.running) if self.running else 0.0
@@ -46,9 +46,6 @@ class FleetScaling:
 
     The operator's number is followed at once. Without one the load decides: more replicas once it has been
     above `TARGET_LOAD` for `UPSCALE_DELAY_S`, fewer once it would have fit on fewer for `down_s`.
-
-    Args:
-        least, most: bounds of either number.
     """
 
     def __init__(self, *, least: int, most: int, down_s: float) -> None:
@@ -68,13 +65,8 @@ class FleetScaling:
     def decide(
         self, reports: Sequence[ScalingStats], *, target: int, now: float, state: Mapping[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and the state for the next decision.
-
-        Args:
-            reports: the newest of each running replica; without any nothing changes.
-            target: Serve's current target.
-            now: seconds.
-        """
+        """The number of replicas, and the state for the next decision, from the newest report of each running
+        replica and Serve's current target."""
         if not reports:
             return target, dict(state)
         wanted = int(max(reports, key=lambda each: each.wanted_number).wanted)
@@ -107,7 +99,6 @@ class FleetScaling:
 
 
 def latest(series: Mapping[str, Mapping[Any, Sequence[Any]]] | None) -> list[ScalingStats]:
-    """The newest report of each replica, from Serve's time series by metric and replica."""
     by_replica: dict[Any, dict[str, float]] = {}
     for name, replicas in (series or {}).items():
         for replica, points in replicas.items():

@@ -78,7 +78,6 @@ def main() -> None:
 
 
 def _options(command: list[str]) -> int:
-    """How many leading words are options of the interpreter."""
     count = 0
     while count < len(command) and command[count].startswith("-") and command[count] not in ("-c", "-m"):
         option = command[count]

@@ -167,7 +167,6 @@ def serve(directory: str, owner: int, lock: int) -> socket.socket | None:
 
 
 def _list_descriptors(directory: str, lock: int) -> None:
-    """Write down which descriptors the imports have opened: each fork has them."""
     listed = [int(name) for name in os.listdir("/proc/self/fd")]
     opened = [
         each for each in listed if each not in (0, 1, 2, lock) and os.path.exists(f"/proc/self/fd/{each}")
@@ -211,7 +210,6 @@ def _report_exits(reaped: int, clients: dict[int, socket.socket]) -> None:
 
 
 def _receive_request(client: socket.socket) -> Request:
-    """In the fork: take over the client's descriptors, and return its request."""
     size = struct.calcsize("qq")
     space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     head, ancillary, _, _ = client.recvmsg(size, space)
@@ -281,7 +279,6 @@ def _exit_after(request: Request) -> None:
 
 
 def run(request: Request) -> None:
-    """Run the command as a fresh interpreter would."""
     os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
