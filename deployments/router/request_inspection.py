@@ -141,7 +141,7 @@ def _prompts(name: str, value: bytes) -> int:
     first = _FIRST_ITEM.match(value)
     if first is None or first[1].isdigit() or first[1] in b"-tf":  # token ids are one prompt
         return 1
-    if name == "messages" and first[1] != b"[":  # one conversation
+    if name in ("messages", "input") and first[1] == b"{":  # the messages or items of one conversation
         return 1
     return len(parse_list(value))
 

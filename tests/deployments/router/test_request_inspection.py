@@ -84,6 +84,7 @@ CHAT = [{"role": "user", "content": 'Say "n": 99 and {"prompt": ["a", "b"]}'}]
         ({"prompt": [[1, 2], [3]], "n": "4"}, 8),
         ({"prompt": ["a"] * 9, "n": 2.0}, 18),
         ({"input": ["a"] * 5}, 5),
+        ({"input": [*CHAT, {"type": "function_call_output", "call_id": "c", "output": "[1]"}] * 25}, 1),
         ({"query": "q", "documents": ["a"] * 6}, 6),
         ({"text_1": ["a"] * 2, "text_2": ["b"] * 3}, 3),
         ({"token_ids": [1, 2], "sampling_params": {"n": 12}}, 12),
