@@ -303,6 +303,8 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_API_KEY": "",  # the operator's own would shut the routers out, which check tokens themselves
+        # A replica's part of a list depends on the load; `router.max_sequences` limits the whole list.
+        "VLLM_MAX_COMPLETION_PROMPTS": str((1 << 31) - 1),
     }
     if args.device is Device.CPU:
         environment |= {

@@ -7,7 +7,7 @@ import pytest
 from ray.serve import Application, Deployment
 
 from app.main import IN_ENGINE_PROCESS, THREADS_BIND, build, executor, staging, trainer_spec
-from app.settings.config import parse_config
+from app.settings.config import RouterConfig, parse_config
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
 from tests.app.settings.complaints import COLOCATED, SEPARATE
@@ -67,6 +67,11 @@ def test_an_engine_asks_for_no_key_of_its_own_and_runs_no_code_of_a_checkpoint(t
     assert environment["VLLM_API_KEY"] == "", "the routers keep the tokens, and send none"
     (spec, *_) = made._replica_config.init_args
     assert spec.arguments["trust_remote_code"] is False
+
+
+def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:
+    environment = rollout(tmp_path)._replica_config.ray_actor_options["runtime_env"]["env_vars"]
+    assert int(environment["VLLM_MAX_COMPLETION_PROMPTS"]) >= RouterConfig().max_sequences
 
 
 @pytest.mark.parametrize(
