@@ -128,34 +128,55 @@ class PromptFileTask:
         return await self._reward(problem.entry, self._extract.of(answer))
 
 
+_OTHER_FORMATS = {
+    b"PAR1": "parquet",
+    b"\x1f\x8b": "gzip",
+    b"PK": "zip",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
+
+
 def _text(path: Path) -> str:
     try:
         content = path.read_bytes()
         return content.decode("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} must be a file that can be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        kind = "a parquet file" if content.startswith(b"PAR1") else f"other bytes ({error})"
-        raise ValueError(f"{path} must be JSON Lines in UTF-8, got {kind}") from error
+        line = content.count(b"\n", 0, error.start) + 1
+        other = next((name for start, name in _OTHER_FORMATS.items() if content.startswith(start)), None)
+        if other is not None:
+            raise ValueError(f"{path} must be JSON Lines in UTF-8, got {other}") from error
+        raise ValueError(f"{path}:{line} must be in UTF-8: {error}") from error
 
 
 def _prompt(path: Path, number: int, line: str) -> Problem:
     try:
         entry = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}:{number} must be JSON: {error}") from error
-    prompt = (entry.get("messages") or entry.get("prompt")) if isinstance(entry, dict) else None
-    messages = [_message("user", prompt)] if isinstance(prompt, str) and "messages" not in entry else prompt
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}:{number} must be a JSON object in one line: {error}") from error
+    prompt = entry.get("messages") if isinstance(entry, dict) else None
+    if isinstance(entry, dict) and prompt is None:
+        prompt = entry.get("prompt")
+        prompt = [_message("user", prompt)] if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, list) or not prompt or not all(map(_is_message, prompt)):
         raise ValueError(
             f"{path}:{number} must be an object with 'messages' (objects with 'role' and 'content') or "
             f"'prompt' (a text, or such a list), got {line[:80]!r}"
         )
-    return Problem(messages=messages, entry=entry)
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path}:{number} must be text, got half of a surrogate pair: {error}") from error
+    return Problem(messages=prompt, entry=entry)
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str | list) or (content is None and bool(value.get("tool_calls")))
 
 
 def _message(role: str, content: str) -> Message:

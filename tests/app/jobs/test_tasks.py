@@ -1,3 +1,4 @@
+import gzip
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,28 +106,49 @@ CONVERSATION = '[{"role": "system", "content": "s"}, {"role": "user", "content":
             [[{"type": "text", "text": "x"}]],
             id="content in parts",
         ),
+        pytest.param('{"prompt": "a"}\n{"prompt": "a"}', ["a"], id="the same twice"),
+        pytest.param('{"messages": null, "prompt": "a"}', ["a"], id="a column without a value"),
+        pytest.param(
+            '{"prompt": [{"role": "assistant", "content": null, "tool_calls": [{"id": "c"}]}]}',
+            [None],
+            id="a call in place of a text",
+        ),
     ],
 )
 def test_every_form_of_a_prompt_is_read(tmp_path: Path, content: str | bytes, contents: list[object]) -> None:
     assert [message["content"] for message in prompts(tmp_path, content).problem(0).messages] == contents
 
 
+MUST_BE_AN_OBJECT = ":1 must be an object with 'messages'"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "at least one line"),
-        ("{", ":1 must be JSON"),
-        ('{"prompt": "a"}\n\n{', ":3 must be JSON"),
-        ('{"a": 1}', ":1 must be an object with 'messages'"),
-        ('[{"prompt": "a"}]', ":1 must be an object with 'messages'"),
-        ('{"prompt": null}', ":1 must be an object with 'messages'"),
-        ('{"prompt": 3}', ":1 must be an object with 'messages'"),
-        ('{"prompt": []}', ":1 must be an object with 'messages'"),
-        ('{"prompt": ["a"]}', ":1 must be an object with 'messages'"),
-        ('{"messages": "hi"}', ":1 must be an object with 'messages'"),
-        ('{"messages": [{"content": "hi"}]}', ":1 must be an object with 'messages'"),
-        ('{"prompt": "a"}'.encode("utf-16"), "p.jsonl must be JSON Lines in UTF-8"),
-        (b"PAR1\x00\xff", "p.jsonl must be JSON Lines in UTF-8, got a parquet file"),
+        ("", "p.jsonl must have at least one line"),
+        (" \n\n", "p.jsonl must have at least one line"),
+        ("{", ":1 must be a JSON object in one line"),
+        ('{"prompt": "a"}\n\n{', ":3 must be a JSON object in one line"),
+        ('[\n{"prompt": "a"}\n]', ":1 must be a JSON object in one line"),
+        ('{"prompt": "a"}\r{"prompt": "b"}', ":1 must be a JSON object in one line"),
+        ("prompt,answer\na,b\n", ":1 must be a JSON object in one line"),
+        ("[" * 100_000, ":1 must be a JSON object in one line"),
+        ('{"a": 1}', MUST_BE_AN_OBJECT),
+        ('[{"prompt": "a"}]', MUST_BE_AN_OBJECT),
+        ('{"prompt": null}', MUST_BE_AN_OBJECT),
+        ('{"prompt": 3}', MUST_BE_AN_OBJECT),
+        ('{"prompt": []}', MUST_BE_AN_OBJECT),
+        ('{"prompt": ["a"]}', MUST_BE_AN_OBJECT),
+        ('{"messages": "hi"}', MUST_BE_AN_OBJECT),
+        ('{"messages": [{"content": "hi"}]}', MUST_BE_AN_OBJECT),
+        ('{"messages": [{"role": "user"}]}', MUST_BE_AN_OBJECT),
+        ('{"messages": [{"role": "user", "content": null}]}', MUST_BE_AN_OBJECT),
+        ('{"messages": [{"role": "user", "content": 3}]}', MUST_BE_AN_OBJECT),
+        (r'{"prompt": "\ud83d"}', ":1 must be text, got half of a surrogate pair"),
+        ('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"), ":2 must be in UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), "p.jsonl must be JSON Lines in UTF-8, got UTF-16"),
+        (b"PAR1\x00\xff", "p.jsonl must be JSON Lines in UTF-8, got parquet"),
+        (gzip.compress(b'{"prompt": "a"}'), "p.jsonl must be JSON Lines in UTF-8, got gzip"),
     ],
 )
 def test_a_wrong_prompt_file_is_refused_with_its_name_and_the_line(
@@ -134,3 +156,9 @@ def test_a_wrong_prompt_file_is_refused_with_its_name_and_the_line(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         prompts(tmp_path, content)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("", "Is a directory"), ("missing", "No such file")])
+def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{tmp_path / name} must be a file that can be read: {reason}"):
+        PromptFileTask(tmp_path / name, exact, extract=Extraction.WHOLE)
