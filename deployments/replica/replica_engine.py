@@ -5,6 +5,7 @@ and the new version share one pause.
 """
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -15,6 +16,7 @@ from typing import Any, cast
 from fastapi import FastAPI
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.system_utils import kill_process_tree
@@ -107,13 +109,20 @@ _BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
 
 
 class RecordingLLM(AsyncLLM):
-    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens."""
+    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens.
+
+    Refuses what vLLM answers with 500, which clients send again.
+    """
 
     adapter_uses: Uses | None = None  # counts requests per adapter
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
+        require_text("request_id", request_id)
+        require_text("stop", sampling_params.stop)
+        require_text("bad_words", sampling_params.bad_words)
+        require_text("vllm_xargs", sampling_params.extra_args)
         recorder = RECORDER.get()
         stream = super().generate(prompt, sampling_params, request_id, **options)
         adapter = options.get("lora_request")
@@ -122,7 +131,8 @@ class RecordingLLM(AsyncLLM):
         if recorder is None:
             return stream
         first_choice = None if _BEAM.search(request_id) else recorder.open_call(sampling_params.n)
-        return self._recorded(stream, recorder, first_choice)
+        constrained = sampling_params.structured_outputs is not None
+        return self._recorded(stream, recorder, first_choice, constrained)
 
     async def _using(
         self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
@@ -133,10 +143,19 @@ class RecordingLLM(AsyncLLM):
                 yield output
 
     async def _recorded(
-        self, stream: AsyncGenerator[RequestOutput, None], recorder: SpanRecorder, first_choice: int | None
+        self,
+        stream: AsyncGenerator[RequestOutput, None],
+        recorder: SpanRecorder,
+        first_choice: int | None,
+        constrained: bool,
     ) -> AsyncGenerator[RequestOutput, None]:
         async for output in stream:
             for completion in output.outputs:
+                if constrained and completion.finish_reason == "error":
+                    raise VLLMValidationError(
+                        "expected a grammar or schema that allows a next token, got one that allows none: "
+                        "a rule may refer to nothing but itself"
+                    )
                 if completion.weight_versions is not None:
                     spans = [
                         {"version": int(span.version), "start": span.start, "end": span.end}
@@ -147,6 +166,16 @@ class RecordingLLM(AsyncLLM):
                     else:
                         recorder.record(first_choice + completion.index, spans)
             yield output
+
+
+def require_text(name: str, value: Any) -> None:
+    """Raises VLLMValidationError if a text in the value is no Unicode: engine requests are in UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise VLLMValidationError(
+            f"expected text in {name!r}, got half of a surrogate pair: {error.object[:60]!r}"
+        ) from error
 
 
 FIRST_CALL_S = 60.0  # for calls that only read or set a value

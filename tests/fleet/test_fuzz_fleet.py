@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeou
 # Its answer does not end; or the requests after it would wait.
 HELD = ("/fleet/events", "/pause", "/sleep", "/wake_up")
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+HALF = "\ud83d"  # of a surrogate pair
 REFUSED = {
     "/v1/completions": [
         {"max_tokens": 10**9},
@@ -38,15 +39,25 @@ REFUSED = {
         {"logit_bias": {"999999999": 1}},
         {"structured_outputs": {"regex": "("}},
         {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"grammar": "root ::= root"}},
+        {"structured_outputs": {"json": {"$ref": "#"}}},
+        {"stop": [HALF]},
+        {"stop": HALF, "n": 2},
+        {"stop": [HALF], "stream": True},
+        {"bad_words": [HALF]},
+        {"vllm_xargs": {"a": HALF}},
+        {"request_id": HALF},
         {"seed": 10**30},
     ],
     "/v1/chat/completions": [
         {"messages": [], "max_tokens": 10**9},
         {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1/0 }}"},
-        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": HALF}]},
+        {"messages": [{"role": "user", "content": "a"}], "stop": [HALF]},
         {"messages": [{"role": "user", "content": [IMAGE]}]},
     ],
-    "/tokenize": [{"prompt": 5}, {"prompt": "\ud800"}],
+    "/v1/messages": [{"messages": [{"role": "user", "content": "a"}], "stop_sequences": [HALF]}],
+    "/tokenize": [{"prompt": 5}, {"prompt": HALF}],
     "/detokenize": [{"tokens": [10**30]}, {"tokens": [-1]}, {"tokens": "x"}],
 }
 
