@@ -5,7 +5,9 @@ a raw dict if that were text.
 """
 
 import hashlib
+import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -19,7 +21,7 @@ from app.settings.config import AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, trainer_gpus
 from app.settings.models import model_name, resolve_model
-from app.settings.section import Device, Placement
+from app.settings.section import ConfigError, Device, Placement
 from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
 from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
@@ -70,7 +72,9 @@ def build(args: AppConfig) -> Application:
     check_engine_args(args.engine.extra)
     if ray.is_initialized():  # always true in Serve; tests build without a cluster
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
-    tokens = _tokens(args)  # before the model, which may take minutes to prepare
+    host = listening_host() if ray.is_initialized() else None
+    check_proxy(host, os.environ)
+    tokens = _tokens(args, host)  # before the model, which may take minutes to prepare
     model = str(resolve_model(args.model))
     controller = _controller(args)
     slots = _slots(args)
@@ -81,9 +85,18 @@ def build(args: AppConfig) -> Application:
     return _router(args, tokens, rollout=rollout, controller=controller, trainer=trainer)
 
 
-def _tokens(args: AppConfig) -> Tokens:
+def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if every request would be answered with 500: HAProxy asks routers on IPv4 alone."""
+    if host is not None and ":" in host and environment.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
+        raise ConfigError(
+            f"'http_options.host': expected an IPv4 address, which HAProxy serves, got {host!r}; or "
+            "start Ray without RAY_SERVE_ENABLE_HA_PROXY"
+        )
+
+
+def _tokens(args: AppConfig, host: str | None) -> Tokens:
     security = args.security
-    tokens = security.tokens(host=listening_host() if ray.is_initialized() else None)
+    tokens = security.tokens(host=host)
     return Tokens(
         operator=TokenSource(tokens=tokens.operator, file=security.token_file),
         user=TokenSource(tokens=tokens.user, file=security.user_token_file),

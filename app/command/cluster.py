@@ -9,6 +9,7 @@ would end those of other users too. Ray 2.60's own means do not suffice:
 - Neither sets HAProxy's files and ports (`_proxy`).
 """
 
+import errno
 import importlib.util
 import os
 import shutil
@@ -28,6 +29,8 @@ import httpx
 from app.command.ports import PortBlock, free_ports
 
 MARK = "SLIPSTREAM_CLUSTER"
+# Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
+CLUSTER_DIRECTORY = Path("/tmp")
 APPLICATIONS = "/api/serve/applications/"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
 _NODE_ADDRESS = "127.0.0.2"
@@ -63,8 +66,7 @@ class LocalCluster:
         self.mark = uuid.uuid4().hex
         self.address = f"http://127.0.0.1:{dashboard_port}"
         self._dashboard_port = dashboard_port
-        # Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
-        self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir="/tmp"))
+        self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir=CLUSTER_DIRECTORY))
         self._ports = PortBlock()
         self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
@@ -228,16 +230,17 @@ def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
 
 
 def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
-    """Raises ClusterError, which names port and purpose, if a process listens there."""
+    """Raises ClusterError, which names port and purpose, if no process can listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ClusterError(
-                f"port {port} ({purpose}) is taken on {host}: is another fleet or Ray cluster running? "
-                f"({error.strerror})"
-            ) from error
+            if error.errno == errno.EADDRINUSE:
+                reason = f"is taken on {host}: is another fleet or Ray cluster running?"
+            else:
+                reason = f"cannot be opened on {host}: expected an address and a port that this user may take"
+            raise ClusterError(f"port {port} ({purpose}) {reason} ({error.strerror})") from error
 
 
 def marked_processes(mark: str) -> Iterator[int]:

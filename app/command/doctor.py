@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
+from app.command.cluster import CLUSTER_DIRECTORY
 from app.command.machine import NotEnough
 from app.settings.config import AppConfig
 from app.settings.models import resolve_model
@@ -38,6 +39,7 @@ class Host:
     open_files: int  # hard limit
     shared_memory_bytes: int  # free in /dev/shm
     has_compiler: bool  # for C++
+    writes_to_tmp: bool  # where the cluster's sockets and logs are
     environment: Mapping[str, str]
 
     @classmethod
@@ -49,6 +51,7 @@ class Host:
             open_files=open_files if open_files != resource.RLIM_INFINITY else 1 << 20,
             shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
             has_compiler=any(program and shutil.which(program) for program in programs),
+            writes_to_tmp=_can_write(CLUSTER_DIRECTORY),
             environment=environment,
         )
 
@@ -59,12 +62,12 @@ def require_host(config: AppConfig, host: Host) -> None:
         raise NotEnough("this machine does not suffice:" + "".join(f"\n  - {each}" for each in found))
 
 
-def examine(config: AppConfig) -> int:
+def examine(config: AppConfig, address: str) -> int:
     """`slipstream doctor`: print what a start would refuse or change; returns the exit status."""
     home = use_a_home()
     host = Host.here()
     found = list(problems(config, host, version_bytes(config)))
-    _, lines = adapted(config, host)
+    _, lines = adapted(config, host, address)
     for text in [*filter(None, [home]), *lines]:
         print(f"note: {text}")
     for text in found:
@@ -98,6 +101,10 @@ def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[
             f"expected a C++ compiler ({', '.join(_COMPILERS)}, or the one that CXX names), got none: "
             "install one ('apt-get install g++'), or set 'engine.enforce_eager: true' on a CPU"
         )
+    if not host.writes_to_tmp:
+        yield f"expected to write to {CLUSTER_DIRECTORY}, where Ray's sockets and logs are, and cannot"
+    if not _can_write(config.state_dir):
+        yield f"'state_dir': expected a directory that can be written, got {config.state_dir}"
     plugins = host.environment.get("VLLM_PLUGINS")
     if plugins is not None and "slipstream" not in plugins.split(","):
         yield (
@@ -106,11 +113,14 @@ def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[
         )
 
 
-def adapted(config: AppConfig, host: Host) -> tuple[dict[str, str], list[str]]:
-    """The environment for a fleet here, and one line for each change."""
+def adapted(config: AppConfig, host: Host, address: str = "127.0.0.1") -> tuple[dict[str, str], list[str]]:
+    """The environment for a fleet that listens on this address, and one line for each change."""
     environment, lines = dict(host.environment), []
     connections = min(_PROXY_CONNECTIONS, (host.open_files - _PROXY_FILES) // 2)
-    if 0 < connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
+    if ":" in address:  # Serve's routers then listen on IPv6, and HAProxy asks them, and listens, on IPv4
+        environment["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
+        lines.append(f"HAProxy does not serve {address!r}: Serve's own proxy, in Python, is slower")
+    elif 0 < connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
         environment["RAY_SERVE_HAPROXY_MAXCONN"] = str(connections)
         lines.append(
             f"{host.open_files} open files are allowed: HAProxy takes {connections} connections at most"
@@ -175,6 +185,12 @@ def use_a_home() -> str | None:
         raise NotEnough(f"the home directory {home} cannot be written, and {own} is another user's: set HOME")
     os.environ["HOME"] = str(own)
     return f"the home directory {home} cannot be written: caches go to {own}"
+
+
+def _can_write(directory: Path) -> bool:
+    """Whether files can be made in a directory, which may have to be made itself."""
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _runs_eagerly(config: AppConfig) -> bool:

@@ -122,7 +122,7 @@ def examine(config: Path) -> int:
     try:
         file = read_serve_file(config)
         require_gpus(file.config)
-        return doctor.examine(file.config)
+        return doctor.examine(file.config, file.host)
     except (ConfigError, machine.NotEnough, ValueError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
@@ -136,7 +136,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     doctor.use_all_files()
     host = doctor.Host.here()
     doctor.require_host(file.config, host)
-    inherited, lines = doctor.adapted(file.config, host)
+    inherited, lines = doctor.adapted(file.config, host, file.host)
     for line in lines:
         _print(line)
     require_free_port(file.port, "the fleet's HTTP address", file.host)

@@ -51,12 +51,19 @@ def cache_directory() -> Path:
 
 def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) -> Path:
     """The built-in model's directory, which `convert` fills if it does not exist yet. Only one of several
-    concurrent callers converts. Raises ValueError: the package with its weights is not installed."""
+    concurrent callers converts. Raises ValueError: the package with its weights is not installed, or the
+    cache cannot be written."""
     target = cache / "models" / f"{model.name}-r{model.revision}"
     if target.is_dir():
         return target
     source = _package_directory(model)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"expected to write the built-in model to {target.parent}, got {error.strerror!r}: set "
+            "SLIPSTREAM_CACHE to a directory that can be written"
+        ) from error
     with _locked(target.with_suffix(".lock")):
         if target.is_dir():  # another process has converted it
             return target

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from ray.serve import Application, Deployment
 
-from app.main import IN_ENGINE_PROCESS, THREADS_BIND, build, executor, staging, trainer_spec
+from app.main import IN_ENGINE_PROCESS, THREADS_BIND, build, check_proxy, executor, staging, trainer_spec
 from app.settings.config import RouterConfig, parse_config
+from app.settings.section import ConfigError
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
 from tests.app.settings.complaints import COLOCATED, SEPARATE
@@ -67,6 +68,14 @@ def test_an_engine_asks_for_no_key_of_its_own_and_runs_no_code_of_a_checkpoint(t
     assert environment["VLLM_API_KEY"] == "", "the routers keep the tokens, and send none"
     (spec, *_) = made._replica_config.init_args
     assert spec.arguments["trust_remote_code"] is False
+
+
+def test_an_address_that_haproxy_does_not_serve_is_refused() -> None:
+    on = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+    with pytest.raises(ConfigError, match=r"'http_options.host': expected an IPv4 address.* got '::1'"):
+        check_proxy("::1", on)
+    for host, environment in (("::1", {}), ("127.0.0.1", on), (None, on)):
+        check_proxy(host, environment)
 
 
 def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:

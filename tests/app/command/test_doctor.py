@@ -14,7 +14,13 @@ from app.command.doctor import Host, adapted, local_addresses, problems, use_a_h
 from app.settings.config import AppConfig
 
 ROOT = Path(__file__).parents[3]
-GOOD = Host(open_files=1 << 20, shared_memory_bytes=8 << 30, has_compiler=True, environment={})
+GOOD = Host(
+    open_files=1 << 20,
+    shared_memory_bytes=8 << 30,
+    has_compiler=True,
+    writes_to_tmp=True,
+    environment={},
+)
 VERSION_BYTES = 538 << 20
 
 
@@ -39,6 +45,8 @@ def test_a_machine_that_suffices_has_no_problem_and_no_note() -> None:
         (replace(GOOD, has_compiler=False), {"engine": {}}, ("C++ compiler", "g++", "enforce_eager")),
         (replace(GOOD, environment={"VLLM_PLUGINS": ""}), {}, ("VLLM_PLUGINS", "'slipstream'", "''")),
         (replace(GOOD, environment={"VLLM_PLUGINS": "a,b"}), {}, ("VLLM_PLUGINS", "'a,b'")),
+        (replace(GOOD, writes_to_tmp=False), {}, ("expected to write to /tmp", "sockets")),
+        (GOOD, {"state_dir": f"{__file__}/state"}, ("'state_dir'", "can be written", "test_doctor.py/state")),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_remedy(
@@ -66,6 +74,13 @@ def test_few_open_files_leave_haproxy_fewer_connections() -> None:
     environment, (line,) = adapted(config(), replace(GOOD, open_files=4096))
     assert environment["RAY_SERVE_HAPROXY_MAXCONN"] == "848"
     assert "4096 open files" in line and "848 connections" in line
+
+
+@pytest.mark.parametrize("address", ["::1", "::"])
+def test_an_address_that_haproxy_does_not_serve_has_serves_own_proxy(address: str) -> None:
+    environment, (line,) = adapted(config(), replace(GOOD, open_files=4096), address)
+    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+    assert address in line and "HAProxy" in line
 
 
 def test_without_a_compiler_nothing_is_compiled() -> None:

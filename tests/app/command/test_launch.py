@@ -66,6 +66,14 @@ def test_a_taken_port_is_named() -> None:
     require_free_port(port, "the test")
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "[::1]", "no.such.host.invalid"])
+def test_an_address_of_another_machine_is_not_called_taken(host: str) -> None:
+    with pytest.raises(
+        ClusterError, match=f"port 8000 .the test. cannot be opened on {re.escape(host)}: expec"
+    ):
+        require_free_port(8000, "the test", host)
+
+
 REFUSED = (400, "1 validation error for ServeDeploySchema")
 NOT_UP = (
     500,

