@@ -92,9 +92,13 @@ def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
     )
 
 
-def publish(label: str | None = None, step: int | None = None) -> Call[RoundReport | AdapterReport]:
-    """Publish the trainer's weights or adapter; refused if it has not done `step` optimizer steps."""
-    body = {name: value for name, value in (("label", label), ("step", step)) if value is not None}
+def publish(
+    label: str | None = None, step: int | None = None, after: int | None = None
+) -> Call[RoundReport | AdapterReport]:
+    """Publish the trainer's weights or adapter; refused if it has not done `step` optimizer steps, or if
+    another version than its own is committed (or than `after`, which is replaced)."""
+    given = {"label": label, "step": step, "after": after}
+    body = {name: value for name, value in given.items() if value is not None}
     return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
 
 

@@ -69,6 +69,9 @@ class StepBody(OwnBody):
 class PublishBody(OwnBody):
     label: str | None = None
     step: int | None = None  # publish only if the trainer has done so many optimizer steps
+    after: int | None = (
+        None  # replace this version, which is not the trainer's; publish only if it is committed
+    )
 
 
 class SaveBody(OwnBody):

@@ -38,7 +38,9 @@ class TrainRoutes:
 
         A trainer of an adapter publishes the next version of its name; the answer has name and version.
         """
-        report: RoundReport | AdapterReport = await self._handle().publish.remote(body.label, body.step)
+        report: RoundReport | AdapterReport = await self._handle().publish.remote(
+            body.label, body.step, body.after
+        )
         return report
 
     async def save(self, body: SaveBody) -> SavedCheckpoint:

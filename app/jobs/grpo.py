@@ -29,21 +29,27 @@ from app.jobs.progress import Progress, announced
 from app.jobs.run import Run, produce
 from app.jobs.task_groups import run_beside
 from app.jobs.training import PATIENCE_S, Training
+from deployments.protocol.responses import TrainerStatus
 
 REQUEST_TIMEOUT_S = 900.0
 
 
 async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
-    """The model or adapter that is trained, and its version; an adapter without one is published first."""
+    """The model or adapter that is trained, and its version; an adapter without one is published first.
+
+    Raises:
+        FleetError: there is no fleet, or its trainer has not the version that it serves.
+    """
     try:
-        health = await client.send(calls.health(), patient=False)
+        await client.send(calls.health(), patient=False)
         model = await client.send(calls.model(), patient=False)
     except FleetError as error:
         raise FleetError(
             f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url"
         ) from error
     trainer = await client.send(calls.train_status())
-    version = health.weight_version
+    version = (await client.send(calls.health())).weight_version  # after what the trainer has published
+    _require_served(trainer, version)
     if trainer.adapter is not None:
         model, version = trainer.adapter, trainer.adapter_version
         if version == 0:
@@ -56,6 +62,18 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
         is_adapter=trainer.adapter is not None,
     )
     return policy, version
+
+
+def _require_served(trainer: TrainerStatus, version: int) -> None:
+    """Its publish would be refused."""
+    if trainer.missed is not None:
+        raise FleetError(trainer.missed)
+    if trainer.adapter is None and trainer.doing is None and trainer.version != version:
+        raise FleetError(
+            f"the fleet serves version {version}, and its trainer has version {trainer.version}: `slipstream "
+            f"rollback {version}` makes the trainer continue from the former, `slipstream rollback "
+            f"{trainer.version}` from the latter"
+        )
 
 
 def record_file(options: JobOptions) -> Path:

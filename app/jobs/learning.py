@@ -125,6 +125,13 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
         except StepLost as lost:
             run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
             continue
+        if isinstance(step, int):
+            if step <= run.trained:
+                run.say(
+                    f"the trainer was restarted from an older version: this was its step {step}, and its "
+                    f"step {run.trained} was published before; what it had learned since is lost"
+                )
+            run.trained = step
         return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
     raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")
 

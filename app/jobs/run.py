@@ -65,6 +65,7 @@ class Run:
     say: Say = print
     started: float = field(default_factory=time.monotonic)
     step: int = 0
+    trained: int = 0  # the trainer's newest step that this job has published
     unrecorded: StepRecord | None = None  # the next step, if a job that was killed has published it
     positions: Positions = field(default_factory=Positions)
     filtered: list[Group] = field(default_factory=list)  # groups without signal since the last step

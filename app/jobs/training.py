@@ -1,7 +1,8 @@
 """Steps and rounds of the trainer, each done once although its answer may be lost.
 
-the trainer dies     Serve starts another, which resumes from the newest stored version; if it died between a
-                     step and its round, repeat the step with the same batch
+the trainer dies     Serve starts another, which resumes from the committed version; if it died between a
+                     step and its round, repeat the step with the same batch; if it has not got that
+                     version, it refuses everything, and the job ends
 the router dies      the call continues: the trainer's status says whether it was done
 a round is aborted   publish again
 """

@@ -113,7 +113,8 @@ async def in_flight(
             await fleet.send(calls.pause("keep"))
             try:
                 print(f"paused with {[len(each.tokens) for each in running]} tokens", flush=True)
-                report = await fleet.send(calls.publish())
+                committed = (await fleet.send(calls.fleet())).committed_version
+                report = await fleet.send(calls.publish(after=committed))
                 print(f"published version {report.version} in {report.duration_s:.2f} s", flush=True)
             finally:
                 await fleet.send(calls.resume())

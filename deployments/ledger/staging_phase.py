@@ -55,6 +55,7 @@ from deployments.protocol.publishing import RoundOptions
 def open_round(state: State, options: RoundOptions, connection: Connection | None) -> int:
     """Open a round with every free member, joiners included: a round carries all weights."""
     members = _eligible(state)
+    _check_after(state, options.after)
     if options.file_bytes is None:
         publisher_session.check_connection(state, connection, members)
 
@@ -79,6 +80,18 @@ def open_round(state: State, options: RoundOptions, connection: Connection | Non
     for member in members:
         membership.withdraw(member, lambda body: isinstance(body, CatchUp), delivered=False)
     return state.last_round_id
+
+
+def _check_after(state: State, after: int | None) -> None:
+    """Raises Conflict for weights that would undo a version which their publisher has not seen."""
+    committed = state.committed_version
+    if after not in (None, committed):
+        raise Conflict(
+            f"version {committed} is committed, and these weights continue from version {after}: nothing is "
+            f'published. Go back to one of them (POST /fleet/rollback), or publish with "after": {committed} '
+            "to replace it",
+            {"expected": after, "version": committed},
+        )
 
 
 def _eligible(state: State) -> list[Member]:

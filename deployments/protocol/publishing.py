@@ -25,6 +25,7 @@ class JoinedLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundOptions:
+    after: int | None = None  # the version that the weights continue from, else Conflict; None: any
     persist: bool = False  # a replica writes the version to the store, because its publisher will not
     file_bytes: int | None = None  # size of all payloads, which are `FilePart`s and need no connection
 

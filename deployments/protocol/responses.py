@@ -261,6 +261,9 @@ class TrainerStatus:
     last_round: RoundReport | None
     stored_version: int | None  # the newest that it wrote to the store
     store_problem: str | None  # why the version written last is not in the store
+    missed: str | None = (
+        None  # why it has not the fleet's version, and what to do; it does nothing until then
+    )
     untrained: tuple[str, ...] = ()  # checkpoint tensors that replicas keep as loaded, in words
     adapter: str | None = None  # the adapter that it trains; None: it trains all weights
     adapter_version: int = 0  # the newest that it published or resumed from; 0: none

@@ -25,7 +25,6 @@ from trainers.lora import LoraAdapter
 from trainers.settings import LoraConfig
 from trainers.trained_policy import BaseOf
 
-STORE_WAIT_S = 60.0
 logger = serve_logger()
 
 
@@ -63,11 +62,17 @@ class AdapterWorker(TrainerRank):
             OSError: the checkpoint cannot be read, or the store is another fleet's.
         """
         self._begin(rendezvous_address)
-        fleet = self._fleet()
-        self._fleet_id = fleet.fleet_id
+        self._fleet_id = self._fleet().fleet_id
         self._check_owner()
-        self._wait_for_base(fleet.committed_version)
-        self._base_version = self._stored.newest(fleet.fleet_id)
+        found = self._stored.find(self._fleet)
+        self._base_version = found.version
+        if found.version != found.committed and self._rank == 0:
+            logger.error(
+                "nothing can be published: the adapter's base is version %d, and version %d is committed: %s",
+                found.version,
+                found.committed,
+                found.problem,
+            )
         base = self._store.path_of(self._base_version) if self._base_version else self._base.directory
         self._policy = self._read(base, self._lora)
         self._check_names()
@@ -80,7 +85,7 @@ class AdapterWorker(TrainerRank):
                 self._lora.name,
                 self._controller,
                 adapter_directory(self._spec.store_dir),
-                fleet_id=fleet.fleet_id,
+                fleet_id=self._fleet_id,
                 dtype=self._wire_dtype(),
                 sender=self._sender,
             )
@@ -153,13 +158,6 @@ class AdapterWorker(TrainerRank):
 
     def flush(self, timeout_s: float) -> bool:
         return self._checkpoints.wait(timeout_s)
-
-    def _wait_for_base(self, committed: int) -> None:
-        """A version is stored after its commit. If it does not come in time, `publish` reports the other
-        base."""
-        until = time.monotonic() + STORE_WAIT_S
-        while committed not in (0, *self._store.list()) and time.monotonic() < until:
-            time.sleep(0.5)
 
     def _check_names(self) -> None:
         """Raises ValueError if the checkpoint, and so an engine, names an adapted module differently."""

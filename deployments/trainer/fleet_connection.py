@@ -33,13 +33,14 @@ class FleetWeightSyncClient:
 
     Attributes:
         label: of the next round, stated when it is closed.
+        options: of the next round.
         report: of the last round; None while one is open or after it failed.
     """
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller
         self._session = PublishSession(controller, publisher)
-        self._options = options
+        self.options = options
         self.label: str | None = None
         self.report: RoundReport | None = None
 
@@ -63,7 +64,7 @@ class FleetWeightSyncClient:
 
     def start_weight_update(self) -> None:
         self.report = None
-        run_sync(self._session.open(self._options))
+        run_sync(self._session.open(self.options))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         run_sync(self._session.send(encode_payload(update_info)))

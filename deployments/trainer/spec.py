@@ -48,6 +48,7 @@ class LoadedTrainer:
     """What a worker has loaded."""
 
     version: int  # loaded weights; 0: the configured model
+    missed: str | None = None  # why they are not those that the fleet serves, and what to do; None: they are
     step: int  # optimizer steps done
     parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words

@@ -3,19 +3,31 @@
 Rank 0 reads and compares them; all ranks load the same one, or none does.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from deployments.host.logs import serve_logger
+from deployments.protocol.responses import FleetStatus
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.versions import Store
 
+STORE_WAIT_S = 60.0
+RETRY_S = 0.5
 Value = TypeVar("Value")
-logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The version that a trainer starts from."""
+
+    version: int  # 0: the model
+    committed: int
+    problem: str  # why the committed one cannot be loaded; empty: it can
 
 
 class StoredWeights:
@@ -25,26 +37,29 @@ class StoredWeights:
         self._store = store
         self._rank = rank
 
-    def newest(self, fleet_id: str) -> int:
-        """The newest usable version, 0 if the store is empty.
+    def find(self, fleet: Callable[[], FleetStatus]) -> Found:
+        """The committed version; if it cannot be used or is not stored in time, the newest usable before it.
 
         Raises:
-            ValueError: none can be used.
+            ValueError: some are stored, and none can be used.
         """
-        versions = from_rank_0(list(self._store.list()))
-        problems: list[str] = []
-        for version in reversed(versions):
-            problem = self.problem(version, fleet_id)
+        status, stored = from_rank_0(self._once_stored(fleet))
+        committed, problems = status.committed_version, list[str]()
+        for version in sorted((each for each in stored if each <= committed), reverse=True):
+            problem = self.problem(version, status.fleet_id)
             if problem is None:
-                self._warn(version, problems)
-                return version
+                break
             problems.append(problem)
-        if problems:
-            raise ValueError(
-                f"no version in {self._store.directory} can be used: {'; '.join(problems)}; move them away "
-                "to start from the model again"
-            )
-        return 0
+        else:
+            if problems:
+                raise ValueError(
+                    f"no version in {self._store.directory} can be used: {'; '.join(problems)}; move them "
+                    "away to start from the model again"
+                )
+            version = 0
+        if version != committed and not problems:
+            problems.append(status.store_problem or f"version {committed} is not in the store")
+        return Found(version=version, committed=committed, problem="; ".join(problems))
 
     def problem(self, version: int, fleet_id: str) -> str | None:
         """Why a version cannot be used; None if it can.
@@ -55,13 +70,15 @@ class StoredWeights:
         path = self._store.path_of(version)
         return from_rank_0(_problem(path, version, fleet_id) if self._rank == 0 else None)
 
-    def _warn(self, version: int, problems: Sequence[str]) -> None:
-        if problems and self._rank == 0:
-            logger.warning(
-                "the trainer resumes from version %d, and what was trained since is lost: %s",
-                version,
-                "; ".join(problems),
-            )
+    def _once_stored(self, fleet: Callable[[], FleetStatus]) -> tuple[FleetStatus, Sequence[int]]:
+        """The fleet and the stored versions, once the committed one is among them or does not come in time:
+        it is stored after its commit. Rank 0 waits."""
+        until = time.monotonic() + STORE_WAIT_S if self._rank == 0 else 0.0
+        while True:
+            status, stored = fleet(), self._store.list()
+            if status.committed_version in (0, *stored) or time.monotonic() >= until:
+                return status, stored
+            time.sleep(RETRY_S)
 
 
 def _problem(path: Path, version: int, fleet_id: str) -> str | None:

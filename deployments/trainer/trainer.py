@@ -18,6 +18,7 @@ from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (
+    Conflict,
     FleetUnavailable,
     InvalidRequest,
     OtherStep,
@@ -111,14 +112,18 @@ def is_starved(fleet: FleetStatus, published: int) -> bool:
 
 async def watch(
     fleet_status: Callable[[], Awaitable[FleetStatus]],
-    publish: Callable[[str], Awaitable[object]],
+    publish: Callable[[str, int], Awaitable[object]],
     published: Callable[[], int],
     period_s: float = CHECK_PERIOD_S,
 ) -> None:
     """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
 
     The store is written after the commit: if every replica dies before, or the write fails, joiners cannot
-    load it.
+    load it. Nobody has a version that was lost, so nothing is undone.
+
+    Args:
+        publish: gets the label, and the version that is replaced.
+        published: the trainer's version.
     """
     lost_checks = 0
     while True:
@@ -129,9 +134,11 @@ async def watch(
             lost_checks = lost_checks + 1 if lost or is_starved(fleet, published()) else 0
             if lost_checks >= CONFIRMATIONS:
                 lost_checks = 0
-                what = f"version {fleet.committed_version} {'was lost' if lost else 'was not stored'}"
-                logger.warning("%s, and replicas wait for it: publishing anew", what)
-                await publish(what)
+                committed, own = fleet.committed_version, published()
+                what = f"version {committed} {'was lost' if lost else 'was not stored'}"
+                which = "anew" if own == committed else f"version {own} in its place"
+                logger.warning("%s, and replicas wait for it: publishing %s", what, which)
+                await publish(what, committed)
         except Exception as error:  # the controller is unreachable or the round failed: check again later
             logger.debug("cannot check the fleet: %s", error)
 
@@ -165,7 +172,7 @@ async def end_former_session(controller: CallHandle, *, shares_memory: bool = Fa
 
 
 SEND_ATTEMPTS = 3
-FLUSH_TIMEOUT_S = 20.0
+FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
 
 
@@ -204,12 +211,13 @@ class Trainer:
         self._version = self._loaded.version
         self._step = self._loaded.step
         self._adapter_version = self._loaded.adapter_version
+        self._missed = self._loaded.missed
         self._watch: asyncio.Task[None] | None = None
         if self._lora is None:
             self._watch = asyncio.create_task(
                 watch(
                     lambda: retried(lambda: fleet.fleet.remote(), "fleet"),
-                    self.publish,
+                    lambda label, after: self.publish(label, after=after),
                     lambda: self._version,
                 )
             )
@@ -220,21 +228,26 @@ class Trainer:
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
+            Conflict: the trainer has an older version than the fleet.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
         return await self._queue.run("step", lambda: self._learn(trajectories))
 
-    async def publish(self, label: str | None = None, step: int | None = None) -> RoundReport | AdapterReport:
+    async def publish(
+        self, label: str | None = None, step: int | None = None, after: int | None = None
+    ) -> RoundReport | AdapterReport:
         """Move the fleet to the current weights; an adapter becomes the next version of its name.
 
         Args:
             step: optimizer steps expected to be done; None: any number.
+            after: the version that is replaced; None: this trainer's. Not for adapters.
 
         Raises:
             OtherStep: another number was done, because this trainer replaced one.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
-            Conflict: others loaded the adapter's name, or the fleet has another base.
+            Conflict: another version is committed, others loaded the adapter's name, or the fleet has
+                another base.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
 
@@ -245,7 +258,13 @@ class Trainer:
                     "published",
                     {"expected": step, "actual": self._step},
                 )
-            return await (self._publish(label) if self._lora is None else self._publish_adapter(label))
+            if self._lora is not None:
+                if after is not None:
+                    raise InvalidRequest("after: expected none, because this trainer publishes an adapter")
+                return await self._publish_adapter(label)
+            if after is None:
+                self._require_committed()
+            return await self._publish(label, self._version if after is None else after)
 
         return await self._queue.run("publish", work)
 
@@ -293,6 +312,7 @@ class Trainer:
             untrained=tuple(self._loaded.untrained),
             adapter=None if self._lora is None else self._lora.name,
             adapter_version=self._adapter_version,
+            missed=self._missed,
             last_adapter=self._last_adapter,
         )
 
@@ -318,6 +338,7 @@ class Trainer:
         group.kill()
 
     async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
+        self._require_committed()
         published = self._version if self._lora is None else self._adapter_version
         metrics: StepMetrics = await self._group.call(
             "step", trajectories, published, timeout_s=self._step_timeout_s
@@ -334,7 +355,7 @@ class Trainer:
     async def _go_back(self, version: int) -> RoundReport:
         await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")
         await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
-        return await self._publish(f"rollback to {version}")
+        return await self._publish(f"rollback to {version}", None)
 
     async def _publish_adapter(self, label: str | None) -> AdapterReport:
         limit_s = self._spec.publish_timeout_s
@@ -343,23 +364,27 @@ class Trainer:
         await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
         return report
 
-    async def _publish(self, label: str | None) -> RoundReport:
+    def _require_committed(self) -> None:
+        if self._missed is not None:
+            raise Conflict(self._missed)
+
+    async def _publish(self, label: str | None, after: int | None) -> RoundReport:
         for attempt in range(1, SEND_ATTEMPTS + 1):
             try:
-                report = await self._run_round(label)
+                report = await self._run_round(label, after)
                 break
             except SlipstreamError as error:
                 if attempt == SEND_ATTEMPTS or not _may_send_again(error):
                     raise
                 logger.warning("sending the round again, to the remaining replicas: %s", error)
-        self._version, self._last_round = report.version, report
+        self._version, self._last_round, self._missed = report.version, report, None
         await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
         return report
 
-    async def _run_round(self, label: str | None) -> RoundReport:
+    async def _run_round(self, label: str | None, after: int | None) -> RoundReport:
         limit_s = self._spec.publish_timeout_s
         try:
-            report: RoundReport = await self._group.call("publish", label, timeout_s=limit_s)
+            report: RoundReport = await self._group.call("publish", label, after, timeout_s=limit_s)
         except FleetUnavailable:
             if self._group.broken is not None:  # else the fleet would wait for this trainer's successor
                 await end_former_session(self._controller)

@@ -86,14 +86,17 @@ class WeightPublisher:
         if not spec.native:
             warm_up(source.device)
 
-    def publish(self, label: str | None) -> RoundReport | None:
+    def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere.
+
+        Args:
+            after: see `RoundOptions`.
 
         Raises:
             SlipstreamError: the round was aborted, or no replica can take part; the fleet is as it was.
         """
         self.source.begin()
-        self._client.label = label
+        self._client.label, self._client.options = label, RoundOptions(after=after)
         membership = self._connection.agree()
         try:
             if membership is not None:

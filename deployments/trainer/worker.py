@@ -21,7 +21,7 @@ from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
 from deployments.trainer.fleet_connection import free_port, own_address
 from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, state_directory
-from deployments.trainer.stored_weights import StoredWeights, from_rank_0
+from deployments.trainer.stored_weights import Found, StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
 from deployments.weights.store.hub import downloaded
 from deployments.weights.store.owner import check_owner
@@ -193,7 +193,7 @@ class TrainerWorker(TrainerRank):
         self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, and load the newest stored version or the model.
+        """Join the group, and load the committed version, as `StoredWeights.find` does.
 
         Raises:
             ValueError: the model does not suit the trainer, or no stored version can be used.
@@ -203,7 +203,10 @@ class TrainerWorker(TrainerRank):
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
         self._check_owner()
-        version = self._stored.newest(self._fleet_id)
+        found = self._stored.find(self._fleet)
+        version, missed = found.version, _missed(found)
+        if missed is not None and self._rank == 0:
+            logger.error(missed)
         self._open_checkpoints("checkpoints")
         if self._merged is None:
             directory = self._directory_of(version)
@@ -233,30 +236,34 @@ class TrainerWorker(TrainerRank):
             )
         return LoadedTrainer(
             version=version,
+            missed=missed,
             step=self._learner.steps_done,
             parameters=sum(parameter.numel() for parameter in self._policy.model.parameters()),
             untrained=untrained,
         )
 
-    def publish(self, label: str | None) -> RoundReport | None:
+    def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to store the version. Returns the report on rank 0, None
         elsewhere.
+
+        Args:
+            after: see `RoundOptions`.
 
         Raises:
             SlipstreamError: as `WeightPublisher.publish`; the fleet is as it was.
         """
         if self._spec.device != "cpu":
-            return self._publish(label)
+            return self._publish(label, after)
         # A copy on every core delays every matrix product of the engines on this host.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return self._publish(label)
+            return self._publish(label, after)
         finally:
             torch.set_num_threads(threads)
 
-    def _publish(self, label: str | None) -> RoundReport | None:
-        report = self._publisher.publish(label)
+    def _publish(self, label: str | None, after: int | None) -> RoundReport | None:
+        report = self._publisher.publish(label, after)
         if report is None:
             return None
         self._digest = report.digest
@@ -406,6 +413,19 @@ class TrainerWorker(TrainerRank):
     def _report(self, method: str, *args: Any) -> None:
         report = getattr(self._controller, method)
         run_sync(retried(lambda: report.remote(*args), method, limit_s=STORED_TIMEOUT_S))
+
+
+def _missed(found: Found) -> str | None:
+    """Why the trainer would undo the committed version, and what to do; None: it has that version."""
+    version, committed = found.version, found.committed
+    if version == committed:
+        return None
+    back = f"go back to version {version} (POST /fleet/rollback), or " if version else ""
+    return (
+        f"the trainer has version {version}, and version {committed} is committed: {found.problem}. It "
+        f"neither learns nor publishes until it is told what to do: {back}replace version {committed} (POST "
+        f'/train/publish with "after": {committed})'
+    )
 
 
 def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:

@@ -246,7 +246,9 @@ class Arena:
         """One round of the trainer: None, or why it failed."""
         try:
             with self.launched.client(timeout_s) as client:
-                answer = client.post("/train/publish", json={"label": "trainer"})
+                # The outside publisher has published since: the trainer is told that it replaces that.
+                after = client.get("/fleet").json()["committed_version"]
+                answer = client.post("/train/publish", json={"label": "trainer", "after": after})
             return None if answer.is_success else answer.text[:400]
         except httpx.HTTPError as error:
             return f"{type(error).__name__}: {error}"

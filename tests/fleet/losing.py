@@ -10,6 +10,7 @@ import psutil
 
 from tests.fleet.deployed import Fleet
 from tests.fleet.processes import descendants, wait_until_ended
+from tests.fleet.talk import trainer_publishes
 from tests.journal_copy import JournalCopy
 
 
@@ -82,7 +83,7 @@ def a_round_that_is_open(fleet: Fleet) -> Iterator[tuple[list[httpx.Response], t
 
     def publish() -> None:
         with fleet.client(timeout_s=300) as trainer:
-            answers.append(trainer.post("/train/publish", json={}))
+            answers.append(trainer_publishes(trainer))
 
     publishing = threading.Thread(target=publish)
     publishing.start()

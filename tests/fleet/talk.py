@@ -88,6 +88,12 @@ def sampled(client: httpx.Client, seed: int) -> Answer:
     return complete(client, max_tokens=12, temperature=1.0, logprobs=1, seed=seed)
 
 
+def trainer_publishes(client: httpx.Client, **body: Any) -> httpx.Response:
+    """A round of the trainer, over what others have published since its last one."""
+    after = FleetClient(client).send(calls.fleet()).committed_version
+    return client.post("/train/publish", json={"after": after, **body})
+
+
 def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
     """One optimizer step on sampled answers, then a round; returns the new version."""
     fleet = FleetClient(client)
@@ -96,7 +102,7 @@ def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
         for index in range(4)
     ]
     fleet.send(calls.step(batch))
-    return fleet.send(calls.publish()).version
+    return int(succeeded(trainer_publishes(client)).json()["version"])
 
 
 def saved(fleet: Fleet, seed: int, *, shard_size: str = "50GB") -> Path:

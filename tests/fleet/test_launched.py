@@ -37,6 +37,7 @@ from tests.fleet.talk import (
     on_every_replica,
     succeeded,
     train_and_publish,
+    trainer_publishes,
     wait_for,
 )
 from tests.tiny_models import save_tiny_llama
@@ -341,7 +342,7 @@ def quick_rounds(fleet: Launched) -> Iterator[list[str]]:
     def publish() -> None:
         with fleet.client(timeout_s=300) as trainer:
             while not stop.wait(PERIOD_S):
-                answer = trainer.post("/train/publish", json={})
+                answer = trainer_publishes(trainer)
                 ended.append("" if answer.is_success else answer.text)
 
     publishing = threading.Thread(target=publish)

@@ -22,6 +22,7 @@ from tests.fleet.talk import (
     saved,
     succeeded,
     train_and_publish,
+    trainer_publishes,
 )
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes
@@ -79,7 +80,7 @@ def test_weights_that_a_sleep_discarded_are_not_served(fleet: Fleet) -> None:
         assert client.post("/wake_up?tags=weights&tags=weights").status_code == 200
         assert client.post("/wake_up").status_code == 409
         assert client.get("/is_sleeping").json() == {"is_sleeping": True}
-        published = client.post("/train/publish", json={})
+        published = trainer_publishes(client)
         assert published.status_code == 200, published.text
         assert client.post("/wake_up?tags=kv_cache").status_code == 200
         assert client.get("/is_sleeping").json() == {"is_sleeping": False}

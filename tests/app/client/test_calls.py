@@ -62,6 +62,8 @@ async def test_the_trainers_calls_are_typed() -> None:
         assert await made.send(calls.step([TRAJECTORY])) == {"loss": 0.5}
         assert await made.send(calls.publish("step 1")) == report(2, 4, "step 1")
         assert await made.send(calls.publish()) == report(2, 4)
+        with pytest.raises(FleetError, match="continue from version 3"):
+            await made.send(calls.publish(after=3))
         assert (await made.send(calls.rollback(2))).label == "rollback to 2"
         assert (await made.send(calls.save())).path == "/tmp/checkpoint"
         assert (await made.send(calls.save("/data/x"))).path == "/data/x"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from deployments.protocol.errors import InvalidRequest, OtherStep, RoundAborted
+from deployments.protocol.errors import Conflict, InvalidRequest, OtherStep, RoundAborted
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import AdapterReport, SavedCheckpoint, TrainerStatus
 from tests.app.http.fake_status import report
@@ -58,8 +58,12 @@ class FakeTrainer:
             raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
         return {"loss": 0.5}
 
-    async def publish(self, label: str | None, step: int | None) -> RoundReport | AdapterReport:
+    async def publish(
+        self, label: str | None, step: int | None, after: int | None
+    ) -> RoundReport | AdapterReport:
         self.received.append(label)
+        if after not in (None, 4):
+            raise Conflict(f"version 4 is committed, and these weights continue from version {after}")
         if step not in (None, 3):
             raise OtherStep(f"expected a trainer after step {step}, got one after step 3", {"actual": 3})
         if self._adapts:

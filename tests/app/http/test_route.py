@@ -31,7 +31,7 @@ async def test_body_is_json_whatever_its_media_type_and_may_be_empty(
         (b'"a"', "the body: expected an object, got 'a'"),
         (b'{"step": "7"}', "step: expected a valid integer, got '7'"),
         (b'{"step": 7.0}', "step: expected a valid integer, got 7.0"),
-        (b'{"lable": 1}', "expected no other fields than ['label', 'step'], got 'lable'"),
+        (b'{"lable": 1}', "expected no other fields than ['after', 'label', 'step'], got 'lable'"),
         (b'{"step": [], "lable": 1}', "step: expected a valid integer, got list; expected no other"),
         (b'{"step": "' + b"7" * 900 + b'"}', "step: expected a valid integer, got '" + "7" * 60 + "'"),
         (b'{"label": "' + b"x" * MAX_BODY_BYTES, "the body must have at most 1000 bytes"),

@@ -44,6 +44,8 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.version = 4
+        self.trainer_version: int | None = None  # None: the fleet's
+        self.missed: str | None = None
         self.batches: list[list[Trajectory]] = []
         self.labels: list[str] = []
         self.abort_next = False
@@ -74,6 +76,8 @@ class FakeFleet:
                 steps = self.steps - 1 if doing else self.steps
                 current = {
                     "step": steps,
+                    "version": self.version if self.trainer_version is None else self.trainer_version,
+                    "missed": self.missed,
                     "doing": doing,
                     "last_step": {**self.metrics, "step": steps},
                     "last_round": done[0] if done else None,

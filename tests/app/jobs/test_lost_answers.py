@@ -1,5 +1,6 @@
 """A job whose trainer or answers are lost, or which is killed: each step is made once."""
 
+import re
 from pathlib import Path
 
 import httpx
@@ -42,6 +43,36 @@ async def test_a_step_lost_before_its_round_is_repeated(
     assert [record.trainer["step"] for record in records] == [4, 5]
     out = capsys.readouterr().out
     assert "step 1 was lost before it was published, it is made again: got one after step 3" in out
+
+
+async def test_a_trainer_that_comes_back_older_is_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was told to replace the version that it had published, and has not got."""
+
+    class Older(FakeFleet):
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/train/step" and self.labels == ["step 1"]:
+                self.steps -= 1
+            return await super().answer(request)
+
+    await run_job(Older(), tmp_path / "m.jsonl", "--steps", "2")
+    out = capsys.readouterr().out
+    assert out.count("this was its step 4, and its step 4 was published before") == 1
+
+
+@pytest.mark.parametrize(
+    "missed", [None, "the trainer has version 3, and version 4 is committed: it is lost"]
+)
+async def test_a_job_does_not_begin_with_a_trainer_that_has_another_version_than_the_fleet(
+    tmp_path: Path, missed: str | None
+) -> None:
+    fleet = FakeFleet()
+    fleet.trainer_version, fleet.missed = 3, missed
+    expected = missed or "the fleet serves version 4, and its trainer has version 3: `slipstream rollback 4`"
+    with pytest.raises(FleetError, match=re.escape(expected)):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert not fleet.batches
 
 
 async def test_a_trainer_that_loses_each_step_ends_the_run(tmp_path: Path) -> None:

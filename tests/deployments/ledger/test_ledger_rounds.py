@@ -185,3 +185,24 @@ def test_a_replica_that_cannot_drop_what_came_is_fenced() -> None:
     scene.ledger.abort_round(scene.token, round_id, "changed my mind", scene.now)
     scene.poll()
     assert scene.replicas[0].fenced == "drop: replica_failed here" and scene.replicas[1].admitted
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_version_is_not_undone_by_a_publisher_that_has_not_seen_it(restarted: bool) -> None:
+    scene = Scene(replicas=1)
+    for _ in range(2):
+        report_of(scene.publish())
+    if restarted:
+        scene.restart()
+        scene.poll()
+    scene.connect()
+    for older in (0, 1):
+        with pytest.raises(
+            Conflict,
+            match=rf"version 2 is committed, and these weights continue from version {older}: nothing",
+        ) as raised:
+            scene.open(after=older)
+        assert raised.value.detail == {"expected": older, "version": 2}
+    assert scene.status().round is None
+    report_of(scene.publish(after=2))
+    assert report_of(scene.publish()).version == 4, "one that states no version may replace any"

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.errors import (
+    Conflict,
     FleetUnavailable,
     InvalidRequest,
     OtherStep,
@@ -230,6 +231,31 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
         pids = await trainer.process_ids()
         assert all(exists(pid) for pid in pids)
     await until_gone(pids)
+
+
+async def test_a_trainer_without_the_committed_version_does_nothing_until_it_is_told(
+    spec: TrainerSpec, controller: RemoteController
+) -> None:
+    async with running(spec, controller) as trainer:
+        for version in (1, 2):
+            await trainer.step(BATCH)
+            await trainer.publish(None)
+            await until_stored(trainer, version)
+    (controller.directory / "store" / "v00000002" / "model.safetensors").write_bytes(b"")
+    async with running(spec, controller) as trainer:
+        missed = (await trainer.status()).missed
+        assert missed is not None
+        for refused in (trainer.step(BATCH), trainer.publish(None)):
+            with pytest.raises(
+                Conflict, match="the trainer has version 1, and version 2 is committed"
+            ) as raised:
+                await refused
+            assert raised.value.message == missed
+        assert (await trainer.rollback(1)).version == 3
+        await trainer.step(BATCH)
+        assert (await trainer.publish(None)).version == 4
+        status = await trainer.status()
+        assert (status.version, status.step, status.missed) == (4, 2, None)
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,10 @@ def test_joiners_starve_when_only_replicas_hold_what_the_trainer_published(
     assert is_starved(status, published) is starved and not is_lost(status)
 
 
-async def labels_published(statuses: Sequence[FleetStatus | Exception], publish_fails: int = 0) -> list[str]:
-    """What `watch` publishes while the controller gives these answers, one per check."""
+async def labels_published(
+    statuses: Sequence[FleetStatus | Exception], publish_fails: int = 0, own: int = 4
+) -> list[str]:
+    """What `watch` publishes over version 4 while the controller gives these answers, one per check."""
     answers: Iterator[FleetStatus | Exception] = iter(statuses)
     published: list[str] = []
     exhausted = asyncio.Event()
@@ -227,12 +229,13 @@ async def labels_published(statuses: Sequence[FleetStatus | Exception], publish_
         assert answer is not None
         return answer
 
-    async def publish(label: str) -> None:
+    async def publish(label: str, after: int) -> None:
+        assert after == 4
         published.append(label)
         if len(published) <= publish_fails:
             raise FleetUnavailable("no replica is registered")
 
-    watching = asyncio.create_task(watch(status, publish, lambda: 4, period_s=0.0))
+    watching = asyncio.create_task(watch(status, publish, lambda: own, period_s=0.0))
     await exhausted.wait()
     watching.cancel()
     return published
@@ -254,3 +257,11 @@ async def test_a_version_missing_in_several_checks_is_published_again(
     checks: list[FleetStatus | Exception], publish_fails: int, labels: list[str]
 ) -> None:
     assert await labels_published(checks, publish_fails) == labels
+
+
+async def test_what_an_older_trainer_publishes_in_place_of_a_lost_version_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("WARNING", "ray.serve"):
+        assert await labels_published([LOST] * CONFIRMATIONS, own=3) == ["version 4 was lost"]
+    assert "version 4 was lost, and replicas wait for it: publishing version 3 in its place" in caplog.text

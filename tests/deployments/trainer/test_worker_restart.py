@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.errors import Conflict, InvalidRequest
+from deployments.trainer import stored_weights
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
@@ -211,17 +212,63 @@ def damage(spec: TrainerSpec, version: int) -> None:
     file.write_bytes(content)
 
 
-def test_a_damaged_version_is_not_resumed_from_and_the_one_before_is(
-    spec: TrainerSpec, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
+def lose(spec: TrainerSpec, version: int) -> Path:
+    """Its trainer was killed before it was written; where it is now."""
+    directory = Path(spec.store_dir) / f"v{version:08d}"
+    return directory.rename(directory.with_name("lost"))
+
+
+@pytest.mark.parametrize("fault", ["damaged", "lost"])
+def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_only_when_told(
+    spec: TrainerSpec,
+    fault: str,
+    caplog: pytest.LogCaptureFixture,
+    controller: ControllerInProcess,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored_weights, "STORE_WAIT_S", 0.0)
+    trained(spec, controller, steps=2)
+    damage(spec, 2) if fault == "damaged" else lose(spec, 2)
+    worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
+    loaded = worker.load(("127.0.0.1", 0))
+    assert (loaded.version, loaded.step) == (1, 1) and loaded.missed is not None
+    errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert errors == [loaded.missed]
+    assert loaded.missed.startswith("the trainer has version 1, and version 2 is committed: version 2 ")
+    assert ("is damaged" if fault == "damaged" else "is not in the store") in loaded.missed
+    assert "go back to version 1 (POST /fleet/rollback)" in loaded.missed
+    with pytest.raises(Conflict, match="version 2 is committed, and these weights continue from version 1"):
+        worker.publish(None, loaded.version)
+    report = worker.publish(None, 2)
+    assert report is not None and report.version == 3
+    assert equal(controller.received, load_file(controller.directory_of(1) / "model.safetensors"))
+
+
+def test_a_version_that_is_stored_late_is_waited_for(
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(spec, controller, steps=2)
-    damage(spec, 2)
-    worker = started(spec, controller)
-    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert sum("resumes from version 1, and what was trained since is lost" in each for each in warnings) == 1
-    assert any("version 2 in" in each and "is damaged" in each for each in warnings)
-    published(worker)
-    assert equal(controller.received, load_file(controller.directory_of(1) / "model.safetensors"))
+    lost = lose(spec, 2)
+
+    def sleep(duration_s: float) -> None:
+        lost.rename(lost.with_name("v00000002"))
+
+    monkeypatch.setattr(stored_weights.time, "sleep", sleep)
+    loaded = TrainerWorker(spec, 0, controller).load(("127.0.0.1", 0))  # type: ignore[arg-type]
+    assert (loaded.version, loaded.missed) == (2, None)
+
+
+def test_with_no_version_at_all_the_model_replaces_what_is_served_only_when_told(
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_weights, "STORE_WAIT_S", 0.0)
+    trained(spec, controller, steps=1)
+    lose(spec, 1)
+    loaded = TrainerWorker(spec, 0, controller).load(("127.0.0.1", 0))  # type: ignore[arg-type]
+    assert loaded.version == 0 and loaded.missed is not None
+    assert loaded.missed.endswith(
+        'until it is told what to do: replace version 1 (POST /train/publish with "after": 1)'
+    )
 
 
 def test_a_trainer_does_not_start_where_every_version_is_damaged(
