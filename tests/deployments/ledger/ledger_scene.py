@@ -79,10 +79,17 @@ class Scene:
         self.poll()
         return call
 
-    def open(self, *, persist: bool = False, file_bytes: int | None = None, **config: Any) -> int:
+    def open(
+        self,
+        *,
+        after: int | None = None,
+        persist: bool = False,
+        file_bytes: int | None = None,
+        **config: Any,
+    ) -> int:
         """Open a round, with other settings for `config`; no replica has received anything of it yet."""
         self.ledger.reconfigure(self.config.model_copy(update=config))
-        options = RoundOptions(persist=persist, file_bytes=file_bytes)
+        options = RoundOptions(after=after, persist=persist, file_bytes=file_bytes)
         return self.ledger.open_round(self.token, options, self.now)
 
     def send(self, round_id: int, payload: Any = None) -> PendingCall:

@@ -242,7 +242,7 @@ def test_a_warm_start_needs_tokens_alone(spec: TrainerSpec, controller: Controll
 def test_publish_on_a_cpu_uses_one_core(device: str, threads: int) -> None:
     worker: Any = object.__new__(TrainerWorker)
     worker._spec = SimpleNamespace(device=device)
-    worker._publish = lambda label: torch.get_num_threads()
+    worker._publish = lambda label, after: torch.get_num_threads()
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
