@@ -141,44 +141,6 @@ async def test_calls_take_turns_and_status_is_answered_meanwhile(trainer: Traine
     await trainer.check_health()
 
 
-async def test_a_step_whose_caller_is_gone_is_done_and_counted(trainer: Trainer) -> None:
-    before = (await trainer.status()).step
-    step = asyncio.ensure_future(trainer.step(BATCH))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    step.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await step
-    assert (await trainer.step(BATCH))["step"] == before + 2
-    assert (await trainer.status()).step == before + 2
-
-
-async def test_a_stored_version_is_published_again_and_weights_are_saved_as_a_checkpoint(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    await trainer.step(BATCH)
-    version = (await trainer.publish()).version
-    await until_stored(trainer, version)
-    report = await trainer.rollback(version)
-    assert (report.version, report.label) == (version + 1, f"rollback to {version}")
-    with pytest.raises(InvalidRequest, match=r"expected one in the store .*, got 99"):
-        await trainer.rollback(99)
-    saved = await trainer.save(str(tmp_path / "saved"))
-    assert (saved.path, saved.step) == (str(tmp_path / "saved"), (await trainer.status()).step)
-    assert (tmp_path / "saved" / "model.safetensors").is_file()
-
-
-async def test_a_publish_survives_a_controller_that_dies_in_it(
-    trainer: Trainer, fleet: RemoteController
-) -> None:
-    """In any other of its calls: deployments/test_publish_session.py."""
-    before = (await trainer.status()).version
-    await fleet.do(lambda controller: controller.dies_in.update(close_round="after"))
-    report = await trainer.publish("mine")
-    assert (report.version, report.label) == (before + 1, "mine")
-    await until_stored(trainer, report.version)
-
-
 async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(
     trainer: Trainer, fleet: RemoteController
 ) -> None:
