@@ -35,7 +35,6 @@ def as_json(status: FleetStatus) -> object:
 
 async def test_the_fleet_is_read_as_the_controllers_own_types() -> None:
     controller = FakeController()
-    controller.reports = [report(1, 3)]
     async with fleet(controller) as made:
         status = await made.send(calls.fleet())
         assert as_json(status) == as_json(await controller.fleet())

@@ -1,6 +1,5 @@
 """An engine and a fleet that record which orders reach them."""
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,14 @@ from deployments.protocol.engine_state import (
 )
 from tests.app.http.fake_controller import FakeController
 
+ORDERS = {  # by the controller's method: an engine's, and which argument it has
+    "connect": ("init", 1),
+    "disconnect": ("shutdown", None),
+    "open_round": ("start", None),
+    "send": ("update", 2),
+    "close_round": ("finish", 2),
+    "set_label": ("label", 0),
+}
 Orders = list[tuple[str, Any]]  # what reached an engine: the method, and its arguments
 
 
@@ -98,9 +105,7 @@ class RecordingController(FakeController):
     """A fleet of one replica, and the orders that reached it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.serving = self.serving[:1]
-        self.checksums = {self.serving[0]: [{"w": "aa"}]}
+        super().__init__(replicas=1)
         self.orders: Orders = []
 
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
@@ -108,29 +113,11 @@ class RecordingController(FakeController):
         self.orders.append((operation.name, _arguments(operation)))
         return answers
 
-    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
-        self.orders.append(("init", dict(init_info)))
-        return await super().connect(token, init_info)
-
-    async def disconnect(self, token: int) -> dict[str, JsonValue]:
-        self.orders.append(("shutdown", None))
-        return await super().disconnect(token)
-
-    async def open_round(self, token: int, options: Any) -> int:
-        self.orders.append(("start", None))
-        return await super().open_round(token, options)
-
-    async def send(self, token: int, round_id: int, payload: JsonValue) -> None:
-        self.orders.append(("update", payload))
-        await super().send(token, round_id, payload)
-
-    async def close_round(self, token: int, round_id: int, label: str | None) -> Any:
-        self.orders.append(("finish", label))
-        return await super().close_round(token, round_id, label)
-
-    async def set_label(self, label: str) -> None:
-        self.orders.append(("label", label))
-        await super().set_label(label)
+    def _ask(self, name: str, *args: Any, **options: Any) -> Any:
+        if name in ORDERS:
+            order, place = ORDERS[name]
+            self.orders.append((order, None if place is None else args[place]))
+        return super()._ask(name, *args, **options)
 
 
 def _arguments(operation: Operation) -> Any:

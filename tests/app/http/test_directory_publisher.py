@@ -193,7 +193,8 @@ async def test_lost_lease_asks_to_publish_again(directory: Path) -> None:
         with pytest.raises(TransferAborted, match=f"{directory} is not published.*publish again") as raised:
             await publisher.publish(str(directory), None)
         assert raised.value.detail == {"send_again": True}
-        controller.round_id, controller.lease = None, None
+        if controller.lease is not None:
+            await controller.release(controller.lease.token)
     assert (await publisher.publish(str(directory), None)).version == 4
 
 

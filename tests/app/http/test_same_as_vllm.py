@@ -50,6 +50,7 @@ def post(path: str, body: Any = None, *first: Ask) -> Ask:
 INIT = {"master_address": "10.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 3, "packed": True}
 UPDATE = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2, 2]]}
 START = post("/start_weight_update")
+SENT = START, post("/update_weights", {"update_info": UPDATE})
 
 SAME = [
     post("/pause"),
@@ -94,11 +95,11 @@ SAME = [
     post("/update_weights", {"update_info": [UPDATE, UPDATE]}, START),
     post("/update_weights", {"update_info": "all"}, START),
     post("/update_weights", {}, START),
-    post("/finish_weight_update", None, START),
-    post("/finish_weight_update", {}, START),
-    post("/finish_weight_update", {"weight_version": None}, START),
-    post("/finish_weight_update", {"weight_version": "step-7"}, START),
-    post("/finish_weight_update", {"weight_version": 7}, START),
+    post("/finish_weight_update", None, *SENT),
+    post("/finish_weight_update", {}, *SENT),
+    post("/finish_weight_update", {"weight_version": None}, *SENT),
+    post("/finish_weight_update", {"weight_version": "step-7"}, *SENT),
+    post("/finish_weight_update", {"weight_version": 7}, *SENT),
     post("/update_weight_version", {"new_version": "step-8"}),
     post("/update_weight_version", {"new_version": 8}),
     post("/update_weight_version", {}),

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.http.prometheus import exposition
 from deployments.router.scrape import Scraped
-from tests.app.http.fake_controller import REPLICAS
 from tests.app.http.fake_status import report, status
 
+REPLICAS = ("replica-0", "replica-1")
 FLEET = status(3, REPLICAS)
 
 

@@ -32,8 +32,8 @@ async def test_call_before_the_round_is_a_conflict(
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("/start_weight_update", None, "start_weight_update was called twice: round 1 is open"),
-        ("/init_weight_transfer_engine", {"init_info": {}}, "round 1 is open: finish it"),
+        ("/start_weight_update", None, "start_weight_update was called twice: round 4 is open"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, "round 4 is open: finish it"),
         (
             "/shutdown_weight_transfer_engine",
             None,
@@ -47,7 +47,7 @@ async def test_call_forbidden_during_a_round_is_a_conflict_and_keeps_the_round(
     await fleet.post("/start_weight_update")
     answer = await fleet.post(path, json=body)
     assert answer.status_code == 409 and message in answer.json()["error"]["message"]
-    assert controller.round_id == 1 and controller.lease is not None
+    assert controller.round_id == 4 and controller.lease is not None
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,7 @@ async def test_round_needs_no_label_and_unknown_fields_are_ignored_as_vllm_does(
     fleet: httpx.AsyncClient, controller: FakeController, content: bytes
 ) -> None:
     await fleet.post("/start_weight_update", content=b"not even JSON: vLLM does not read this body")
+    await fleet.post("/update_weights", json={"update_info": {}})
     assert (await fleet.post("/finish_weight_update", content=content)).status_code == 200
     assert controller.label is None
 
@@ -110,7 +111,7 @@ async def test_pickled_handles_need_the_switch(fleet: httpx.AsyncClient, control
     answer = await fleet.post("/update_weights", json={"update_info": {"ipc_handles_pickled": "gASVAAAA"}})
     assert answer.status_code == 400
     assert "allow_pickled_ipc_over_http" in answer.json()["error"]["message"]
-    assert controller.sent == [] and controller.round_id == 1
+    assert controller.sent == [] and controller.round_id == 4
 
 
 async def test_with_the_switch_handles_are_unpickled_and_nothing_else(controller: FakeController) -> None:
@@ -191,4 +192,4 @@ async def test_directory_is_a_whole_round_as_prime_rl_has_it(
         await fleet.post("/start_weight_update")
         refused = await fleet.post("/update_weights", json={"weight_dir": str(tmp_path)})
         assert refused.status_code == 409 and "'http' publishes" in refused.json()["error"]["message"]
-        assert controller.round_id == 2, "the round of the other publisher continues"
+        assert controller.round_id == 5, "the round of the other publisher continues"

@@ -73,8 +73,8 @@ class Scene:
                 self.poll(1)
             self.ledger.tick(self.now)
 
-    def connect(self, init_info: dict[str, Any] | None = None) -> PendingCall:
-        self.token = self.ledger.acquire("trainer", self.now).token
+    def connect(self, init_info: dict[str, Any] | None = None, publisher: str = "trainer") -> PendingCall:
+        self.token = self.ledger.acquire(publisher, self.now).token
         call = self.ledger.connect(self.token, {} if init_info is None else init_info, self.now)
         self.poll()
         return call
