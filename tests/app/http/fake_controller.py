@@ -22,8 +22,8 @@ from deployments.protocol.engine_state import (
     WeightChecksums,
 )
 from deployments.protocol.errors import InvalidRequest, NotFound
-from deployments.protocol.poll import FilePart, KvCache
-from deployments.protocol.publishing import CommitMode, JoinedLease, Lease, RoundOptions, RoundReport
+from deployments.protocol.poll import CommitMode, FilePart, KvCache
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health
 from tests.app.http.fake_status import report
 from tests.deployments.ledger.ledger_scene import Scene
