@@ -19,6 +19,7 @@ from tests.chaos.launching import MODEL, SETTINGS, Launched, launch
 from tests.chaos.marked_weights import save_marked
 from tests.chaos.recording import Reader, Recording, rounds_of
 from tests.environment import users_environment
+from tests.fleet.deployed import merged
 from tests.waiting import until
 
 TRAINERS_SHARE = 4  # each fourth round is the trainer's
@@ -231,9 +232,8 @@ class Arena:
         """All that was seen so far."""
         recording = self._reader.read()
         with suppress(httpx.HTTPError), self.launched.client() as client:
-            known = {each.round_id: each for each in recording.rounds}
-            known |= {each.round_id: each for each in rounds_of(client.get("/fleet/rounds").json()["rounds"])}
-            recording.rounds = list(known.values())
+            reports = rounds_of(client.get("/fleet/rounds").json()["rounds"])
+            recording.rounds += [each for each in reports if each not in recording.rounds]
         return recording
 
     def publish(self, timeout_s: float = 170.0) -> str | None:
@@ -270,8 +270,10 @@ class Arena:
 @contextmanager
 def fleet_under_load(root: Path, settings: Mapping[str, Any] = SETTINGS, **options: Any) -> Iterator[Arena]:
     """A fleet of the marked model, with load and rounds; `options` are those of `Arena`."""
+    published = {"security": {"checkpoint_roots": [str(root / "published")]}}
+    (root / "published").mkdir()
     with (
-        launch(root, save_marked(root / "model", 0), settings) as launched,
+        launch(root, save_marked(root / "model", 0), merged(settings, published)) as launched,
         under_load(launched, root / "seen.jsonl", **options) as arena,
     ):
         yield arena
@@ -285,6 +287,15 @@ def under_load(launched: Launched, file: Path, **options: Any) -> Iterator[Arena
         yield arena
     finally:
         arena.close()
+
+
+@contextmanager
+def watched(arena: Arena, may_lose: int = 0) -> Iterator[None]:
+    """What is seen during the block, and until the fleet is whole again, breaks no rule."""
+    until(arena.whole, 60, "a whole fleet before the fault")
+    begin = time.time()
+    yield
+    checked_since(arena, begin, may_lose)
 
 
 def checked_since(arena: Arena, begin: float, may_lose: int) -> Recording:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from tests.chaos.marked_weights import MIXED, token_of
-from tests.chaos.recording import Happened, Recording, Seen
+from tests.chaos.recording import Ended, Happened, Recording, Seen
 
 SLACK_S = 0.05
 MARK = "mark-"  # the label of a version, before its mark
@@ -125,6 +125,27 @@ def all_members_or_none(recording: Recording, expected: Expected) -> Iterator[st
             yield f"version {state.version} is committed and no round is open, but {others} serve"
 
 
+def a_version_has_one_digest(recording: Recording, expected: Expected) -> Iterator[str]:
+    """One round commits a version, and reports one digest of it, whenever it is asked."""
+    first: dict[int, Ended] = {}
+    for ended in recording.rounds:
+        if ended.phase != "committed":
+            continue
+        before = first.setdefault(ended.version, ended)
+        if (ended.round_id, ended.digest) != (before.round_id, before.digest):
+            yield (
+                f"version {ended.version} is round {before.round_id} with digest {before.digest}, and round "
+                f"{ended.round_id} with digest {ended.digest}"
+            )
+
+
+def what_was_published_stays(recording: Recording, expected: Expected) -> Iterator[str]:
+    """The committed version never goes down: a rollback is a later version."""
+    for before, after in pairwise(recording.states):
+        if after.version < before.version:
+            yield f"version {before.version} was committed, and {after.version} at {after.at:.1f}"
+
+
 def a_round_includes_every_member(recording: Recording, expected: Expected) -> Iterator[str]:
     """Who served when a committed round was opened is in its report, or was fenced or lost."""
     gone = {str(event.fields.get("replica")) for event in recording.events if event.name in ("lost", "fence")}
@@ -191,6 +212,8 @@ RULES: Sequence[Rule] = (
     never_older,
     never_behind,
     all_members_or_none,
+    a_version_has_one_digest,
+    what_was_published_stays,
     a_round_includes_every_member,
     no_request_is_lost,
     broken_streams_have_a_cause,

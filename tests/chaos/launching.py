@@ -73,6 +73,11 @@ class Launched:
     token: str | None = None
 
     @property
+    def published(self) -> Path:
+        """A root below which an arena's fleet publishes directories."""
+        return self.model.parent / "published"
+
+    @property
     def replicas(self) -> int:
         return int(self.document["applications"][0]["args"]["engine"]["num_replicas"])
 

@@ -77,6 +77,7 @@ class Ended:
     phase: str
     replicas: frozenset[str]
     fenced: frozenset[str]
+    digest: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +151,7 @@ def rounds_of(reports: Iterable[Mapping[str, Any]]) -> list[Ended]:
             phase=each["phase"],
             replicas=frozenset(each["replicas"]),
             fenced=frozenset(each["fenced"]),
+            digest=each["digest"],
         )
         for each in reports
     ]

@@ -133,6 +133,8 @@ FORGED = [
     (seen(9, 29.0, 31.0, status=422, error="deadly"), "no_request_is_lost"),
     (seen(9, 21.0, 22.0, (2, 3), error="it broke off", replica="a", wanted=9), "broken_streams_have_a_cause"),
     (None, "all_members_or_none"),
+    (None, "a_version_has_one_digest"),
+    (None, "what_was_published_stays"),
     (None, "a_round_includes_every_member"),
     (None, "no_other_replica_is_lost"),
     (None, "nothing_hangs"),
@@ -163,6 +165,19 @@ def test_a_round_without_a_member_that_served_is_found() -> None:
     assert broken(recording) == {"a_round_includes_every_member"}
     recording.rounds[0] = replace(recording.rounds[0], fenced=frozenset({"a"}))
     assert broken(recording) == set()
+
+
+@pytest.mark.parametrize("changes", [{"digest": "bb"}, {"round_id": 3}])
+def test_a_version_with_two_digests_or_rounds_is_found(changes: dict[str, Any]) -> None:
+    recording = honest()
+    recording.rounds.append(replace(recording.rounds[1], **changes))
+    assert broken(recording) == {"a_version_has_one_digest"}
+
+
+def test_a_version_that_is_undone_is_found() -> None:
+    recording = honest()
+    recording.states.append(State(at=33.0, version=1, phase="open", serving={"a": 1}))
+    assert broken(recording) == {"what_was_published_stays"}
 
 
 def test_a_request_without_an_end_is_found() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.arena import Arena, Publisher, checked_since
+from tests.chaos.arena import Arena, Publisher, watched
 from tests.chaos.timing import LOST
 from tests.chaos.unreliable import Trouble, network
 from tests.fleet.processes import engine_of
@@ -22,15 +22,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.long,
 ]
-
-
-@contextmanager
-def watched(arena: Arena, may_lose: int = 0) -> Iterator[None]:
-    """What is seen during the block, and until the fleet is whole again, breaks no rule."""
-    until(arena.whole, 60, "a whole fleet before the fault")
-    begin = time.time()
-    yield
-    checked_since(arena, begin, may_lose)
 
 
 @contextmanager
