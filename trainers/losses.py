@@ -50,6 +50,8 @@ class LearnedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
+    """What a loss returns."""
+
     values: torch.Tensor  # with gradient, float32 [M]; the lower, the better
     clipped: torch.Tensor | None = None  # bool [M], for the metrics: the clip holds the token back
 

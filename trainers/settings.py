@@ -77,6 +77,8 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class LossConfig(BaseModel):
+    """The loss: which one, clipping, importance weights, the KL penalty."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "ppo_clip"  # one of `DEFAULTS`, or the import path of your own: package.module:function

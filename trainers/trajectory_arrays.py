@@ -33,6 +33,7 @@ _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": 
 
 
 def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
+    """The arrays of a batch; fractions are rounded to float32."""
     lengths = [len(each.token_ids) for each in trajectories]
     arrays: dict[str, Array] = {
         "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
