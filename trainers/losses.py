@@ -52,7 +52,7 @@ class LearnedTokens:
 class TokenLosses:
     """What a loss returns."""
 
-    values: torch.Tensor  # with gradient, float32 [M]; the lower, the better
+    values: torch.Tensor  # float32 [M] with gradient; the lower, the better
     clipped: torch.Tensor | None = None  # bool [M], for the metrics: the clip holds the token back
 
 

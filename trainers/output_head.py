@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 LOGITS_AT_ONCE = 1 << 27  # 512 MiB in float32
 COMPILED_LOGITS_AT_ONCE = 1 << 29  # 1 GiB in bfloat16
-_ENTROPY_TOKENS = 512  # at once, unless compiled
+_ENTROPY_TOKENS = 512  # positions at a time, unless compiled
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 _Function = Callable[..., torch.Tensor]
@@ -30,7 +30,7 @@ class TokenScores:
     """The model's log-probabilities of a batch's learned tokens; both float32 [M]."""
 
     logprobs: torch.Tensor
-    entropies: torch.Tensor | None  # where they are predicted, in nats, without gradient
+    entropies: torch.Tensor | None  # nats, without gradient
 
 
 class OutputHead:

@@ -151,7 +151,7 @@ class OptimizerConfig(_Settings):
     weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = Schedule.CONSTANT
     warmup_steps: NonNegativeInt = 0
-    total_steps: PositiveInt | None = None  # where linear and cosine, which require it, reach zero
+    total_steps: PositiveInt | None = None  # linear and cosine require it, and reach zero there
 
     @model_validator(mode="after")
     def _schedule_ends_after_the_warmup(self) -> Self:
@@ -176,7 +176,7 @@ class LearnerConfig(_Settings):
     max_grad_norm: PositiveFloat = 1.0
     max_tokens_per_microbatch: PositiveInt = 8192  # padded; bounds activation memory
     updates_per_step: PositiveInt = 1  # optimizer steps on one batch; clipping has no effect on the first
-    share_prompts: bool = True  # where the model's attention allows it, see trainers.batching
+    share_prompts: bool = True  # the model's attention must allow it, see trainers.batching
 
 
 class LoraConfig(_Settings):
@@ -223,7 +223,7 @@ class TrainerConfig(LearnerConfig):
     # parameter in float32, and 12 where `wire_dtype` rounds the weights.
     checkpoint_every: NonNegativeInt = 10
     seed: int = 0
-    gpus_per_rank: PositiveFloat = 1.0  # on device 'cuda'
+    gpus_per_rank: float = Field(default=1.0, gt=0, le=1)  # device 'cuda' only
     cpu_threads: PositiveInt | None = None  # per rank; None: all cores
     start_timeout_s: PositiveFloat = 600.0
     step_timeout_s: PositiveFloat = 600.0

@@ -28,7 +28,7 @@ Array = npt.NDArray[np.generic]
 _KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
 _REQUIRED = dict.fromkeys(("prompt_lengths", "prompt_token_ids", "lengths", "token_ids"), "integers")
 _OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
-_MASKS = {"loss_mask": True, "constrained": False}  # with their defaults
+_MASKS = {"loss_mask": True, "constrained": False}  # defaults
 _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": "integers"}
 
 

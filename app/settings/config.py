@@ -32,7 +32,7 @@ class RouterConfig(Section):
 
     num_replicas: PositiveInt = 1
     max_ongoing_requests: PositiveInt = 2048  # per router replica; above that: 503 with Retry-After
-    request_timeout_s: PositiveFloat = 600.0  # to find a replica; responses have no limit
+    request_timeout_s: PositiveFloat = 600.0  # limits the search for a replica, not the response
     max_body_bytes: PositiveInt = 32 << 20
     max_sequences: PositiveInt = 16384  # prompts times 'n' of one request; above that: 400
     # At this multiple of the mean load a session leaves its replica, and a prompt the one that has its prefix
@@ -270,9 +270,6 @@ def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
     shares = {"engine.gpus_per_rank": config.engine.gpus_per_rank}
     if config.trainer is not None:
         shares["trainer.gpus_per_rank"] = config.trainer.gpus_per_rank
-    for name, share in shares.items():
-        if share > 1:
-            yield expected(name, "at most 1", f"{share:g}", "a rank runs on one GPU")
     if config.placement is Placement.SEPARATE:
         yield from _whole_gpu_rules(config, shares)
         return

@@ -34,7 +34,7 @@ class EngineConfig(Section):
     num_replicas: ReplicaCount = 2
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt | None = None  # None: the number is fixed; else `slipstream scale` changes it
-    downscale_delay_s: NonNegativeFloat = 300.0  # with 'auto': how long the load must have been lower
+    downscale_delay_s: NonNegativeFloat = 300.0  # 'auto': how long the load must have been lower
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: PositiveInt | None = None  # None: the model's own
     max_num_seqs: PositiveInt = 256
@@ -49,7 +49,7 @@ class EngineConfig(Section):
     load_format: str = "auto"
     quantization: str | None = None
     enable_sleep_mode: bool = False
-    gpus_per_rank: PositiveFloat = 1.0  # a fraction when a trainer rank shares the GPU
+    gpus_per_rank: Fraction = 1.0  # less than 1 when a trainer rank shares the GPU
     drain_timeout_s: PositiveFloat = 120.0  # a replica that is stopped waits so long for running requests
     extra: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
     # Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example VLLM_BATCH_INVARIANT: 1.

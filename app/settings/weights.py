@@ -48,7 +48,7 @@ class WeightsConfig(Section):
     kv_cache: KvCache = KvCache.RECOMPUTE
     in_flight: InFlight = InFlight.KEEP
     min_replicas: PositiveInt = 1
-    max_unavailable: PositiveInt = 1  # with commit 'rolling'
+    max_unavailable: PositiveInt = 1  # commit 'rolling'
     heartbeat_timeout_s: PositiveFloat = 30.0
     stage_timeout_s: PositiveFloat = 120.0
     commit_timeout_s: PositiveFloat = 60.0

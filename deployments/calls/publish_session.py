@@ -23,7 +23,7 @@ from deployments.protocol.errors import SlipstreamError, StalePublisher, Transfe
 from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 
-CALL_TIMEOUT_S = 600.0  # for a controller that hangs; its own deadlines are shorter
+CALL_TIMEOUT_S = 600.0  # the controller hangs: its own deadlines are shorter
 CLEAN_UP_TIMEOUT_S = 10.0  # the lease's expiry cleans up the rest
 
 Result = TypeVar("Result")

@@ -24,7 +24,7 @@ class SizeLimits(BaseModel):
 
     least: int = Field(default=1, ge=1)
     most: int = Field(default=1, ge=1)
-    wanted: int | None = None  # until the operator says otherwise; None: as many as the load needs
+    wanted: int | None = None  # the first target; None: as many as the load needs
     fixed: str | None = "'engine.max_replicas' is not set"  # why the number cannot change
 
     def check(self, wanted: int | None, room: int | None) -> None:

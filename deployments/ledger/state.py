@@ -86,15 +86,15 @@ class Member:
     was_serving: bool = False  # before the controller restarted
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
-    loading_version: int | None = None  # as reported; an earlier controller may have told it to
+    loading_version: int | None = None  # reported; an earlier controller may have told it to
     patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store
     last_report: int = 0  # the number of its newest report
-    failed_transfers: int = 0  # in a row, while others received
+    failed_transfers: int = 0  # consecutive ones, while others received
     updates_in_place: bool = False  # RECEIVE changes its live weights
-    draining: Draining | None = None  # as reported
+    draining: Draining | None = None
     leaving: bool = False
     drained: bool = False  # no request runs on it
-    adapters: AdapterState = NO_ADAPTERS  # as reported
+    adapters: AdapterState = NO_ADAPTERS
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property
@@ -226,7 +226,7 @@ class PendingDrain:
 class PendingOperation:
     operation: Operation
     of_one: bool = False  # brings one member to the fleet's engine state
-    drain_id: str = ""  # with `mode=wait`
+    drain_id: str = ""  # `mode=wait`
     draining: bool = False  # no replica has been told yet
 
 
@@ -480,7 +480,7 @@ class State:
     config: LedgerConfig
     size_limits: SizeLimits
     adapter_limits: AdapterLimits
-    store_dir: str | None  # where replicas write versions; None: they write none
+    store_dir: str | None  # None: replicas write no versions
     desired: DesiredReplicas
     now: float = 0.0
     decisions: list[Decision] = field(default_factory=list)  # not durable yet

@@ -228,7 +228,7 @@ class Directive:
     """What the controller tells one replica."""
 
     admitted: bool
-    instructions: Sequence[Instruction] = ()  # in order; the replica skips those it has seen
+    instructions: Sequence[Instruction] = ()  # the replica skips those it has seen
     acknowledged: Sequence[int] = ()  # acknowledgements that arrived and need no repetition
     fenced: str | None = None  # the reason; the replica stops for good
     may_leave: bool = False
@@ -290,8 +290,8 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
-    swap_s: float  # in the workers; on a GPU the time to queue the copies
-    gap_s: float  # from the call to commit until requests continue
+    swap_s: float  # the workers' time; GPU: to queue the copies
+    gap_s: float  # the call to commit until requests continue
 
 
 Value = Staged | Swapped | LoadedAdapter | JsonValue

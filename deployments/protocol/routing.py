@@ -71,7 +71,7 @@ class Demand:
     router: str = ""  # id of the asking router
     in_flight: Mapping[str, int] = field(default_factory=dict)  # replica -> the router's load there
     prefer: str | None = None  # the replica that this part of a split request is meant for
-    load_factor: float = 1000.0  # at this multiple of the mean load, sessions and prefixes leave a replica
+    load_factor: float = 1000.0  # sessions and prefixes leave a replica at this multiple of the mean load
     census: Census | None = None
     choice: Choice | None = None
 

@@ -155,7 +155,7 @@ def _start_server(directory: str, lock: int) -> None:
 
 
 def _run(directory: str, options: int, command: list[str]) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until they can be forwarded
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # they cannot be forwarded yet
     lifeline, kept = os.pipe()  # the fork is killed by the kernel when `kept` is closed
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     descriptors = [each for each in descriptors if each not in (lifeline, kept) and _is_inherited(each)]

@@ -30,7 +30,7 @@ class StagingState:
     payloads_done: int
     size_bytes: int
     stage_s: float
-    verify_s: float  # on a GPU the time to launch the digests
+    verify_s: float  # GPU: the time to launch the digests
     outcome: Outcome
     message: str = ""  # when not DONE
     digest: str = ""  # the whole version's, once it is complete

@@ -134,7 +134,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self._aborted = threading.Event()
         self._buffers: list[torch.Tensor] = []
         self._tensors: OpenedTensors | None = None
-        self._local: LocalChunk | None = None  # where the trainer rank is on another GPU
+        self._local: LocalChunk | None = None  # the trainer rank is on another GPU
         super().__init__(*args, **kwargs)
 
     def connect(self, init_info: IpcInitInfo) -> None:

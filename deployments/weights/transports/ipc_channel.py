@@ -170,7 +170,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
 
 # Slots of a page. From TAKEN on there is one for each rank; rank 0's is unused.
 PUBLISHED, ABANDONED, ENDED, FAILED, TAKEN = range(5)
-_ABSENT = -1  # until its writer has opened the page
+_ABSENT = -1  # its writer has not opened the page
 _COUNTER_BYTES = 8
 _POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decoding thread waits
 

@@ -31,7 +31,7 @@ class PublishTarget:
     """The replicas that rank 0 found."""
 
     epoch: int
-    workers: int  # in all replicas together
+    workers: int  # the sum over all replicas
     changed: bool  # since the connection was made
 
 

@@ -93,8 +93,8 @@ class TrainerFacts:
     """What a trainer rank knows when it connects; each transport takes what it needs."""
 
     rank: int  # among the trainer's ranks; 0 sends
-    workers: int  # that receive, in all replicas together
-    master_address: str  # where every replica reaches rank 0's host
+    workers: int  # receivers, the sum over all replicas
+    master_address: str  # every replica reaches rank 0's host there
     master_port: int  # free on that host
     chunk_bytes: int | None = None  # None: the transport's default, or vLLM's own for its own engines
     timeout_s: float = DEFAULT_TIMEOUT_S  # not used by vLLM's own engines, which have no deadlines

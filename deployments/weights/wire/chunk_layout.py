@@ -199,7 +199,7 @@ class ReceivedChunk:
     """A chunk's tensors and the digests that were sent with them. Valid until the next one is requested."""
 
     chunk: Chunk
-    memory_key: int  # with the same key, the same chunk has its tensors at the same addresses
+    memory_key: int  # same key, same chunk: its tensors are at the same addresses
     sent: torch.Tensor | None  # int64 [n], on the device of the tensors; None: the sender states none
     read: Callable[[], list[torch.Tensor]]  # the chunk's n tensors, in its order, without a copy
 

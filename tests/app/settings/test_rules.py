@@ -117,7 +117,7 @@ LORA = {"enable_lora": True, "max_loras": 2}
         ),
         (
             SEPARATE | {"engine": {"gpus_per_rank": 1.5}},
-            "'engine.gpus_per_rank': expected at most 1, got 1.5 (a rank runs on one GPU)",
+            "'engine.gpus_per_rank': expected less than or equal to 1, got 1.5",
         ),
         (
             SEPARATE | {"engine": {"tensor_parallel_size": 2, "gpus_per_rank": 0.5}},

@@ -99,7 +99,7 @@ def assign(root: Any, path: AccessPath, value: Any) -> None:
 class Reachable:
     """What a model reaches, each thing once, by the first path to it."""
 
-    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)  # with memory, and not empty
+    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)  # those that have memory
     numbers: dict[AccessPath, Number] = field(default_factory=dict)
     # Objects of compiled libraries that may hold tensors out of sight.
     closed: dict[AccessPath, str] = field(default_factory=dict)
