@@ -45,11 +45,8 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: bool) -> bool:
-    """Checkpoint each layer, and torch.compile it; returns whether checkpointing needs train().
-
-    Raises:
-        ValueError: the model's layers cannot be checkpointed or compiled.
-    """
+    """Checkpoint each layer, and torch.compile it; returns whether checkpointing needs train(). Raises
+    ValueError if the model's layers cannot be checkpointed or compiled."""
     by_compiler = compiled and kept == "selective"
     if compiled:
         for layer in decoder_layers(model):

@@ -32,13 +32,10 @@ class OutOfMemory(RuntimeError):
 
 
 class Learner:
-    """A policy and its optimizer.
+    """A policy and its optimizer. Raises ValueError if the loss cannot be loaded.
 
     Each rank processes its share of the micro-batches. Every rank must call `step` with the same
     trajectories, because of the collectives inside.
-
-    Raises:
-        ValueError: the loss cannot be loaded.
     """
 
     def __init__(
@@ -63,13 +60,8 @@ class Learner:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
 
         An update whose loss or gradient is not finite is not applied, nor those after it; the metrics are of
-        the last one that was. `skipped` is true if none was, and the step is not counted then.
-
-        Args:
-            published: the newest version that the trainer published; None: none.
-
-        Raises:
-            OutOfMemory: the update it happened in has changed nothing.
+        the last one that was. `skipped` is true if none was, and the step is not counted then. Raises
+        OutOfMemory: the update it happened in has changed nothing.
         """
         assert any(trajectory.learned_tokens for trajectory in trajectories), "there is something to learn"
         started = time.perf_counter()
@@ -89,11 +81,7 @@ class Learner:
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """Continue after `steps_done` optimizer steps of the current weights: sets the schedule.
-
-        Args:
-            keep_moments: keep AdamW's moments; else they start at zero.
-        """
+        """Continue after `steps_done` optimizer steps of the current weights. Moments are kept, or zeros."""
         factor = learning_rate_factor(self.config.optimizer)(steps_done)
         if not keep_moments:
             self.optimizer.state.clear()

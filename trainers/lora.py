@@ -27,13 +27,11 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 
 
 class LoraAdapter:
-    """The adapter of a model, and the only part of it that is trained from now on.
+    """The adapter of a model, and the only part of it that is trained from now on. Raises ValueError if the
+    model has no linear layer of a name in `target_modules`.
 
     Make it before the first forward pass of a sharded model. All ranks need the same `seed`, which sets the
     first values.
-
-    Raises:
-        ValueError: the model has no linear layer of a name in `target_modules`.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:

@@ -81,13 +81,8 @@ def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenL
 def token_weights(
     lengths: torch.Tensor, total_tokens: int, sequences: int, config: LossConfig
 ) -> torch.Tensor:
-    """The weight of each token in the loss, one number per completion; float32 [A].
-
-    Args:
-        lengths: learned tokens of each completion of this micro-batch, int64 [A].
-        total_tokens, sequences: learned tokens and completions of the batch, over all micro-batches and
-            ranks.
-    """
+    """The weight of each token in the loss, one number per completion of this micro-batch; float32 [A].
+    `total_tokens` and `sequences` are those of the batch, over all micro-batches and ranks."""
     match config.aggregation:
         case Aggregation.TOKEN:
             return torch.full_like(lengths, 1.0 / total_tokens, dtype=torch.float32)

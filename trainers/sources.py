@@ -112,8 +112,7 @@ class ParameterSource:
         stored: names in the model's checkpoint; aliases of tied weights among them are yielded too.
         frozen: what the checkpoint has beside the model's tensors; yielded last.
 
-    Raises:
-        ValueError: an iteration would not yield all of the model's parameters.
+    Raises ValueError if an iteration would not yield all of the model's parameters.
     """
 
     def __init__(

@@ -23,10 +23,6 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 class TrainedPolicy:
     """A Hugging Face causal language model and the directory it was loaded from.
 
-    Attributes:
-        adapter: the part that is trained; None: all.
-        compute_dtype: of matrix products (torch's autocast); None: the parameters' own.
-
     Log-probabilities are those at temperature 1, as vLLM reports them (`logprobs_mode: raw_logprobs`).
     Rollouts must sample at temperature 1 to match.
     """
@@ -46,8 +42,8 @@ class TrainedPolicy:
         self._trust_remote_code = trust_remote_code
         self._mesh = mesh
         self.device = next(model.parameters()).device
-        self.adapter: LoraAdapter | None = None
-        self.compute_dtype = compute_dtype
+        self.adapter: LoraAdapter | None = None  # the part that is trained; None: all
+        self.compute_dtype = compute_dtype  # matrix products' (autocast); None: the parameters' own
         self._compiled = compiled
         self._head = OutputHead(model, compiled=compiled)
 
@@ -74,9 +70,8 @@ class TrainedPolicy:
             packed: attention for `trainers.packed_lines`, which needs a GPU to train.
             mesh: ranks that the model is sharded over, on its device. Each must make this call.
 
-        Raises:
-            ValueError: no such directory, a model whose layers cannot be sharded, checkpointed, compiled or
-                packed, or a checkpoint that lacks parameters or has two different tensors for tied names.
+        Raises ValueError if there is no such directory, the model's layers cannot be sharded, checkpointed,
+        compiled or packed, or the checkpoint lacks parameters or has two tensors for tied names.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():

@@ -44,14 +44,8 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
-        """Read the JSON form: the same names, lists instead of tuples.
-
-        Args:
-            sampled: false for a completion to imitate: `logprobs` and `advantage` may be missing.
-
-        Raises:
-            ValueError: a field is missing or of the wrong type; the message names it.
-        """
+        """Read the JSON form: the same names, lists instead of tuples. Raises ValueError, which names a wrong
+        field. `sampled` false, a completion to imitate: `logprobs` and `advantage` may be missing."""
         if not sampled:
             tokens = entry.get("token_ids")
             count = len(tokens) if isinstance(tokens, Sequence) else 0

@@ -354,10 +354,7 @@ def require_no_round(state: State, action: str) -> None:
 
 def closed(state: State, round_id: int, label: str | None) -> PendingCall | None:
     """The outcome of a round whose close comes again, after a controller restart; None: it is not closed.
-
-    Raises:
-        Conflict: another publisher closed it. HTTP callers share one lease; only the label tells them apart.
-    """
+    Raises Conflict if another publisher closed it: HTTP callers share one lease, and only labels differ."""
     current = state.round
     if current is not None and current.round_id == round_id:
         if current.close is not None or current.decided:

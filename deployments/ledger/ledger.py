@@ -70,10 +70,7 @@ class Ledger:
 
     def acquire(self, publisher: str, now: float) -> Lease:
         """Issue the lease, also to its holder: the old token is stale then, and the open round aborted.
-
-        Raises:
-            Conflict: another publisher holds it.
-        """
+        Raises Conflict if another publisher holds it."""
         state = self._at(now)
         self._expire()
         before = state.publisher.lease
@@ -199,11 +196,8 @@ class Ledger:
         return self.directive(report)
 
     def on_report(self, report: Report, now: float) -> bool:
-        """The first half of a poll. Raises FleetUnavailable if a later report overtook this one.
-
-        Returns:
-            Whether anything may follow: `advance` is due then, at the latest with the next tick.
-        """
+        """The first half of a poll. Returns whether anything may follow: `advance` is due then, at the latest
+        with the next tick. Raises FleetUnavailable if a later report overtook this one."""
         return admission.on_report(self._at(now), report)
 
     def directive(self, report: Report) -> Directive:

@@ -43,10 +43,7 @@ class PayloadRejected(Exception):
 
 class TransferFailed(Exception):
     """A peer of the transfer is gone or too late; this side is intact, and the round can be sent again.
-
-    Args:
-        missing_ranks: members of the transfer group that are known not to have answered.
-    """
+    `missing_ranks`: members of the transfer group that are known not to have answered."""
 
     def __init__(self, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -102,11 +102,8 @@ FOREIGN: Mapping[str, str] = {
 
 
 def require_passed(method: str, path: str) -> None:
-    """Raises NoSuchRoute or MethodNotAllowed if a request may not pass through to a replica.
-
-    Args:
-        path: percent-decoded once, without Serve's route prefix.
-    """
+    """Raises NoSuchRoute or MethodNotAllowed if a request may not pass through to a replica. `path` is
+    percent-decoded once, without Serve's route prefix."""
     methods = PASSED.get(path)
     if methods is None:
         methods = PASSED.get(_ID.sub("{response_id}", path))

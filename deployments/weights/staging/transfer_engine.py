@@ -99,12 +99,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
-        """The chunks of one payload, in order, on the staging thread.
-
-        Raises:
-            TransferFailed: a peer is gone, or sent nothing in time.
-            ValueError: the payload is wrong.
-        """
+        """The chunks of one payload, in order, on the staging thread. Raises TransferFailed if a peer is gone
+        or sent nothing in time, ValueError if the payload is wrong."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self._reading = None
