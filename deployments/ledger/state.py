@@ -587,7 +587,7 @@ class State:
     # -- time ---------------------------------------------------------------------------------
 
     def credit(self, stalled_s: float) -> None:
-        """The controller stalled and heard nobody: extend every deadline."""
+        """The controller stalled and could hear no replica: extend every deadline."""
         for member in self.members.values():
             member.last_poll += stalled_s
             for queued in member.queue:

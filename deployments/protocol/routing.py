@@ -80,7 +80,7 @@ class Demand:
 class Part:
     """One part of a split request: what its response shares with those of the other parts."""
 
-    first_choice: int  # its index in the whole response
+    first_choice: int  # an index into the whole response
     created: int  # seconds since 1970, the same for all parts
 
     def header(self) -> str:
