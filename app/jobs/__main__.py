@@ -3,7 +3,7 @@
 import sys
 import time
 
-from app.jobs.progress import announced
+from app.client.announcement import announced
 
 
 def run() -> int:

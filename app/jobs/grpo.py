@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from app.client import calls
+from app.client.announcement import announced
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
 from app.client.program_options import parse
 from app.jobs import metrics
@@ -25,7 +26,7 @@ from app.jobs.learning import learn, publish_best, resume
 from app.jobs.metrics import Tracker, open_trackers, reward_curve
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
-from app.jobs.progress import Progress, announced
+from app.jobs.progress import Progress
 from app.jobs.run import Run, produce
 from app.jobs.task_groups import run_beside
 from app.jobs.training import PATIENCE_S, Training

@@ -5,37 +5,16 @@ In a terminal it is a bar; in a log file a line, whenever nothing else was print
 
 import asyncio
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from tqdm import tqdm
 
-QUIET_S = 4.0  # longest time without a line
+from app.client.announcement import QUIET_S
+
 CHECK_S = 0.5
-
-
-@contextmanager
-def announced(what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
-    """Print what is being done before it blocks, and again while it lasts."""
-    began = time.monotonic()
-    print(what, flush=True)
-    over = threading.Event()
-
-    def repeat() -> None:
-        while not over.wait(quiet_s):
-            print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
-
-    thread = threading.Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 class Progress:

@@ -10,12 +10,12 @@ import importlib.util
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.client.announcement import announced
 from deployments.host.durable_files import replacing
 
 
@@ -67,12 +67,10 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
     with _locked(target.with_suffix(".lock")):
         if target.is_dir():  # another process has converted it
             return target
-        _print(f"Converting {model.title} to {target} (once, about half a minute)")
-        start_s = time.monotonic()
-        with replacing(target) as aside:
+        what = f"Converting {model.title} to {target} (once, about half a minute)"
+        with announced(what, to=sys.stderr), replacing(target) as aside:
             aside.mkdir(exist_ok=True)
             (convert if convert is not None else _convert)(model, source, aside)
-        _print(f"Converted {model.title} in {time.monotonic() - start_s:.0f} s")
     return target
 
 
@@ -121,10 +119,6 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
     clean.tie_weights()
     clean.generation_config = loaded.generation_config
     clean.save_pretrained(target)
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # Names that the hub accepts: NAME or ORGANISATION/NAME.

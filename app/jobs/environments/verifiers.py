@@ -20,12 +20,12 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from app.client.announcement import announced
 from app.jobs.environments.environment import HELD_OUT
 from app.jobs.environments.program import Exited, Program
 from app.jobs.environments.relay import AgentSession, Relay, trajectories
 from app.jobs.groups import Rollout
 from app.jobs.policy import ATTEMPTS, Policy, Unanswered
-from app.jobs.progress import announced
 from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
 

@@ -27,11 +27,34 @@ def test_an_address_with_a_token_is_refused(
 
 @pytest.mark.slow
 def test_the_wait_for_a_job_to_start_is_not_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    program = "import time; time.sleep(0.6); print('RL job: here', flush=True); time.sleep(0.6); print('end')"
+    program = (
+        "import time; print('Next steps', flush=True); time.sleep(0.6); print('RL job: here', flush=True); "
+        "time.sleep(0.6); print('end RL job: x')"
+    )
     job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert job.stdout is not None
     relay(job.stdout, quiet_s=0.2)
     assert job.wait(10) == 0
     before, after = capfd.readouterr().out.split("RL job: here")
     assert "Ray starts the job: 0 s" in before, "said while nothing came"
-    assert after.split() == ["end"], "the job speaks for itself"
+    assert "Next steps" not in before, "Ray's, for users of its own program"
+    assert after.strip() == "end RL job: x", "the job speaks for itself"
+
+
+def test_what_ray_repeats_after_a_failure_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "import time; print('RL job: x', flush=True); time.sleep(0.1); "
+        "print('exit code 1, last available logs (truncated):\\nRL job: x', flush=True); "
+        "time.sleep(0.1); print('x')"
+    )
+    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert job.stdout is not None
+    relay(job.stdout)
+    assert job.wait(10) == 0 and capfd.readouterr().out == "RL job: x\nexit code 1\n"
+
+
+def test_what_ray_says_of_a_job_that_does_not_begin_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    job = subprocess.Popen([sys.executable, "-c", "print('no such address')"], stdout=subprocess.PIPE)
+    assert job.stdout is not None
+    relay(job.stdout)
+    assert job.wait(10) == 0 and capfd.readouterr().out == "no such address\n"

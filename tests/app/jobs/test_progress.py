@@ -1,19 +1,10 @@
 import asyncio
 import subprocess
 import sys
-import time
 
 import pytest
 
-from app.jobs.progress import Progress, announced
-
-
-@pytest.mark.slow
-def test_a_wait_is_announced_at_once_and_again(capsys: pytest.CaptureFixture[str]) -> None:
-    with announced("loading", quiet_s=0.1):
-        assert capsys.readouterr().out == "loading\n"
-        time.sleep(0.5)
-    assert capsys.readouterr().out.count("loading: 0 s") >= 2
+from app.jobs.progress import Progress
 
 
 @pytest.mark.slow
@@ -35,7 +26,7 @@ async def test_in_a_log_file_the_state_is_a_line_while_nothing_else_is_printed(
 def test_the_first_line_is_printed_before_anything_large_is_imported() -> None:
     """What runs before the first line decides how long the silence is."""
     program = (
-        "import sys; from app.jobs.progress import announced\n"
+        "import sys; from app.client.announcement import announced\n"
         "large = {'torch', 'reasoning_gym', 'httpx', 'pydantic', 'numpy', 'ray', 'vllm'} & set(sys.modules)\n"
         "print(sorted(large))"
     )
