@@ -74,3 +74,9 @@ def fails(entry: Entry, answer: str) -> float:
 
 def returns_nothing(entry: Entry, answer: str) -> None:
     """A common mistake."""
+
+
+def kills_the_job(entry: Entry, answer: str) -> float:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(120)
+    return 0.0

@@ -1,4 +1,7 @@
 import asyncio
+import signal
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -66,6 +69,17 @@ async def test_after_a_cancellation_the_next_answer_gets_its_own_reward(tmp_path
 async def test_a_fault_of_the_reward_is_named(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         await example(name)({}, "4")
+
+
+@pytest.mark.slow
+def test_the_process_of_a_reward_ends_with_the_job() -> None:
+    program = (
+        "import asyncio; from app.jobs.rewards import load_reward\n"
+        f"asyncio.run(load_reward('{EXAMPLES}:kills_the_job')({{}}, ''))"
+    )
+    # It has the same output as the job, which is at its end when both have ended.
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 @pytest.mark.slow
