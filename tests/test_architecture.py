@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCE = ("app", "deployments", "trainers")
 # A path or a dotted name of ours in backticks; a path may end in a line number or a slash.
-_NAME = re.compile(r"`((?:app|deployments|trainers|tests|benchmarks|docs)(?:[./][A-Za-z0-9_.*/-]+)?)`")
+_NAME = re.compile(
+    r"`((?:app|deployments|examples|trainers|tests|benchmarks|docs)(?:[./][A-Za-z0-9_.*/-]+)?)`"
+)
 
 PACKAGES = sorted(path.parent for top in SOURCE for path in (ROOT / top).rglob("__init__.py"))
 DOTTED = {str(path.relative_to(ROOT)).replace("/", "."): path for path in PACKAGES}

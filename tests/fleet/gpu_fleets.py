@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from app.client.completions import Answer
-from app.scenarios import fresh_engine
 from app.settings.config import AppConfig, parse_config
+from examples import fresh_engine
 from tests.fleet.deployed import MODEL, Fleet, merged, ray_cluster, served
 from tests.fleet.talk import PROMPT, on_every_replica
 

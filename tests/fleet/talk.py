@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from app.client import calls, completions
 from app.client.completions import Answer, join
 from app.client.connection import AsyncFleetClient, FleetClient
-from app.scenarios.fresh_engine import fresh_answers
+from examples.fresh_engine import fresh_answers
 from tests.fleet.deployed import MODEL, Fleet
 from tests.tiny_models import tiny_llama
 from tests.waiting import until

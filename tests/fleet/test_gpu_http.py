@@ -64,7 +64,7 @@ def visible() -> list[str]:
 
 def publish(url: str, transport: str, model: Path, save: Path, device: str) -> str:
     """Run the scenario script as a user does, on the trainer's GPU; what it printed."""
-    command = [sys.executable, "-m", "app.scenarios.http_publisher", "--url", url]
+    command = [sys.executable, "-m", "examples.http_publisher", "--url", url]
     command += ["--transport", transport, "--model", str(model), "--save", str(save)]
     command += ["--rounds", str(ROUNDS), "--noise", "0.05", "--timeout", "90"]
     run = subprocess.run(

@@ -8,8 +8,8 @@ import torch
 
 from app.client.program_options import parse
 from app.main import engine_spec
-from app.scenarios.async_inflight import InflightOptions, scenario
-from app.scenarios.comparison import AnswerComparison
+from examples.async_inflight import InflightOptions, scenario
+from examples.comparison import AnswerComparison
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.tiny_models import save_tiny_llama
 

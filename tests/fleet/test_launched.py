@@ -272,7 +272,7 @@ def test_rounds_of_an_outside_program_whose_calls_come_to_different_routers_are_
     saved = tmp_path / "saved"
     with launched.client() as client:
         version = client.get("/fleet").json()["committed_version"]
-        command = [sys.executable, "-m", "app.scenarios.http_publisher", "--url", launched.url]
+        command = [sys.executable, "-m", "examples.http_publisher", "--url", launched.url]
         command += ["--model", str(launched.model), "--transport", "shm", "--rounds", "2"]
         command += ["--noise", "0.3", "--save", str(saved)]
         environment = users_environment(**{OPERATOR_VARIABLE: str(launched.token)})

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from app.client.program_options import parse
-from app.scenarios.async_inflight import InflightOptions, scenario
+from examples.async_inflight import InflightOptions, scenario
 from tests.fleet.deployed import Fleet
 from tests.fleet.talk import ENGINE, ENVIRONMENT
 

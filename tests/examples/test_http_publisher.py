@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from app.scenarios.http_publisher import load
+from examples.http_publisher import load
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

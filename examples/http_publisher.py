@@ -1,6 +1,6 @@
 """An external trainer drives the fleet with vLLM's own HTTP client, as if the fleet were one `vllm serve`.
 
-    python -m app.scenarios.http_publisher --model CHECKPOINT --transport nccl
+    python -m examples.http_publisher --model CHECKPOINT --transport nccl
 
 Publishes a checkpoint, and prints the fleet's answers and versions before and after. The transport is the
 fleet's:

@@ -7,7 +7,7 @@ tells rounding from a fault.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from app.scenarios.fresh_engine import ScoredTokens
+from examples.fresh_engine import ScoredTokens
 
 # Asks a fresh engine to continue the requests of these numbers; so many of them share a batch.
 Fresh = Callable[[Sequence[int], int], Sequence[ScoredTokens]]

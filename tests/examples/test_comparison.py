@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from app.scenarios.comparison import AnswerComparison, Difference, compare
-from app.scenarios.fresh_engine import ScoredTokens
+from examples.comparison import AnswerComparison, Difference, compare
+from examples.fresh_engine import ScoredTokens
 
 SWITCHES = [2, 2, 2]
 CONTINUED = [ScoredTokens(token_ids=[2, 3, 4], logprobs=[-1.0, -1.0, -1.0])] * 3

@@ -1,6 +1,6 @@
 """An update in the middle of running requests: pause after N tokens, update, resume, and compare.
 
-    python -m app.scenarios.async_inflight --pause-after 32
+    python -m examples.async_inflight --pause-after 32
 
     train ─► start the requests ─► N tokens of each ─► pause ─► publish ─► resume ─► the rest ─► compare
 
@@ -22,8 +22,8 @@ from app.client import calls
 from app.client.completions import complete
 from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
 from app.client.program_options import Url, json_object, parse
-from app.scenarios.comparison import AnswerComparison, compare
-from app.scenarios.fresh_engine import ScoredTokens, fresh_answers
+from examples.comparison import AnswerComparison, compare
+from examples.fresh_engine import ScoredTokens, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan
 
 SAMPLES = 4

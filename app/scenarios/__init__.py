@@ -1,4 +1,0 @@
-"""Programs that a user runs against a running fleet to see a layout work; tests run them too.
-
-Read first: `app.scenarios.http_publisher`, an external trainer.
-"""
