@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.lora import TENSORS
+from trainers.lora import TENSORS, safetensors_file
 from trainers.settings import LearnerConfig, LoraConfig, LossConfig, OptimizerConfig
 from trainers.trained_policy import BaseOf, TrainedPolicy
 
@@ -212,3 +212,21 @@ def test_two_ranks_train_the_same_adapter_as_one_process(tmp_path: Path) -> None
     for mine, theirs in zip(expected, metrics, strict=True):
         for name in ("loss", "grad_norm", "tokens", "importance_mean", "entropy"):
             assert theirs[name] == pytest.approx(mine[name], rel=1e-3), name
+
+
+# -- the file of an adapter, beside what safetensors reads of it -----------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_safetensors_reads_the_file_that_is_made_here(dtype: torch.dtype, device: str) -> None:
+    made = [torch.randn(3, 4), torch.randn(()), torch.randn(5, 2).T, torch.randn(2, 0)]
+    floats = [each.to(device) for each in made]
+    given = {f"{'x' * index}.\u00fc": each for index, each in enumerate(floats)}
+    file = safetensors_file(given, dtype=dtype, metadata={"format": "pt", "a": '\u00fc"\n'})
+    assert file.device.type == device
+    read = load(file.cpu().numpy().tobytes())
+    assert read.keys() == given.keys()
+    for name, tensor in given.items():
+        assert torch.equal(read[name], tensor.to(dtype).cpu()), name
+    assert int.from_bytes(file[:8].tolist(), "little") % 8 == 0, "the tensors are aligned"

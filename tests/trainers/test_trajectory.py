@@ -1,9 +1,16 @@
 import json
+import struct
 from dataclasses import asdict
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from safetensors.numpy import load, save
 
 from trainers.trajectory import Trajectory, VersionSpan, parse_trajectories
+from trainers.trajectory_arrays import from_bytes, to_bytes
 
 GOOD = {
     "prompt_token_ids": [1, 2],
@@ -111,3 +118,130 @@ def test_anything_but_a_list_is_refused(entries: object) -> None:
         parse_trajectories(entries, vocabulary_size=10, max_length=8)
     with pytest.raises(ValueError, match="an empty list"):
         parse()
+
+
+# -- batches as arrays say what the same batches say as objects ------------------------------------
+
+
+FLOATS = some.floats(-100, 0, width=32)
+
+
+@some.composite
+def trajectories(draw: some.DrawFn) -> Trajectory:
+    length = draw(some.integers(1, 5))
+    tokens = some.integers(0, 2**31 - 1)
+    exactly = {"min_size": length, "max_size": length}
+    spans = some.builds(
+        VersionSpan, version=some.integers(0, 2**40), start=some.integers(0, 9), end=some.integers(0, 9)
+    )
+    return Trajectory(
+        prompt_token_ids=tuple(draw(some.lists(tokens, max_size=4))),
+        token_ids=tuple(draw(some.lists(tokens, **exactly))),
+        logprobs=tuple(draw(some.lists(FLOATS, **exactly))),
+        advantage=draw(FLOATS | some.lists(FLOATS, **exactly).map(tuple)),
+        loss_mask=draw(some.none() | some.lists(some.booleans(), **exactly).map(tuple)),
+        constrained=draw(some.none() | some.lists(some.booleans(), **exactly).map(tuple)),
+        weight_versions=tuple(draw(some.lists(spans, max_size=2))),
+    )
+
+
+def spelled_out(trajectory: Trajectory) -> dict[str, Any]:
+    count, advantage, mask = len(trajectory.token_ids), trajectory.advantage, trajectory.loss_mask
+    return {
+        "prompt": trajectory.prompt_token_ids,
+        "answer": trajectory.token_ids,
+        "logprobs": trajectory.logprobs,
+        "advantages": advantage if isinstance(advantage, tuple) else (advantage,) * count,
+        "mask": (True,) * count if mask is None else mask,
+        "constrained": (False,) * count if trajectory.constrained is None else trajectory.constrained,
+        "spans": trajectory.weight_versions,
+    }
+
+
+@pytest.mark.slow
+@given(some.lists(trajectories(), max_size=5))
+@settings(deadline=None)
+def test_what_was_written_is_read(batch: list[Trajectory]) -> None:
+    read = from_bytes(to_bytes(batch))
+    assert list(map(spelled_out, read)) == list(map(spelled_out, batch))
+
+
+ONE = Trajectory(
+    prompt_token_ids=(1, 2), token_ids=(3, 4, 5), logprobs=(-0.5, -1.0, -2.0), advantage=0.5, loss_mask=None
+)
+OTHER = Trajectory(prompt_token_ids=(6,), token_ids=(7,), logprobs=(-0.25,), advantage=-0.5)
+
+
+def test_a_batch_without_masks_and_lists_is_read_as_it_was() -> None:
+    assert from_bytes(to_bytes([ONE, OTHER])) == [ONE, OTHER]
+    assert parse_trajectories(from_bytes(to_bytes([ONE, OTHER])), vocabulary_size=8, max_length=8) == [
+        ONE,
+        OTHER,
+    ]
+
+
+def test_single_trajectories_are_checked_like_any_others() -> None:
+    with pytest.raises(ValueError, match=r"trajectory 1: token ids must lie in \[0, 7\), got 7"):
+        parse_trajectories(from_bytes(to_bytes([ONE, OTHER])), vocabulary_size=7, max_length=8)
+    with pytest.raises(ValueError, match="non-empty list"):
+        parse_trajectories(from_bytes(to_bytes([])), vocabulary_size=7, max_length=8)
+
+
+def test_answers_that_are_imitated_need_no_log_probabilities() -> None:
+    arrays = load(to_bytes([ONE, OTHER]))
+    del arrays["logprobs"], arrays["advantages"]
+    read = from_bytes(save(arrays), sampled=False)
+    assert [each.token_ids for each in read] == [ONE.token_ids, OTHER.token_ids]
+    assert read[0].logprobs == (0.0,) * 3
+    with pytest.raises(ValueError, match="expected the array 'logprobs'"):
+        from_bytes(save(arrays))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lengths": None}, r"expected the array 'lengths', got \['advantages', 'logprobs'"),
+        ({"rewards": np.zeros(2)}, "expected no other arrays than .*, got 'rewards'"),
+        ({"token_ids": np.zeros(4)}, "token_ids: expected integers, got float64"),
+        ({"logprobs": np.zeros(4, int)}, "logprobs: expected floats, got int64"),
+        ({"token_ids": np.zeros((2, 2), int)}, r"token_ids: expected one dimension, got \[2, 2\]"),
+        ({"weight_versions": np.zeros((2, 3), int)}, r"weight_versions: expected \[spans, 4\], got \[2, 3\]"),
+        ({"weight_versions": np.array([[2, 1, 0, 1]])}, r"trajectories in \[0, 2\), got 2"),
+        ({"token_ids": np.zeros(5, int)}, r"token_ids: expected \[4\], got \[5\]"),
+        ({"logprobs": np.zeros(3)}, r"logprobs: expected \[4\], got \[3\]"),
+        ({"loss_mask": np.zeros(3, bool)}, r"loss_mask: expected \[4\], got \[3\]"),
+        ({"advantages": np.zeros(3)}, r"advantages: expected \[2\] or \[4\], got \[3\]"),
+        ({"prompt_lengths": np.array([3])}, r"prompt_lengths: expected \[2\], got \[1\]"),
+        ({"prompt_lengths": np.array([4, -1])}, "prompt_lengths: expected numbers of tokens, got -1"),
+        ({"lengths": np.array([5, -1])}, "lengths: expected numbers of tokens, got -1"),
+        (
+            {"lengths": np.array([2**63 - 1, 2**63 - 1])},
+            r"token_ids: expected \[18446744073709551614\], got \[4\]",
+        ),
+        ({"lengths": np.array([2**31 - 1, 1], np.int32)}, r"token_ids: expected \[2147483648\], got \[4\]"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    arrays = load(to_bytes([ONE, OTHER])) | changes
+    with pytest.raises(ValueError, match=sentence):
+        from_bytes(save({name: each for name, each in arrays.items() if each is not None}))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 64, to_bytes([ONE])[:-1]])
+def test_what_is_no_safetensors_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="expected trajectories as arrays in the safetensors format"):
+        from_bytes(content)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
+def test_numbers_that_numpy_does_not_have_are_refused(dtype: str) -> None:
+    described = {"lengths": {"dtype": dtype, "shape": [2], "data_offsets": [0, 4 if dtype == "BF16" else 2]}}
+    header = json.dumps(described).encode()
+    with pytest.raises(ValueError, match=f"that numpy has, got '{dtype}'"):
+        from_bytes(struct.pack("<Q", len(header)) + header + b"\0" * described["lengths"]["data_offsets"][1])
+
+
+@given(some.binary(max_size=200))
+def test_any_bytes_are_an_error_of_one_kind(content: bytes) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        from_bytes(content)
