@@ -148,7 +148,7 @@ MUST_BE_AN_OBJECT = ":1 must be an object with 'messages'"
         ('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"), ":2 must be in UTF-8"),
         ('{"prompt": "a"}'.encode("utf-16"), "p.jsonl must be JSON Lines in UTF-8, got UTF-16"),
         (b"PAR1\x00\xff", "p.jsonl must be JSON Lines in UTF-8, got parquet"),
-        (gzip.compress(b'{"prompt": "a"}'), "p.jsonl must be JSON Lines in UTF-8, got gzip"),
+        (gzip.compress(b'{"prompt": "a"}', mtime=0), "p.jsonl must be JSON Lines in UTF-8, got gzip"),
     ],
 )
 def test_a_wrong_prompt_file_is_refused_with_its_name_and_the_line(
