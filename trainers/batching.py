@@ -68,7 +68,6 @@ class TokenBatch:
 
 
 def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:
-    """The indices of trajectories that share a prompt."""
     if not share_prompts:
         return [[index] for index in range(len(trajectories))]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -131,7 +130,6 @@ def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> l
 def collate(
     trajectories: Sequence[Trajectory], rows: Sequence[Row], *, pad_token_id: int, device: torch.device
 ) -> TokenBatch:
-    """Lay out rows of trajectories as in the module's docstring."""
     P = max(len(trajectories[row[0]].prompt_token_ids) for row in rows)
     G = max(len(row) for row in rows)
     T = max(len(trajectories[index].token_ids) for row in rows for index in row)

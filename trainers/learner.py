@@ -20,8 +20,6 @@ from trainers.trajectory import Trajectory
 
 
 class Reference(Protocol):
-    """What the KL penalty pulls the policy to."""
-
     def scores(self, batch: TokenBatch) -> TokenScores:
         """As `TrainedPolicy.scores`, called without gradients."""
 
@@ -199,7 +197,6 @@ class Learner:
             parameter.grad = part.view_as(parameter)
 
     def _apply(self, metrics: Metrics) -> Metrics:
-        """Clip the gradient and step the optimizer, unless the loss or the gradient is not finite."""
         self._average_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

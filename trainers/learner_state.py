@@ -67,7 +67,6 @@ def round_to_model(
 
 @torch.no_grad()
 def restore_weights(policy: TrainedPolicy, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy this rank's shards of master weights into the model, in place."""
     own = policy.trained()
     for name, weight in weights.items():
         local(own[name]).copy_(weight)

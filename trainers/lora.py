@@ -136,7 +136,6 @@ class LoraAdapter:
 
     @torch.no_grad()
     def restore(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Copy tensors, by their names in peft's files."""
         self.check(values)
         for name, parameter in self.tensors().items():
             parameter.copy_(values[name])

@@ -262,7 +262,6 @@ def check_complete(
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names in the model's state that are aliases of another weight."""
     # Also listed where the configuration switches tying off, hence the second condition.
     keys = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
     return keys if model.config.get_text_config().tie_word_embeddings else frozenset()

@@ -107,7 +107,6 @@ def _describe(value: Any) -> str:
 
 
 def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -> list[str]:
-    """Why a trajectory cannot be used, one sentence each; empty if it is valid."""
     found = []
     count = len(trajectory.token_ids)
     if not trajectory.prompt_token_ids:

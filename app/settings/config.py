@@ -28,8 +28,6 @@ from trainers.settings import TrainerConfig
 
 
 class RouterConfig(Section):
-    """The proxy in front of the replicas."""
-
     num_replicas: PositiveInt = 1
     max_ongoing_requests: PositiveInt = 2048  # per router replica; above that: 503 with Retry-After
     request_timeout_s: PositiveFloat = 600.0  # limits the search for a replica, not the response
@@ -42,8 +40,6 @@ class RouterConfig(Section):
 
 
 class StoreConfig(Section):
-    """Where committed versions are stored, and how many."""
-
     path: Path = Path("store")  # relative to state_dir
     keep: PositiveInt = 3  # committed versions
     # A replica writes what an external trainer published. Until then each replica keeps it in host memory:

@@ -28,8 +28,6 @@ ReplicaCount = Annotated[
 
 
 class EngineConfig(Section):
-    """The rollout replicas: one vLLM engine each."""
-
     # At the start. 'auto': `min_replicas`, and then as many as the load needs.
     num_replicas: ReplicaCount = 2
     min_replicas: PositiveInt = 1

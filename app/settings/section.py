@@ -41,7 +41,6 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def expected(setting: str, wanted: str, got: object, reason: str = "") -> str:
-    """The form of every message about a wrong value."""
     return f"'{setting}': expected {wanted}, got {got}" + (f" ({reason})" if reason else "")
 
 
@@ -88,7 +87,6 @@ def _suggestion(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _section(loc: tuple[int | str, ...], model: type[BaseModel]) -> list[str]:
-    """The names of the settings in the section at `loc`; empty if it is not a section."""
     current: type[BaseModel] | None = model
     for part in loc:
         field = current.model_fields.get(str(part)) if current is not None else None

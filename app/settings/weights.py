@@ -42,8 +42,6 @@ class Wire(StrEnum):
 
 
 class WeightsConfig(Section):
-    """How an update is transferred, staged and committed."""
-
     commit: CommitMode = CommitMode.TOGETHER
     kv_cache: KvCache = KvCache.RECOMPUTE
     in_flight: InFlight = InFlight.KEEP

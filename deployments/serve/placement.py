@@ -58,8 +58,6 @@ class Slot:
 
 
 class GpuHolder:
-    """An actor that holds a share of a bundle's GPU."""
-
     def location(self) -> tuple[str, str]:
         context = ray.get_runtime_context()
         (gpu,) = context.get_accelerator_ids()["GPU"]

@@ -32,7 +32,6 @@ def forked_worker() -> dict[str, str]:
 
 
 def warn_if_not_forked(logger: logging.Logger) -> None:
-    """Log the reason if this process is not a fork."""
     reason = os.environ.get(REASON)
     if reason is not None:
         logger.warning("started without the fork server, with imports of its own: %s", reason)

@@ -52,13 +52,11 @@ class BlankParameter:
             module._parameters[name] = self.parameter
 
     def lacks(self) -> tuple[bool, bool]:
-        """Whether some of it was not loaded, and whether nothing was."""
         missing = outer_columns(self.parameter.data).isnan()
         some = bool(missing.any())
         return some, some and bool(missing.all())
 
     def pad(self) -> None:
-        """Zero what was not loaded."""
         data = self.parameter.data
         if data.dim() > 1:
             data[data[..., 0].isnan()] = 0  # the columns between were never written either

@@ -166,7 +166,6 @@ class DeviceStaging(Staging):
         return unfilled
 
     def _abandon_layers(self) -> None:
-        """Give the shadow its own tensors back."""
         for layer in self._shadow.modules():
             info = get_layerwise_info(layer)
             if info.can_load():

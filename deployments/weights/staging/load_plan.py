@@ -72,7 +72,6 @@ class LoadPlans:
 
     @contextmanager
     def record(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
-        """Record the loader in the block, which loads the chunk from these tensors."""
         if chunk in self.refused:
             yield
             return

@@ -44,7 +44,6 @@ class StagedUpdate:
         self.state = replace(self.state, **changes)
 
     def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
-        """Whether nothing more will arrive."""
         if schema is None:
             return one_payload and not self.from_files
         return not missing(schema, self.offered)

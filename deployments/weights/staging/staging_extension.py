@@ -31,7 +31,6 @@ class StagingWorkerExtension:
     _weight_update_active: bool
 
     def staging_connected(self) -> dict[str, Any]:
-        """A `ConnectState`."""
         return to_wire(self.weight_transfer_engine.connected())
 
     def staging_report_to(self, page: str) -> bool:
@@ -67,7 +66,6 @@ class StagingWorkerExtension:
         self.weight_transfer_engine.share = share
 
     def staging_progress(self) -> dict[str, Any]:
-        """A `StagingState`."""
         return to_wire(self.weight_transfer_engine.progress())
 
     def staging_plans(self) -> tuple[int, list[str]]:
@@ -76,7 +74,6 @@ class StagingWorkerExtension:
         return len(plans), sorted(set(plans.refused.values()))
 
     def staging_verify(self) -> dict[str, Any]:
-        """A `StagingState`."""
         return to_wire(self.weight_transfer_engine.verify())
 
     def staging_drop(self) -> None:
@@ -93,7 +90,6 @@ class StagingWorkerExtension:
             engine.version_writer.put(retained, Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
-        """The `StoreResult` of this worker's last write."""
         result = self.weight_transfer_engine.version_writer.result
         return None if result is None else to_wire(result)
 

@@ -72,7 +72,6 @@ def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk
 
 
 def largest(chunks: Sequence[Chunk]) -> int:
-    """The bytes of the largest chunk; 0 without chunks."""
     return max((chunk.size_bytes for chunk in chunks), default=0)
 
 
@@ -184,7 +183,6 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
 
 
 def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> None:
-    """Write the digests (int64 [n]) after the chunk's tensors in `block` (uint8 [chunk.size_bytes])."""
     block[chunk.table_offset : chunk.size_bytes].copy_(digests.view(torch.uint8))
 
 

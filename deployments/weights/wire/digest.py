@@ -18,7 +18,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """The digest of a contiguous tensor: an unsigned 64-bit number."""
     return digests([tensor])[0]
 
 
@@ -27,7 +26,6 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The digests (int64 [n]) on the device of the tensors."""
     if tensors and tensors[0].is_cuda:
         return inspect(tensors).digests
     return signed([digest_bytes(t.detach().reshape(-1).view(torch.uint8).numpy()) for t in tensors])

@@ -157,7 +157,6 @@ class CudaInspection:
         self._sizes = self._table[groups.size :]
 
     def __call__(self) -> Findings:
-        """Queue the work on the current stream."""
         if self._outdated:
             self._prepare()
         self._outdated = self._has_copies

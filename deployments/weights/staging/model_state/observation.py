@@ -48,7 +48,6 @@ class Observation:
 
 
 def observe(model: torch.nn.Module) -> Observation:
-    """Reads every tensor once."""
     found = reachable(model)
     parameters = {id(parameter) for parameter in model.parameters()}
     registered = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
@@ -100,7 +99,6 @@ def other_layout(name: str, live: Layout, second: Layout) -> str:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has elements, in memory of its own."""
     return bool(tensor.numel()) and not tensor.is_meta and not hasattr(tensor, "__tensor_flatten__")
 
 
@@ -115,14 +113,12 @@ class _Ranges:
             self._by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(_range(tensor))
 
     def contain(self, tensor: torch.Tensor) -> bool:
-        """Whether one of them has all elements of this one."""
         begin, end = _range(tensor)
         ranges = self._by_storage.get(tensor.untyped_storage().data_ptr(), [])
         return any(first <= begin and end <= last for first, last in ranges)
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which its elements lie."""
     spans = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (sum(spans) + 1) * tensor.itemsize
 
