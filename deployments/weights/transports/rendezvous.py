@@ -180,6 +180,8 @@ def meet(meeting: "Meeting", check: Callable[[], None]) -> PrefixStore:
 class Meeting:
     """One member's part."""
 
+    first_rank = 0  # the lowest that announces itself
+
     def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
         self.info, self.rank, self.payload = info, rank, payload
         # Rank 0 has the store: it leaves after the others have asked who is missing.
@@ -200,28 +202,34 @@ class Meeting:
         self.over.set()
 
     def join(self) -> None:
-        info, world_size = self.info, self.info.world_size
         if self.rank != 0:
-            self.wait_for(lambda: probe(info), lambda: [0])
-        timeout = timedelta(seconds=info.timeout_s)
-        tcp_store = TCPStore(
+            self.wait_for(lambda: probe(self.info), lambda: [0])
+        tcp_store = self.open_store()
+        store = PrefixStore("slipstream", tcp_store)
+        keys = {peer: f"member/{peer}" for peer in range(self.first_rank, self.info.world_size)}
+        store.set(keys[self.rank], self.payload)
+        self.wait_for(
+            lambda: bool(store.check(list(keys.values()))),
+            lambda: [peer for peer, key in keys.items() if not store.check([key])],
+        )
+        self.payloads = [store.get(key).decode() for key in keys.values()]
+        self.finish(tcp_store)
+        self.store = store
+
+    def open_store(self) -> TCPStore:
+        info = self.info
+        return TCPStore(
             info.master_address,
             info.master_port,
-            world_size,
+            info.world_size,
             is_master=self.rank == 0,
-            timeout=timeout,
+            timeout=timedelta(seconds=info.timeout_s),
             wait_for_workers=False,
             master_listen_fd=_listening(info) if self.rank == 0 else None,
         )
-        store = PrefixStore("slipstream", tcp_store)
-        keys = [f"member/{peer}" for peer in range(world_size)]
-        store.set(keys[self.rank], self.payload)
-        self.wait_for(
-            lambda: bool(store.check(keys)),
-            lambda: [peer for peer, key in enumerate(keys) if not store.check([key])],
-        )
-        self.payloads = [store.get(key).decode() for key in keys]
-        self.store = store
+
+    def finish(self, store: TCPStore) -> None:
+        """All members have joined."""
 
     def wait_for(self, reached: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
         while not reached():

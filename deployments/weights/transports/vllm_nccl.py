@@ -35,7 +35,7 @@ from deployments.weights.transports.nccl import (
     raise_problems,
 )
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
-from deployments.weights.transports.rendezvous import Meeting, RendezvousInfo, meet, probe
+from deployments.weights.transports.rendezvous import Meeting, RendezvousInfo, meet
 from deployments.weights.transports.vllm_packing import (
     is_aligned,
     nccl_pieces,
@@ -55,35 +55,23 @@ class VllmMeeting(Meeting):
     """
 
     unique_id = b""
+    first_rank = 1
 
-    def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
-        assert rank > 0, "rank 0 is vLLM's trainer engine"
-        super().__init__(info, rank, payload)
-
-    def join(self) -> None:
-        info = self.info
-        self.wait_for(lambda: probe(info), lambda: [0])
+    def open_store(self) -> TCPStore:
         # As vLLM's own workers connect: rank 0 counts those that do.
-        store = TCPStore(
-            info.master_address,
-            info.master_port,
-            info.world_size,
-            False,
-            timedelta(seconds=info.timeout_s),
+        return TCPStore(
+            self.info.master_address,
+            self.info.master_port,
+            self.info.world_size,
+            is_master=False,
+            timeout=timedelta(seconds=self.info.timeout_s),
             wait_for_workers=True,
             use_libuv=False,
         )
-        ours = PrefixStore("slipstream", store)
-        keys = {peer: f"member/{peer}" for peer in range(1, info.world_size)}
-        ours.set(keys[self.rank], self.payload)
-        self.wait_for(
-            lambda: bool(ours.check(list(keys.values()))),
-            lambda: [peer for peer, key in keys.items() if not ours.check([key])],
-        )
+
+    def finish(self, store: TCPStore) -> None:
         self.wait_for(lambda: bool(store.check([UNIQUE_ID])), lambda: [0])
-        self.payloads = [ours.get(key).decode() for key in keys.values()]
         self.unique_id = read_unique_id(store.get(UNIQUE_ID))
-        self.store = ours
 
 
 def read_unique_id(data: bytes) -> bytes:
