@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from app.client import calls
+from app.client.announcement import announced
 from app.client.connection import LOCAL_URL, Call, FleetClient, FleetError, token_from
 from app.client.program_options import Url
 from app.command import deploy as deployment
@@ -143,7 +144,8 @@ def rollback(
     version: Annotated[int, typer.Argument(help="a version in the store")], url: Url = LOCAL_URL
 ) -> None:
     """Serve a stored version again."""
-    show(url, calls.rollback(version), asdict)
+    with announced(f"version {version}: replicas read and stage", to=sys.stderr):
+        show(url, calls.rollback(version), asdict)
 
 
 @cli.command()
