@@ -4,7 +4,6 @@ only Serve's choice of a replica is a fake."""
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from tests.deployments.routed_fleet import SPANS, Fleet, service
@@ -168,53 +167,3 @@ async def test_demand_that_is_not_met_is_a_conflict() -> None:
         assert answer.json()["error"]["detail"]["waited_s"] == 0.5
         answer = await client.get("/text", headers={"x-min-weight-version": "new"})
         assert answer.status_code == 400 and "'new'" in answer.json()["error"]["message"]
-
-
-async def test_bodies_and_requests_are_bounded() -> None:
-    async with service("a", max_in_flight=1) as (_, _, client):
-        answer = await client.post("/whole", content=b"x" * 101)
-        assert answer.status_code == 413 and "100 bytes" in answer.json()["error"]["message"]
-        async with client.stream("GET", "/stream?events=1000") as answer:
-            await anext(answer.aiter_raw())
-            assert (await client.get("/text")).status_code == 503
-        async with asyncio.timeout(5):  # its place is free again once the router has noticed
-            while (await client.get("/text")).status_code != 200:
-                await asyncio.sleep(0.01)
-
-
-LONG = "what all of them begin with " * 40
-
-
-async def replica_of(client: httpx.AsyncClient, path: str = "/whole", session: str | None = None) -> str:
-    headers = {} if session is None else {"x-session-id": session}
-    answer = await client.post(path, json={"prompt": LONG}, headers=headers)
-    return answer.headers["x-slipstream-replica"]
-
-
-@pytest.mark.slow
-async def test_prompts_that_begin_alike_go_to_one_replica() -> None:
-    async with service("a", "b", max_body_bytes=10_000) as (_, _, client):
-        assert len({await replica_of(client) for _ in range(20)}) == 1
-    async with service("a", "b", max_body_bytes=10_000, prefix_affinity=False) as (_, _, client):
-        assert len({await replica_of(client) for _ in range(20)}) == 2
-
-
-@pytest.mark.slow
-async def test_session_leaves_a_loaded_replica_and_does_not_come_back() -> None:
-    async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
-        home = await replica_of(client, session="s")
-        fleet.loads[home] = 100
-        other = await replica_of(client, session="s")
-        assert other != home
-        fleet.loads[home] = 0
-        assert {await replica_of(client, session="s") for _ in range(5)} == {other}
-        assert {await replica_of(client, "/v1/responses", session="s") for _ in range(5)} == {home}
-
-
-async def test_session_whose_answers_are_kept_in_a_replica_stays_there_under_load() -> None:
-    async with service("a", "b", max_body_bytes=10_000) as (fleet, _, client):
-        home = await replica_of(client, "/v1/responses", session="s")
-        fleet.loads[home] = 100
-        assert await replica_of(client, "/v1/responses", session="s") == home
-        answer = await client.get("/v1/responses/resp_1", headers={"x-session-id": "s"})
-        assert answer.headers["x-slipstream-replica"] == home

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
@@ -85,22 +84,6 @@ async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_store
         assert json.loads(manifest.read_text())["digest"] == last.digest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wire", WIRES)
-async def test_a_wrong_version_is_refused_with_the_reason(wire: str, tmp_path: Path) -> None:
-    async with staged_fleet(tmp_path, wire, "a", "b") as fleet:
-        bad = weights(1.0)
-        bad[1][1][2] = float("nan")
-        trainer = await connect(fleet, wire, ListSource(bad))
-        with pytest.raises(httpx.HTTPStatusError, match="400"):
-            await asyncio.wait_for(asyncio.to_thread(trainer.send_weights), LIMIT_S)
-        for tensors in live(fleet).values():
-            assert_equal(tensors, weights(0.0))
-        (aborted,) = await fleet.controller.rounds()
-        assert aborted.phase == "aborted" and "'b' holds NaN or infinity" in aborted.reason
-        assert {member.state for member in (await fleet.controller.fleet()).members} == {"serving"}
-
-
 async def refused(fleet: StagedFleet) -> dict[str, Any]:
     """The details of the refusal of a new update."""
     answer = await fleet.http.post("/start_weight_update")
@@ -138,13 +121,3 @@ async def test_a_replica_that_dies_in_mid_broadcast_frees_the_other_and_the_publ
             assert_equal(tensors, weights(2.0))
         go_on.set()
         await asyncio.gather(sending, return_exceptions=True)
-
-
-async def test_over_ipc_a_joiner_takes_part_without_a_new_connection(tmp_path: Path) -> None:
-    async with staged_fleet(tmp_path, "ipc", "a") as fleet:
-        trainer = await connect(fleet, "ipc", ListSource(weights(1.0)))
-        await fleet.start("b")
-        await asyncio.wait_for(asyncio.to_thread(trainer.send_weights), LIMIT_S)
-        for tensors in live(fleet).values():
-            assert_equal(tensors, weights(1.0))
-        assert set((await fleet.controller.rounds())[-1].replicas) == {"a", "b"}
