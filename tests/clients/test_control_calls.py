@@ -14,7 +14,7 @@ import pytest
 from tests.fleet.adapter_fleet import Adapted
 from tests.fleet.adapter_talk import COUNT, Merged, everywhere, tokens, unload
 from tests.fleet.deployed import MODEL, Fleet
-from tests.fleet.talk import PROMPT, Reference, complete, on_every_replica, served_checkpoint, succeeded
+from tests.fleet.talk import PROMPT, Reference, on_every_replica, served_checkpoint, succeeded
 from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
@@ -79,21 +79,6 @@ async def call(
         content = await answer.json() if answer.content_length else None
         assert answer.status < 400, content
         return content
-
-
-async def test_skyrl_generates_with_token_ids(fleet: Fleet, session: aiohttp.ClientSession) -> None:
-    payload = {
-        "sampling_params": {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0},
-        "model": MODEL,
-        "token_ids": PROMPT,
-    }
-    headers = {"Content-Type": "application/json", "X-Session-ID": "0"}
-    async with session.post(f"{fleet.url}/inference/v1/generate", json=payload, headers=headers) as answer:
-        (choice,) = (await answer.json())["choices"]
-    with fleet.client() as client:
-        assert choice["token_ids"] == complete(client, PROMPT, 8).token_ids
-    assert choice["finish_reason"] == "length"
-    assert len([each["logprob"] for each in choice["logprobs"]["content"]]) == 8
 
 
 async def test_skyrl_tokenizes_on_the_server(fleet: Fleet, session: aiohttp.ClientSession) -> None:
