@@ -53,6 +53,10 @@ _LINES = {
         "replica {replica} cannot load version {version} from the store: {reason}. It gets another version, "
         "or waits for the next round",
     ),
+    "refused": (
+        ERROR,
+        "replica {replica} is refused: {reason}. It starts once it finds version 0 or a newer one",
+    ),
     "given_up": (
         ERROR,
         "version {version} does not load although its files are intact: replicas {replicas} were lost while "

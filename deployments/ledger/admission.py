@@ -7,6 +7,7 @@ and at least twice as long as before: so it converges at any rate of rounds.
 It is admitted between rounds, or during the staging of a round that it takes part in.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from deployments.ledger import (
@@ -73,7 +74,8 @@ def _says_nothing_new(member: Member, report: Report) -> bool:
 
 def _copy(state: State, member: Member, report: Report) -> None:
     member.last_poll, member.last_report, member.version = state.now, report.number, report.version
-    member.loading_version, member.adapters = report.loading_version, report.adapters
+    member.loading_version, member.initial = report.loading_version, report.initial
+    member.adapters = report.adapters
     member.updates_in_place, member.draining = report.updates_in_place, report.draining
     if not member.has_queued(RunOperation) and not equivalent(member.engine_state, report.condition):
         member.engine_state = report.condition
@@ -183,7 +185,7 @@ def first_weights(
     pin = state.pins.get(incarnation)
     told = state.stored if pin is None else pin.decision
     if told is None or stored_versions.refused(state, incarnation, told.version):
-        return JoinAnswer(version=0, path=None)
+        return JoinAnswer(version=0, path=None, initial=state.initial)
     stored_versions.pin(state, replica_id, incarnation, told.version, told.path)
     return JoinAnswer(
         version=told.version,
@@ -209,8 +211,22 @@ def advance(state: State) -> None:
             (current is None or (not current.decided and member in current.participants))
             and adapter_loads.converged(state, member)
             and desired_state.converge(state, member)
+            and _holds_version_0(state, member)
         ):
             membership.admit(state, member)
+
+
+def _holds_version_0(state: State, member: Member) -> bool:
+    """At version 0: whether it loaded what the first member that served it had loaded; else it is fenced."""
+    if state.committed_version or state.initial == member.initial:
+        return True
+    if state.initial is not None:
+        found = "unknown weights" if member.initial is None else member.initial
+        membership.fence(state, member, f"loaded {found} as version 0, which is {state.initial}")
+        return False
+    assert state.founded is not None, "members are admitted after `recover`"
+    state.found(replace(state.founded, initial=member.initial))
+    return True
 
 
 def _catch_up(state: State, member: Member) -> None:

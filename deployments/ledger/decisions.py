@@ -22,7 +22,7 @@ from deployments.protocol.engine_state import (
     Sleep,
     WakeUp,
 )
-from deployments.protocol.poll import Check, CommitMode, KvCache, Verification
+from deployments.protocol.poll import Check, CommitMode, InitialWeights, KvCache, Verification
 from deployments.protocol.publishing import RoundReport
 
 KEPT_FENCES = 1000
@@ -43,6 +43,7 @@ class Founded:
 
     fleet_id: str
     model: str | None = None  # None: not known yet
+    initial: InitialWeights | None = None  # what its first replica loaded; None: not known
     kind: Literal["founded"] = "founded"
 
 

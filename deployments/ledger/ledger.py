@@ -187,7 +187,8 @@ class Ledger:
         """What a starting replica loads, or loads instead. It becomes a member with its first poll."""
         state = self._at(now)
         answer = admission.first_weights(state, replica_id, incarnation, unloadable)
-        state.record("join", replica=replica_id, incarnation=incarnation, version=answer.version)
+        if unloadable is None or answer.version != unloadable.version:  # else it asks again and again
+            state.record("join", replica=replica_id, incarnation=incarnation, version=answer.version)
         return answer
 
     def poll(self, report: Report, now: float) -> Directive:
@@ -344,11 +345,11 @@ class Ledger:
         state = self.state
         assert state.founded is not None, "a ledger serves after `recover`"
         in_use = state.committed_version or state.adapters.catalog.live
-        if in_use and state.founded.model not in (None, model):
+        other = state.founded.model not in (None, model)
+        if in_use and other:
             return state.founded.model
         if state.founded.model != model:
-            state.founded = replace(state.founded, model=model)
-            state.decide(state.founded)
+            state.found(replace(state.founded, model=model, initial=None if other else state.founded.initial))
         return None
 
     # -- queries ------------------------------------------------------------------------------
@@ -384,6 +385,7 @@ class Ledger:
             committed_version=state.committed_version,
             label=state.label,
             stored_version=None if state.stored is None else state.stored.version,
+            initial=state.initial,
             epoch=state.epoch,
             ready=len(state.serving()) >= state.needed,
             min_replicas=state.needed,
@@ -443,7 +445,12 @@ def _size(state: State) -> SizeStatus:
     running = sum(each.state is MemberState.SERVING for each in staying)
     limits, wanted = state.size_limits, state.desired.wanted
     missing = 0 if wanted is None else wanted - len(staying)
-    problem = f"{missing} of {wanted} replicas have not registered yet: they start, or wait for free GPUs"
+    problem = None
+    refused = [each for each in state.refusals.values() if each.version == state.committed_version == 0]
+    if refused:
+        problem = "; ".join(f"{each.replica_id} is refused: {each.reason}" for each in refused)
+    elif missing > 0:
+        problem = f"{missing} of {wanted} replicas have not registered yet: they start, or wait for free GPUs"
     return SizeStatus(
         wanted=wanted,
         least=limits.least,
@@ -451,7 +458,7 @@ def _size(state: State) -> SizeStatus:
         running=running,
         joining=len(staying) - running,
         leaving=len(alive) - len(staying),
-        problem=problem if missing > 0 else None,
+        problem=problem,
     )
 
 

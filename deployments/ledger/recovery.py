@@ -43,8 +43,7 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
     state.next_seq = state.events.next_id = generation * ID_SPAN + 1
     state.decide(decisions.Started(generation=generation))
     if state.founded is None:
-        state.founded = decisions.Founded(fleet_id=new_fleet_id)
-        state.decide(state.founded)
+        state.found(decisions.Founded(fleet_id=new_fleet_id))
     state.record("start", generation=generation, version=state.committed_version)
     if open_round is not None:
         _abort(state, open_round)

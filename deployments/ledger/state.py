@@ -35,6 +35,7 @@ from deployments.protocol.poll import (
     Connect,
     DesiredReplicas,
     Draining,
+    InitialWeights,
     Instruction,
     KvCache,
     Outcome,
@@ -86,6 +87,7 @@ class Member:
     was_serving: bool = False  # before the controller restarted
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
+    initial: InitialWeights | None = None  # what it loaded as version 0
     loading_version: int | None = None  # reported; an earlier controller may have told it to
     patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store
     last_report: int = 0  # the number of its newest report
@@ -374,7 +376,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A joiner cannot load a stored version."""
+    """A joiner cannot load a version, or found other weights than version 0."""
 
     replica_id: str
     version: int
@@ -524,12 +526,21 @@ class State:
         """Durable before any replica polls again."""
         self.decisions.append(decision)
 
+    def found(self, founded: Founded) -> None:
+        self.founded = founded
+        self.decide(founded)
+
     def record(self, event: str, **fields: JsonValue) -> None:
         self.events.record(event, self.now, **fields)
 
     @property
     def fleet_id(self) -> str:
         return "" if self.founded is None else self.founded.fleet_id
+
+    @property
+    def initial(self) -> InitialWeights | None:
+        """What version 0 is; None: not known, or the fleet has left it."""
+        return None if self.founded is None or self.committed_version else self.founded.initial
 
     @property
     def stored_version(self) -> int:

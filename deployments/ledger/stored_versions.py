@@ -178,7 +178,7 @@ def problem(state: State) -> str | None:
         names = ", ".join(lost.values())
         return f"version {committed} does not load: {len(lost)} replicas were lost in it ({names})"
     for each in state.refusals.values():
-        if each.version == committed:
+        if each.version == committed != 0:
             return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
     if state.unwritten is not None and state.unwritten[0] == committed != state.stored_version:
         return _not_stored(*state.unwritten)
@@ -205,14 +205,16 @@ def _unpin(state: State, incarnation: str) -> None:
 
 def refuse(state: State, replica_id: str, incarnation: str, version: int, reason: str) -> None:
     """This process cannot load a version. A late or repeated report does not end a pin to another version."""
-    pinned = state.pins.get(incarnation)
+    pinned, before = state.pins.get(incarnation), state.refusals.get(incarnation)
     if pinned is not None and pinned.decision.version != version:
         return
     _unpin(state, incarnation)
     state.refusals[incarnation] = Refusal(
         replica_id=replica_id, version=version, reason=reason, since=state.now
     )
-    state.record("unloadable", replica=replica_id, version=version, reason=reason)
+    if before is None or (before.version, before.reason) != (version, reason):
+        event = "unloadable" if version else "refused"  # version 0 is in no store
+        state.record(event, replica=replica_id, version=version, reason=reason)
 
 
 def refused(state: State, incarnation: str, version: int) -> bool:

@@ -5,7 +5,7 @@ acknowledgement until a directive confirms it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
@@ -236,6 +236,18 @@ class Directive:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InitialWeights:
+    """What version 0 is: the weights of a directory, or a commit of a repository of Hugging Face's hub."""
+
+    digest: str | None = None  # of the directory's weight files, 32 hexadecimal digits
+    commit: str | None = None
+    revision: str | None = field(default=None, compare=False)  # the setting that led to the commit
+
+    def __str__(self) -> str:
+        return f"commit {self.commit}" if self.digest is None else f"digest {self.digest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAnswer:
     """Where a starting replica finds its first weights: a directory that vLLM can load."""
 
@@ -243,6 +255,7 @@ class JoinAnswer:
     path: str | None  # None: the checkpoint that the fleet was configured with
     fleet_id: str | None = None  # the manifest must name it; None only with path None
     digest: str | None = None  # the manifest must name it; None: not known
+    initial: InitialWeights | None = None  # with path None: what it must load; None: not known, or replaced
 
 
 # -- reports ---------------------------------------------------------------------------------------
@@ -324,7 +337,7 @@ class StoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unloadable:
-    """A stored version that a starting replica was told to load and cannot."""
+    """A version that a starting replica was told to load and cannot; version 0: it found other weights."""
 
     version: int
     reason: str
@@ -353,6 +366,7 @@ class Report:
     retained_version: int | None = None  # committed; its tensors are kept for the store
     store_result: StoreResult | None = None
     loading_version: int | None = None
+    initial: InitialWeights | None = None  # what it loaded as version 0; None: not known
     updates_in_place: bool = False  # RECEIVE changes live weights (`staging: none`)
     draining: Draining | None = None
     adapters: AdapterState = NO_ADAPTERS

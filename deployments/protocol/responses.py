@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from deployments.protocol.adapters import AdapterStatus
+from deployments.protocol.poll import InitialWeights
 from deployments.protocol.publishing import RoundReport
 
 
@@ -114,6 +115,7 @@ class FleetStatus:
     store_problem: str | None  # why the committed version will not get into the store
     condition: Sequence[str]  # the operations that lead a fresh engine to the fleet's engine state
     rounds_ended: Mapping[str, int] = field(default_factory=dict)  # outcome -> rounds since the first start
+    initial: InitialWeights | None = None  # what version 0 is, while the fleet is at it; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from deployments.protocol.poll import (
     Drop,
     EndDrain,
     Forget,
+    InitialWeights,
     Receive,
     Release,
     Report,
@@ -112,6 +113,7 @@ class EngineMember(ABC):
         self.partially_updated = False
         self.retained_version: int | None = None
         self.loading_version: int | None = None
+        self.initial: InitialWeights | None = None
         self.store_result: StoreResult | None = None
         self.admitted = False
         self.fenced: str | None = None
@@ -132,6 +134,7 @@ class EngineMember(ABC):
             staged_round=self.staged_round,
             retained_version=self.retained_version,
             loading_version=self.loading_version,
+            initial=self.initial,
             store_result=self.store_result,
             updates_in_place=self.updates_in_place,
             draining=self._engine.draining,

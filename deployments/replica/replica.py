@@ -9,7 +9,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from deployments.replica.server_info import add_server_info, watch_load
 from deployments.serve.placement import take_slot, use_gpus
 from deployments.serve.scaling import ScalingStats
 from deployments.weights.store.checkpoint_files import check_files
+from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 
 ASK_AGAIN_S = 1.0
 JOIN_S = 20.0  # the controller answers `join` at once; after this the call or its answer is lost
@@ -44,6 +45,7 @@ logger = serve_logger()
 
 async def find_first_weights(
     ask: Callable[[Unloadable | None], Awaitable[JoinAnswer]],
+    initial: InitialCheckpoint,
     ask_again_s: float = ASK_AGAIN_S,
     join_s: float = JOIN_S,
 ) -> JoinAnswer:
@@ -51,7 +53,12 @@ async def find_first_weights(
 
     Args:
         ask: the controller's `join`, idempotent; takes the version that it named and that cannot be loaded.
+        initial: what version 0 is loaded from. If that is not version 0 any more, it is asked for again and
+            again.
         join_s: deadline of one call.
+
+    Returns:
+        With path None, its `initial` is what the checkpoint has.
     """
     unloadable: Unloadable | None = None
     while True:
@@ -62,18 +69,19 @@ async def find_first_weights(
             logger.debug("controller not reached: %s", error)
             await asyncio.sleep(ask_again_s)
             continue
-        if answer.path is None:
-            return answer
         try:
+            if answer.path is None:
+                return replace(answer, initial=await asyncio.to_thread(initial.check, answer.initial))
             await asyncio.to_thread(
                 check_files, Path(answer.path), answer.version, answer.fleet_id, answer.digest
             )
+            return answer
         except (OSError, ValueError) as error:
-            logger.warning("pinned version is unusable, asking for another one: %s", error)
-            unloadable = Unloadable(version=answer.version, reason=str(error))
+            found = Unloadable(version=answer.version, reason=str(error))
+            if found != unloadable:
+                logger.warning("version %d is unusable, asking again: %s", answer.version, error)
+            unloadable = found
             await asyncio.sleep(ask_again_s)
-            continue
-        return answer
 
 
 FAILED_REQUESTS_S = 1.0  # for requests of a dead engine to send their errors
@@ -105,16 +113,22 @@ class Replica:
         if slots is not None:
             self._slot = await take_slot(await slots.plan.remote())
             use_gpus(self._slot)
-        answer = await find_first_weights(self._join)
-        spec = engine if answer.path is None else engine.at(answer.path)
+        initial = InitialCheckpoint(
+            engine.model, engine.arguments.get("revision"), has_files=not engine.has_dummy_weights
+        )
+        answer = await find_first_weights(self._join, initial)
+        spec = engine.at_commit(answer.initial) if answer.path is None else engine.at(answer.path)
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_engine()
         warn_if_not_forked(logger)
         self._engine = await ReplicaEngine.start(spec, version=answer.version)
+        if answer.path is None and (changed := await asyncio.to_thread(initial.changed)) is not None:
+            raise RuntimeError(changed)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
+        self._member.initial = answer.initial
         self._follower = Follower(
             replica_id=self._replica_id,
             incarnation=self._incarnation,

@@ -12,6 +12,8 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from deployments.protocol.poll import InitialWeights
+
 WORKER_EXTENSION = "deployments.replica.worker_extension.WorkerExtension"
 
 
@@ -35,6 +37,19 @@ class EngineSpec:
     checkpoint: str | None = None
     staging_share: float = 1.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_dummy_weights(self) -> bool:
+        return bool(self.arguments.get("load_format") == "dummy")
+
+    def at_commit(self, initial: InitialWeights | None) -> "EngineSpec":
+        """The same with this commit of the hub id, whatever its branch has become."""
+        if initial is None or initial.commit is None:
+            return self
+        arguments = {**self.arguments, "revision": initial.commit}
+        if arguments.get("tokenizer") is not None:  # vLLM would look for that commit in its repository too
+            arguments.setdefault("tokenizer_revision", self.arguments.get("revision", "main"))
+        return replace(self, arguments=arguments)
 
     def at(self, checkpoint: str) -> "EngineSpec":
         """The same with the weights of a stored version."""

@@ -37,7 +37,7 @@ MISTRAL = "consolidated"  # prefix of files with Mistral's own names; beside oth
 
 _MAX_NAMED = 5  # an error names so many tensors and counts the rest
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
-_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 Identity = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
@@ -140,7 +140,7 @@ def files_of(directory: Path) -> list[Path]:
         return [directory / WHOLE]
     found = sorted(directory.glob("*.safetensors"))
     if not found:
-        others = sorted(file.name for pattern in _OTHER_FORMATS for file in directory.glob(pattern))
+        others = sorted(file.name for pattern in OTHER_FORMATS for file in directory.glob(pattern))
         there = f"only {others[:3]}" if others else "none"
         raise ValueError(f"{directory} must have *.safetensors files, and has {there}")
     if (directory / "adapter_config.json").is_file():
@@ -369,7 +369,7 @@ class Checkpoint:
             for each in map(str, (directory, *files)):
                 if printable(each) != each:
                     raise ValueError(f"{each}: expected a path in UTF-8, in which replicas are told it")
-            identities = {file: _identity(file) for file in files}
+            identities = {file: identity_of(file) for file in files}
             parts = list(parts_of(directory, files, part_bytes))
             if not parts:
                 raise ValueError(f"{directory} has no tensors")
@@ -386,7 +386,7 @@ class Checkpoint:
         """Which file has changed since its header was read; None: no file has."""
         for file, identity in self.identities.items():
             with suppress(OSError):
-                if _identity(file) == identity:
+                if identity_of(file) == identity:
                     continue
             return f"{file} was changed while it was read"
         return None
@@ -425,6 +425,7 @@ def _confined_file(file: Path, roots: Sequence[Path]) -> Path:
     return resolved
 
 
-def _identity(file: Path) -> Identity:
+def identity_of(file: Path) -> Identity:
+    """Changes when the file is written or replaced. Raises OSError if it is not there."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

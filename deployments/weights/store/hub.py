@@ -69,6 +69,18 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
     return Path(found)
 
 
+def commit_of(model: str, revision: str | None = None, *, preferred: str | None = None) -> str | None:
+    """The commit of a hub id that an engine of this host loads: the preferred one, which only a host without
+    the hub can lack, else the hub's, or the cache's if the hub is not reached. None: neither knows it."""
+    from huggingface_hub import constants
+    from vllm.transformers_utils.repo_utils import resolve_revision
+
+    if preferred is not None and (not constants.HF_HUB_OFFLINE or cached(model, preferred).is_dir()):
+        return preferred
+    commit: str | None = getattr(resolve_revision(model, revision), "resolved", None)
+    return commit
+
+
 def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:
     """The tensors that an update of an engine must have; None, with a warning, if that is unknown.
 

@@ -101,6 +101,7 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
             "requests still run after",
         ),
         ("not_stored", {"version": 3, "reason": "x"}, "is not in the store"),
+        ("refused", {"replica": "a", "version": 0, "reason": "x"}, "is refused"),
         ("unloadable", {"replica": "a", "version": 3, "reason": "x"}, "cannot load version"),
         (
             "given_up",

@@ -35,6 +35,7 @@ from deployments.protocol.poll import (
     Drop,
     EndDrain,
     Forget,
+    InitialWeights,
     Receive,
     Release,
     Report,
@@ -86,6 +87,7 @@ class FakeEngine:
     retaining: int | None = None  # what the open session is to retain
     retained_version: int | None = None
     loading_version: int | None = None
+    initial: InitialWeights | None = None
     store_result: StoreResult | None = None
     store_problem: str = ""  # why it cannot write to the store
     writes_at_once: bool = True
@@ -109,6 +111,7 @@ class FakeEngine:
             "staged_round": self.staged_round,
             "retained_version": self.retained_version,
             "loading_version": self.loading_version,
+            "initial": self.initial,
             "store_result": self.store_result,
             "updates_in_place": self.updates_in_place,
             "draining": Draining(drain_ids=tuple(self.drains), running=self.running) if self.drains else None,

@@ -1,21 +1,25 @@
 """A replica as Serve starts it: with which weights, and when it is ready."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock, MagicMock
+from unittest.mock import DEFAULT, AsyncMock, MagicMock
 
 import pytest
 import torch
 
 from deployments.protocol.errors import FleetUnavailable
-from deployments.protocol.poll import JoinAnswer, Unloadable
+from deployments.protocol.poll import InitialWeights, JoinAnswer, Unloadable
 from deployments.replica import replica
 from deployments.replica.replica import Replica, find_first_weights
+from deployments.replica.server_arguments import EngineSpec
+from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
+from tests.fake_hub import FakeHub
 
 
 class Answers:
@@ -39,9 +43,12 @@ def stored(tmp_path: Path, version: int) -> JoinAnswer:
     return JoinAnswer(version=version, path=str(path))
 
 
+UNUSED = InitialCheckpoint("/no/such/model")
+
+
 async def test_pinned_version_is_loaded(tmp_path: Path) -> None:
     ask = Answers(FleetUnavailable("not yet"), stored(tmp_path, 4))
-    answer = await find_first_weights(ask, ask_again_s=0)
+    answer = await find_first_weights(ask, UNUSED, ask_again_s=0)
     assert answer.version == 4 and ask.asked == [None, None]
 
 
@@ -54,14 +61,14 @@ async def test_join_without_an_answer_is_repeated(tmp_path: Path) -> None:
             await asyncio.Event().wait()
         return await answers(unloadable)
 
-    answer = await asyncio.wait_for(find_first_weights(ask, ask_again_s=0, join_s=0.01), 10)
+    answer = await asyncio.wait_for(find_first_weights(ask, UNUSED, ask_again_s=0, join_s=0.01), 10)
     assert answer.version == 4 and answers.asked == [None, None]
 
 
 async def test_missing_version_is_reported_with_its_reason(tmp_path: Path) -> None:
     gone = JoinAnswer(version=61, path=str(tmp_path / "v00000061"))
     ask = Answers(gone, stored(tmp_path, 64))
-    assert (await find_first_weights(ask, ask_again_s=0)).version == 64
+    assert (await find_first_weights(ask, UNUSED, ask_again_s=0)).version == 64
     reason = f"version 61 must be in {tmp_path / 'v00000061'}, and there is none"
     assert ask.asked == [None, Unloadable(version=61, reason=reason)]
 
@@ -73,9 +80,31 @@ async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(
     file = Path(str(damaged.path)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     ask = Answers(damaged, start)
-    assert await find_first_weights(ask, ask_again_s=0) == start
+    assert await find_first_weights(ask, UNUSED, ask_again_s=0) == start
     refused = ask.asked[1]
     assert refused is not None and refused.reason.startswith("version 4 in ") and "damaged" in refused.reason
+
+
+async def test_overwritten_directory_is_not_loaded_as_version_0_until_it_is_restored(tmp_path: Path) -> None:
+    (file := tmp_path / "model.safetensors").write_bytes(b"the first weights")
+    joined = JoinAnswer(version=0, path=None)
+    first = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
+    assert first.initial is not None
+    file.write_bytes(b"the other weights")
+    other = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
+    asked: list[Unloadable | None] = []
+
+    async def ask(unloadable: Unloadable | None) -> JoinAnswer:
+        asked.append(unloadable)
+        if len(asked) == 3:
+            file.write_bytes(b"the first weights")
+        return first
+
+    answer = await find_first_weights(ask, InitialCheckpoint(str(tmp_path)), ask_again_s=0)
+    assert answer == first
+    reason = f"version 0 of this fleet is {first.initial}, and {tmp_path} has {other.initial} here"
+    assert asked[0] is None and asked[1] == asked[2] is not None
+    assert asked[1].version == 0 and asked[1].reason.startswith(reason)
 
 
 AROUND = (
@@ -84,26 +113,93 @@ AROUND = (
 )
 
 
+class Starting:
+    """A replica between a controller's answer and an engine, which are fakes."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        engine: Any,
+        answer: JoinAnswer,
+        load: Callable[[], object] = lambda: None,
+    ) -> None:
+        for name in AROUND.split():
+            monkeypatch.setattr(replica, name, MagicMock())
+        self.member = SimpleNamespace(admitted=False, fenced=None, initial=None)
+        self.start = AsyncMock(
+            return_value=MagicMock(dead=False), side_effect=lambda *_, **__: (load(), DEFAULT)[1]
+        )
+        monkeypatch.setattr(replica, "ReplicaEngine", SimpleNamespace(start=self.start))
+        monkeypatch.setattr(replica, "member_of", lambda engine, spec: self.member)
+        started: Any = SimpleNamespace(_join=AsyncMock(return_value=answer), _follow=asyncio.Event().wait)
+        started.check_health = partial(Replica.check_health, started)
+        started._until_admitted = partial(Replica._until_admitted, started)
+        self.replica = started
+        self.task = asyncio.create_task(cast(Any, Replica.__init__)(started, engine, MagicMock()))
+
+    async def admit(self) -> None:
+        self.member.admitted = True
+        await asyncio.wait_for(self.task, 10)
+        self.replica._following.cancel()
+
+
 async def test_replica_loads_the_committed_version_and_is_ready_when_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Serve ends the replicas that it replaces as soon as their successors are ready."""
-    for name in AROUND.split():
-        monkeypatch.setattr(replica, name, MagicMock())
-    member = SimpleNamespace(admitted=False, fenced=None)
-    start = AsyncMock(return_value=MagicMock(dead=False))
-    monkeypatch.setattr(replica, "ReplicaEngine", SimpleNamespace(start=start))
-    monkeypatch.setattr(replica, "member_of", lambda engine, spec: member)
     stored = JoinAnswer(version=3, path="/store/v3")
     monkeypatch.setattr(replica, "find_first_weights", AsyncMock(return_value=stored))
-    started: Any = SimpleNamespace(_join=None, _follow=asyncio.Event().wait)
-    started.check_health = partial(Replica.check_health, started)
-    started._until_admitted = partial(Replica._until_admitted, started)
     spec = MagicMock()
-    starting = asyncio.create_task(cast(Any, Replica.__init__)(started, spec, MagicMock()))
+    starting = Starting(monkeypatch, spec, stored)
     await asyncio.sleep(0.1)
-    start.assert_awaited_once_with(spec.at("/store/v3"), version=3)
-    assert not starting.done()
-    member.admitted = True
-    await asyncio.wait_for(starting, 10)
-    started._following.cancel()
+    starting.start.assert_awaited_once_with(spec.at("/store/v3"), version=3)
+    assert not starting.task.done()
+    await starting.admit()
+
+
+def engine_of(model: str, **arguments: Any) -> EngineSpec:
+    return EngineSpec(model=model, served_model_name="m", backend="shm", staging="host", arguments=arguments)
+
+
+async def test_replica_loads_the_commit_that_the_fleet_began_with_and_reports_it(
+    monkeypatch: pytest.MonkeyPatch, hub: FakeHub
+) -> None:
+    hub.commits["org/tiny"] = "b" * 40  # the branch has moved
+    first = InitialWeights(commit="a" * 40)
+    starting = Starting(monkeypatch, engine_of("org/tiny"), JoinAnswer(version=0, path=None, initial=first))
+    await starting.admit()
+    starting.start.assert_awaited_once_with(engine_of("org/tiny", revision="a" * 40), version=0)
+    assert starting.member.initial == first
+
+
+async def test_replica_does_not_serve_a_directory_that_was_rewritten_while_its_engine_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (file := tmp_path / "model.safetensors").write_bytes(b"the first weights")
+    answer = JoinAnswer(version=0, path=None)
+    starting = Starting(
+        monkeypatch, engine_of(str(tmp_path)), answer, load=lambda: file.write_bytes(b"others")
+    )
+    with pytest.raises(RuntimeError, match=r"model\.safetensors was changed while the engine loaded it"):
+        await starting.admit()
+
+
+async def test_replica_reports_what_its_directory_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"the first weights")
+    starting = Starting(monkeypatch, engine_of(str(tmp_path)), JoinAnswer(version=0, path=None))
+    await starting.admit()
+    starting.start.assert_awaited_once_with(engine_of(str(tmp_path)), version=0)
+    assert starting.member.initial == InitialCheckpoint(str(tmp_path)).check(None) is not None
+
+
+def test_commit_of_the_model_is_not_looked_for_in_the_tokenizers_repository() -> None:
+    first = InitialWeights(commit="a" * 40)
+    other = engine_of("org/tiny", tokenizer="org/words", revision="v2").at_commit(first)
+    assert other.arguments["tokenizer_revision"] == "v2"
+    assert engine_of("org/tiny", tokenizer="org/words").at_commit(first).arguments == {
+        "tokenizer": "org/words",
+        "revision": "a" * 40,
+        "tokenizer_revision": "main",
+    }
