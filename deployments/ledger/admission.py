@@ -185,7 +185,8 @@ def first_weights(
     pin = state.pins.get(incarnation)
     told = state.stored if pin is None else pin.decision
     if told is None or stored_versions.refused(state, incarnation, told.version):
-        return JoinAnswer(version=0, path=None, initial=state.initial)
+        served = state.initial is not None and bool(state.serving() or state.returning())
+        return JoinAnswer(version=0, path=None, initial=state.initial, served=served)
     stored_versions.pin(state, replica_id, incarnation, told.version, told.path)
     return JoinAnswer(
         version=told.version,

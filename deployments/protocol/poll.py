@@ -256,6 +256,7 @@ class JoinAnswer:
     fleet_id: str | None = None  # the manifest must name it; None only with path None
     digest: str | None = None  # the manifest must name it; None: not known
     initial: InitialWeights | None = None  # with path None: what it must load; None: not known, or replaced
+    served: bool = False  # with `initial`: by others, so that one that has other weights may wait
 
 
 # -- reports ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from deployments.calls.rpc import CallHandle
 from deployments.host.fork_server.use import warn_if_not_forked
 from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
+from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import JoinAnswer, Unloadable
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.follower import Follower
@@ -53,12 +54,15 @@ async def find_first_weights(
 
     Args:
         ask: the controller's `join`, idempotent; takes the version that it named and that cannot be loaded.
-        initial: what version 0 is loaded from. If that is not version 0 any more, it is asked for again and
-            again.
+        initial: what version 0 is loaded from. While that is not version 0 any more and others serve it, ask
+            again and again.
         join_s: deadline of one call.
 
     Returns:
         With path None, its `initial` is what the checkpoint has.
+
+    Raises:
+        JournalError: the checkpoint is not version 0, and nobody serves that.
     """
     unloadable: Unloadable | None = None
     while True:
@@ -78,6 +82,8 @@ async def find_first_weights(
             return answer
         except (OSError, ValueError) as error:
             found = Unloadable(version=answer.version, reason=str(error))
+            if found == unloadable and answer.initial is not None and not answer.served:
+                raise JournalError(str(error)) from error
             if found != unloadable:
                 logger.warning("version %d is unusable, asking again: %s", answer.version, error)
             unloadable = found

@@ -97,6 +97,7 @@ class AdapterWorker(TrainerRank):
             step=self._learner.steps_done,
             parameters=sum(parameter.numel() for parameter in self._policy.parameters()),
             adapter_version=0 if published is None else published.version,
+            initial=self._initial,
         )
 
     def publish(self, label: str | None) -> AdapterReport | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deployments.protocol.poll import InitialWeights
 from trainers.settings import TrainerConfig
 
 PUBLISHER = "trainer"  # its name in the fleet
@@ -53,6 +54,7 @@ class LoadedTrainer:
     parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
     adapter_version: int = 0  # the newest live one
+    initial: InitialWeights | None = None  # rank 0's model, before version 1; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from deployments.protocol.responses import (
     StepMetrics,
     TrainerStatus,
 )
-from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.trainer.spec import PUBLISHER, LoadedTrainer, TrainerSpec
 from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
@@ -108,6 +108,16 @@ def is_starved(fleet: FleetStatus, published: int) -> bool:
     waiting = any(member.state == "joining" for member in fleet.members)
     own = fleet.committed_version == published
     return own and waiting and fleet.store_problem is not None and fleet.round is None
+
+
+def check_version_0(fleet: FleetStatus, loaded: LoadedTrainer) -> None:
+    """Raises Conflict if the fleet's version 0 is not the model that this trainer began with."""
+    if fleet.initial is not None and fleet.initial != loaded.initial:
+        has = "weights that cannot be identified" if loaded.initial is None else loaded.initial
+        raise Conflict(
+            f"version 0 of this fleet is {fleet.initial}, and its trainer began with {has}: restore 'model', "
+            "and restart the trainer"
+        )
 
 
 async def watch(
@@ -258,6 +268,8 @@ class Trainer:
                     "published",
                     {"expected": step, "actual": self._step},
                 )
+            if self._version == 0 and after is None:
+                check_version_0(await retried(lambda: self._controller.fleet.remote(), "fleet"), self._loaded)
             if self._lora is not None:
                 if after is not None:
                     raise InvalidRequest("after: expected none, because this trainer publishes an adapter")

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.poll import StoreResult
+from deployments.protocol.poll import InitialWeights, StoreResult
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, SavedCheckpoint
 from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
@@ -24,6 +24,7 @@ from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, st
 from deployments.trainer.stored_weights import Found, StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
 from deployments.weights.store.hub import downloaded
+from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
@@ -45,6 +46,7 @@ class TrainerRank:
     """What both kinds of worker have. Every method is called on all ranks alike."""
 
     _base: BaseCheckpoint
+    _checkpoint: InitialCheckpoint
     _policy: TrainedPolicy
     _learner: Learner
     _checkpoints: RestartCheckpoints
@@ -56,6 +58,7 @@ class TrainerRank:
         self._controller = controller
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
+        self._initial: InitialWeights | None = None  # what version 0 is, as this rank loaded it
 
     def rendezvous_address(self) -> tuple[str, int]:
         return own_address(), free_port()
@@ -94,10 +97,15 @@ class TrainerRank:
         """Find the model on this rank's host, seed, and join the other ranks.
 
         Raises:
-            ValueError: the model is no directory, and cannot be downloaded.
+            ValueError: the model is no directory, and cannot be downloaded; or it is not what version 0 is.
         """
+        model, revision, fleet = self._spec.model, self._spec.revision, self._fleet()
+        self._checkpoint = InitialCheckpoint(model, revision)
+        if fleet.committed_version == 0 and (self._rank == 0 or not Path(model).is_dir()):
+            self._initial = self._checkpoint.check(fleet.initial)
+        commit = None if self._initial is None else self._initial.commit
         # Before the group, whose other ranks would wait for the download in it.
-        self._spec = replace(self._spec, model=str(downloaded(self._spec.model, self._spec.revision)))
+        self._spec = replace(self._spec, model=str(downloaded(model, commit or revision)))
         self._base = BaseCheckpoint(Path(self._spec.model))
         torch.manual_seed(self._spec.config.seed)
         if self._spec.config.compute_dtype is not None and self._spec.device == "cuda":
@@ -128,6 +136,8 @@ class TrainerRank:
             packed=config.packed,
             trust_remote_code=self._spec.trust_remote_code,
         )
+        if (changed := self._checkpoint.changed()) is not None:
+            raise ValueError(changed)
         if lora is not None:
             policy.adapt(lora, seed=config.seed)
         return policy
@@ -240,6 +250,7 @@ class TrainerWorker(TrainerRank):
             step=self._learner.steps_done,
             parameters=sum(parameter.numel() for parameter in self._policy.model.parameters()),
             untrained=untrained,
+            initial=self._initial,
         )
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:

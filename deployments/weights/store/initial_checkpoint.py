@@ -83,7 +83,7 @@ class InitialCheckpoint:
         now = self._identities() if self._read else {}
         for file in sorted(now.keys() | self._read.keys()):
             if now.get(file) != self._read.get(file):
-                return f"{file} was changed while the engine loaded it"
+                return f"{file} was changed while it was loaded"
         return None
 
     def _identities(self) -> dict[Path, Identity]:

@@ -15,7 +15,7 @@ BOTH = f"loaded digest {'2' * 32} as version 0, which is digest {'1' * 32}"
 def test_a_joiner_with_other_weights_is_refused_with_both_digests() -> None:
     scene = StoreScene(replicas=0)
     first = scene.start(initial=ONE)
-    assert scene.begin() == JoinAnswer(version=0, path=None, initial=ONE)
+    assert scene.begin() == JoinAnswer(version=0, path=None, initial=ONE, served=True)
     same, other, unknown = (scene.start(initial=each) for each in (ONE, OTHER, None))
     scene.poll()
     assert first.admitted and same.admitted
@@ -42,7 +42,7 @@ def test_it_outlives_the_controller(twice: bool) -> None:
     scene.start(initial=ONE)
     scene.poll()
     scene.restart_twice() if twice else scene.restart()
-    assert scene.status().initial == ONE
+    assert scene.status().initial == ONE and scene.begin().served, "one that has not polled yet counts"
     other = scene.start(initial=OTHER)
     scene.poll()
     assert not other.admitted and other.fenced is not None and BOTH in other.fenced
@@ -78,7 +78,7 @@ def test_one_that_refuses_to_load_is_the_reason_why_replicas_are_missing_until_i
     scene.poll()
     found = Unloadable(version=0, reason="expected digest 1, got digest 2")
     for _ in range(3):  # it asks again every second
-        assert scene.begin(unloadable=found) == JoinAnswer(version=0, path=None, initial=ONE)
+        assert scene.begin(unloadable=found) == JoinAnswer(version=0, path=None, initial=ONE, served=True)
     events = [each.name for each in scene.ledger.events_since(0)]
     assert (events.count("refused"), events.count("join")) == (1, 0)
     assert scene.status().size.problem == "late is refused: expected digest 1, got digest 2"
@@ -95,3 +95,11 @@ def test_another_model_founds_it_anew() -> None:
     scene.restart()
     assert scene.ledger.serve("a") is None and scene.status().initial == ONE
     assert scene.ledger.serve("b") is None and scene.status().initial is None
+
+
+def test_whether_others_serve_it_is_told() -> None:
+    scene = StoreScene(replicas=0)
+    first = scene.start(initial=ONE)
+    scene.poll()
+    scene.ledger.lost([(first.replica_id, first.incarnation)], "its process is gone", scene.now)
+    assert scene.begin() == JoinAnswer(version=0, path=None, initial=ONE)

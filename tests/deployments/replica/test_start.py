@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from unittest.mock import DEFAULT, AsyncMock, MagicMock
 import pytest
 import torch
 
-from deployments.protocol.errors import FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable, JournalError
 from deployments.protocol.poll import InitialWeights, JoinAnswer, Unloadable
 from deployments.replica import replica
 from deployments.replica.replica import Replica, find_first_weights
@@ -89,7 +90,7 @@ async def test_overwritten_directory_is_not_loaded_as_version_0_until_it_is_rest
     (file := tmp_path / "model.safetensors").write_bytes(b"the first weights")
     joined = JoinAnswer(version=0, path=None)
     first = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
-    assert first.initial is not None
+    first = replace(first, served=True)
     file.write_bytes(b"the other weights")
     other = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
     asked: list[Unloadable | None] = []
@@ -105,6 +106,16 @@ async def test_overwritten_directory_is_not_loaded_as_version_0_until_it_is_rest
     reason = f"version 0 of this fleet is {first.initial}, and {tmp_path} has {other.initial} here"
     assert asked[0] is None and asked[1] == asked[2] is not None
     assert asked[1].version == 0 and asked[1].reason.startswith(reason)
+
+
+async def test_replica_that_has_not_what_nobody_serves_fails_with_both_digests(tmp_path: Path) -> None:
+    """Serve then says why the fleet cannot be started; else it would start for ever."""
+    (tmp_path / "model.safetensors").write_bytes(b"the other weights")
+    first = InitialWeights(digest="1" * 32)
+    ask = Answers(*[JoinAnswer(version=0, path=None, initial=first)] * 2)
+    with pytest.raises(JournalError, match=f"version 0 of this fleet is {first}, and {tmp_path} has digest"):
+        await find_first_weights(ask, InitialCheckpoint(str(tmp_path)), ask_again_s=0)
+    assert ask.asked[1] is not None, "the controller was told"
 
 
 AROUND = (
@@ -180,7 +191,7 @@ async def test_replica_does_not_serve_a_directory_that_was_rewritten_while_its_e
     starting = Starting(
         monkeypatch, engine_of(str(tmp_path)), answer, load=lambda: file.write_bytes(b"others")
     )
-    with pytest.raises(RuntimeError, match=r"model\.safetensors was changed while the engine loaded it"):
+    with pytest.raises(RuntimeError, match=r"model\.safetensors was changed while it was loaded"):
         await starting.admit()
 
 

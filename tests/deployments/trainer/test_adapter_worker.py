@@ -14,6 +14,7 @@ from deployments.protocol.poll import Outcome
 from deployments.trainer.adapter_worker import AdapterWorker
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec, adapter_directory
 from deployments.weights.store.adapter_store import adapter_digest
+from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_adapter import (
     TENSORS,
@@ -153,7 +154,13 @@ def test_a_restarted_trainer_continues_exactly(
     straight = trained(spec, controller)
     resumed = AdapterWorker(spec, 0, controller)  # type: ignore[arg-type]
     parameters = sum(tensor.numel() for tensor in saved(straight, tmp_path / "straight").values())
-    assert resumed.load(("", 0)) == LoadedTrainer(version=0, step=2, parameters=parameters, adapter_version=2)
+    assert resumed.load(("", 0)) == LoadedTrainer(
+        version=0,
+        step=2,
+        parameters=parameters,
+        adapter_version=2,
+        initial=InitialCheckpoint(spec.model).check(None),
+    )
     assert equal(saved(resumed, tmp_path / "resumed"), load_file(tmp_path / "straight" / TENSORS))
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
     assert equal(saved(resumed, tmp_path / "r"), saved(straight, tmp_path / "s"))

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
-from deployments.protocol.poll import Verify
+from deployments.protocol.poll import InitialWeights, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.responses import FleetStatus, MemberStatus, RoundStatus
-from deployments.trainer.spec import PUBLISHER
+from deployments.trainer.spec import PUBLISHER, LoadedTrainer
 from deployments.trainer.trainer import (
     CONFIRMATIONS,
     SerialQueue,
+    check_version_0,
     end_former_session,
     is_lost,
     is_starved,
@@ -135,6 +136,19 @@ async def test_replicas_close_the_memory_that_they_share_with_the_trainer(
     publishing(controller)
     await end_former_session(controller, shares_memory=True)  # type: ignore[arg-type]
     assert controller.calls == ["acquire", "disconnect", "release"] and controller.status.connection is None
+
+
+# -- version 0 -------------------------------------------------------------------------------------
+
+
+def test_what_began_with_other_weights_than_the_fleet_is_not_published() -> None:
+    one, other = InitialWeights(digest="1" * 32), InitialWeights(digest="2" * 32)
+    loaded = LoadedTrainer(version=0, step=1, parameters=1, initial=one)
+    check_version_0(SERVED, loaded)
+    check_version_0(replace(SERVED, initial=one), loaded)
+    for trained in (replace(loaded, initial=other), replace(loaded, initial=None)):
+        with pytest.raises(Conflict, match=f"version 0 of this fleet is {one}, and its trainer began with"):
+            check_version_0(replace(SERVED, initial=one), trained)
 
 
 # -- lost versions ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.errors import InvalidRequest, JournalError
+from deployments.protocol.poll import InitialWeights
 from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.owner import claim
@@ -21,6 +22,7 @@ from tests.deployments.trainer.one_worker import BATCH, equal, published, small_
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
 from trainers.settings import LossConfig
+from trainers.trained_policy import TrainedPolicy
 
 
 @pytest.fixture
@@ -186,6 +188,42 @@ def test_a_model_of_the_hub_is_trained_from_where_it_was_downloaded_to(
     assert (stored / "config.json").is_file() and (stored / "tokenizer.json").is_file()
     again = started(replace(spec, model="org/tiny"), controller)
     assert again.save(str(tmp_path / "saved")).step == 1, "it goes on from the store"
+
+
+def test_a_trainer_begins_with_the_fleets_version_0_or_not_at_all(
+    spec: TrainerSpec, hub: FakeHub, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fleet_began_with(initial: InitialWeights) -> None:
+        found = replace(controller.status, initial=initial)
+        monkeypatch.setattr(TrainerWorker, "_fleet", lambda self: found)
+
+    loaded = TrainerWorker(spec, 0, controller).load(("", 0))  # type: ignore[arg-type]
+    assert loaded.initial is not None
+    fleet_began_with(loaded.initial)
+    started(spec, controller)
+    fleet_began_with(InitialWeights(digest="0" * 32))
+    with pytest.raises(ValueError, match=f"is digest {'0' * 32}, and {spec.model} has {loaded.initial} here"):
+        started(spec, controller)
+    hub.repositories["org/tiny"] = Path(spec.model)
+    hub.commits["org/tiny"] = "b" * 40  # its branch has moved
+    fleet_began_with(InitialWeights(commit="a" * 40))
+    started(replace(spec, model="org/tiny"), controller)
+    assert [options["revision"] for _, options in hub.asked] == ["a" * 40]
+
+
+def test_a_model_that_is_rewritten_while_a_trainer_reads_it_is_not_trained(
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(spec.model) / "model.safetensors"
+    read = TrainedPolicy.load
+
+    def rewritten(*args: Any, **options: Any) -> TrainedPolicy:
+        file.write_bytes(file.read_bytes())
+        return read(*args, **options)
+
+    monkeypatch.setattr(TrainedPolicy, "load", rewritten)
+    with pytest.raises(ValueError, match="was changed while it was loaded"):
+        started(spec, controller)
 
 
 def with_version(version: int) -> list[Any]:

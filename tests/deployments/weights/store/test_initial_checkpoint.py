@@ -80,7 +80,7 @@ def test_a_directory_that_is_rewritten_while_the_engine_loads_it_is_noticed(tmp_
     save_file({"w1": torch.full((300,), 1.0)}, tmp_path / "aside")
     os.utime(tmp_path / "aside", ns=(before.st_atime_ns, before.st_mtime_ns))
     (tmp_path / "aside").rename(file)
-    assert initial.changed() == f"{file} was changed while the engine loaded it"
+    assert initial.changed() == f"{file} was changed while it was loaded"
     initial.check(None)
     assert initial.changed() is None
     save_file({"w2": torch.zeros(1)}, tmp_path / "model-2.safetensors")
