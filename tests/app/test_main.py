@@ -40,6 +40,7 @@ def test_serve_waits_for_a_stopping_trainer_until_it_has_written_its_last_versio
     assert limit_s > SERVE_WAITS_S + FLUSH_TIMEOUT_S + 1.0
 
 
+@pytest.mark.slow
 def test_no_option_of_a_running_engine_depends_on_how_many_there_are(tmp_path: Path) -> None:
     """Serve restarts every replica whose actor options change."""
     one, four = (

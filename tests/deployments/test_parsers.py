@@ -75,6 +75,7 @@ LISTS = st.lists(JSON, max_size=4)
 SHAPES = st.lists(st.lists(st.integers(-1, 2**40) | SCALARS, max_size=5) | SCALARS, max_size=3)
 
 
+@pytest.mark.slow
 @given(
     LISTS | st.lists(st.text(max_size=3), max_size=3),
     LISTS
@@ -207,6 +208,7 @@ def test_configurations(data: Any) -> None:
         parse_config(data)
 
 
+@pytest.mark.slow
 @given(
     st.text(max_size=60)
     | st.dictionaries(

@@ -35,6 +35,7 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
         assert isinstance(value, str) or value.__doc__, public
 
 
+@pytest.mark.slow
 def test_the_client_loads_neither_torch_nor_ray_nor_vllm() -> None:
     code = "import sys, slipstream; print({'torch', 'ray', 'vllm'} & set(sys.modules) or 'none')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

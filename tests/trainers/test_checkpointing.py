@@ -35,6 +35,7 @@ def operations(policy: TrainedPolicy) -> Counter[str]:
     return counted.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str) -> None:
     tiny.model(kind).save_pretrained(tmp_path)

@@ -127,6 +127,7 @@ def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
     assert equal(values(resumed.policy), values(straight.policy))
 
 
+@pytest.mark.slow
 def test_the_reference_of_the_penalty_is_the_base_without_a_copy(tmp_path: Path) -> None:
     loss = LossConfig(kl_coefficient=0.1)
     config = LearnerConfig(**(LEARNING.model_dump() | {"loss": loss}))

@@ -137,6 +137,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_doctor_says_it_and_fails(tmp_path: Path) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < 4096:
@@ -149,6 +150,7 @@ def test_doctor_says_it_and_fails(tmp_path: Path) -> None:
     assert "note: " not in done.stdout, "nothing is adapted to a limit that is refused"
 
 
+@pytest.mark.slow
 def test_a_launcher_under_nohup_survives_the_terminal() -> None:
     """SIGHUP that was ignored when the launcher began stays ignored."""
     program = (

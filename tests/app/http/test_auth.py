@@ -105,6 +105,7 @@ async def test_users_need_no_token_where_none_is_configured(route: tuple[str, st
     assert await status(("POST", "/pause"), {}, user=None) == 401
 
 
+@pytest.mark.slow
 async def test_every_forwarded_route_needs_a_token() -> None:
     for path, methods in PASSED.items():
         for method in methods:

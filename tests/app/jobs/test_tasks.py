@@ -42,6 +42,7 @@ def sums(seed: int = 0) -> ReasoningGymTask:
     )
 
 
+@pytest.mark.slow
 def test_a_problem_is_the_same_every_time_and_differs_between_seeds() -> None:
     first = [sums().problem(number).messages[-1] for number in range(20)]
     assert first == [sums().problem(number).messages[-1] for number in range(20)]

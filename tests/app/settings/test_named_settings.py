@@ -51,6 +51,7 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
     assert wrong_names(text) == []
 
 
+@pytest.mark.slow
 def test_settings_that_messages_name_exist() -> None:
     wrong = [(str(path), name) for path in MODULES for text in messages(path) for name in wrong_names(text)]
     assert wrong == []

@@ -199,6 +199,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, h
     assert recovered(tmp_path) == [Opened(round_id=0)]
 
 
+@pytest.mark.slow
 def test_a_second_journal_in_one_process_leaves_the_lock_of_the_first(tmp_path: Path) -> None:
     """Closing a file drops the locks that its process has on it: sqlite knows, and so does the journal."""
     with Journal(tmp_path) as journal:
@@ -297,6 +298,7 @@ def test_a_log_that_was_left_is_not_applied_to_a_new_file(tmp_path: Path) -> Non
 # -- a full disk -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_reserved_space(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         assert journal.reserve() is None
@@ -339,6 +341,7 @@ def test_a_journal_is_continued_on_a_full_disk(tmp_path: Path) -> None:
 # -- growth ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
     every: list[Decision] = list(DECISIONS)
     with Journal(tmp_path) as journal:

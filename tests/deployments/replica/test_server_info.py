@@ -69,6 +69,7 @@ def _without_collecting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_router, "_get_system_env_info_cached", dict)
 
 
+@pytest.mark.slow
 def test_server_info_is_vllms_without_secrets(config: VllmConfig) -> None:
     theirs = vllms_own(config, "json")
     assert theirs["model_config"]["hf_token"] == "hf_operators_own"

@@ -34,6 +34,7 @@ def test_token_id_route_is_enabled(server: FastAPI) -> None:
     assert answer.status_code == 400, "it is read, and found wrong; 403: it is switched off"
 
 
+@pytest.mark.slow
 def test_every_server_route_is_passed_refused_or_the_fleets(server: FastAPI) -> None:
     paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
     assert paths >= {"/v1/completions", "/v1/chat/completions/render", "/inference/v1/abort_requests"}

@@ -176,6 +176,7 @@ def test_replicas_that_come_and_go_leave_nothing_for_ever() -> None:
     assert held(affinity, PROMPT) == {f"r{MAX_REPLICAS}": 4}
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(

@@ -116,6 +116,7 @@ def test_one_replica_or_none_gets_it_whole() -> None:
     assert split_prompts(100, 1, {"a": 0}) == [] == split_prompts(100, 1, {})
 
 
+@pytest.mark.slow
 @given(
     prompts=st.integers(1, 300),
     answers=st.integers(1, 16),

@@ -232,6 +232,7 @@ def test_order_of_candidates_keeps_its_rules(fleet: list[Candidate], demand: Dem
     ), "current ones first, then those behind, and at last those that refused"
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=300),
     st.floats(1.05, 3),

@@ -75,6 +75,7 @@ def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
     assert report.version == 1 and controller.live == ["math@1"]
 
 
+@pytest.mark.slow
 def test_a_name_that_others_loaded_is_not_replaced(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +148,7 @@ def test_an_adapter_is_saved_in_the_store_and_not_just_anywhere(
 # -- a trainer of an adapter that is started again: what it goes on from ---------------------------
 
 
+@pytest.mark.slow
 def test_a_restarted_trainer_continues_exactly(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
@@ -167,6 +169,7 @@ def test_a_restarted_trainer_continues_exactly(
     assert published(resumed).version == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not saved", "damaged"])
 def test_a_lost_checkpoint_costs_moments_and_not_weights(
     spec: TrainerSpec,
@@ -191,6 +194,7 @@ def test_a_lost_checkpoint_costs_moments_and_not_weights(
     assert resumed.step(BATCH)["step"] == 3
 
 
+@pytest.mark.slow
 def test_a_run_takes_nothing_from_a_run_whose_store_is_beside_its_own(tmp_path: Path) -> None:
     """As on a shared disk: all stores are in one directory."""
     (tmp_path / "shared").mkdir()
@@ -206,6 +210,7 @@ def test_a_run_takes_nothing_from_a_run_whose_store_is_beside_its_own(tmp_path: 
     assert sorted(each.name for each in (tmp_path / "shared").iterdir()) == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_nothing_is_resumed_once_the_store_is_moved_away(spec: TrainerSpec, tmp_path: Path) -> None:
     """What users do to start anew; a user who keeps the journal has to unload the adapter, too."""
     controller = ControllerInProcess(tmp_path / "state")
@@ -217,6 +222,7 @@ def test_nothing_is_resumed_once_the_store_is_moved_away(spec: TrainerSpec, tmp_
     controller.close()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_leaves_the_one_before_where_the_adapter_is_not_live(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -228,6 +234,7 @@ def test_a_damaged_checkpoint_leaves_the_one_before_where_the_adapter_is_not_liv
         assert started(spec, controller).step(BATCH)["step"] == step
 
 
+@pytest.mark.slow
 def test_an_unloaded_adapter_is_published_again_from_where_it_was(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:

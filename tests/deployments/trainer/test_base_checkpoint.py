@@ -102,6 +102,7 @@ def test_a_stored_version_is_a_complete_checkpoint(
     assert equal(controller.received, sent) and controller.received is not sent
 
 
+@pytest.mark.slow
 def test_a_trainer_that_starts_from_another_publishers_version_sends_all_of_it(
     tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_checkpoint_without_safetensors_has_no_names(tmp_path: Path) -> None:
     assert BaseCheckpoint(tmp_path).names == frozenset() and BaseCheckpoint(tmp_path).frozen(["a"]) == []
 
 
+@pytest.mark.slow
 def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_gone(
     tmp_path: Path, controller: ControllerInProcess
 ) -> None:

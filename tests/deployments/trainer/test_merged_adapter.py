@@ -49,6 +49,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records if record.name == "ray.serve")
 
 
+@pytest.mark.slow
 def test_what_is_published_and_stored_and_saved_is_the_sum(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_rollback_makes_the_old_version_the_base(
     assert equal(saved(started(spec, controller), tmp_path / "a"), saved(worker, tmp_path / "b"))
 
 
+@pytest.mark.slow
 def test_a_trainer_of_all_weights_takes_no_checkpoint_of_an_adapter(
     spec: TrainerSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:

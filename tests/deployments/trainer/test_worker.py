@@ -103,6 +103,7 @@ def test_the_store_has_what_was_published_though_a_step_follows_at_once(
     assert equal(load_file(controller.directory_of(1) / "model.safetensors"), sent)
 
 
+@pytest.mark.slow
 def test_rolling_back_publishes_the_old_weights_as_a_newer_version(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_checkpoint_is_never_saved_over_what_is_there(
     assert (taken / "config.json").read_text() == "mine" and len(list(taken.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_trained_from_where_it_was_downloaded_to(
     spec: TrainerSpec, tmp_path: Path, hub: FakeHub, controller: ControllerInProcess
 ) -> None:

@@ -218,6 +218,7 @@ def lose(spec: TrainerSpec, version: int) -> Path:
     return directory.rename(directory.with_name("lost"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["damaged", "lost"])
 def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_only_when_told(
     spec: TrainerSpec,
@@ -244,6 +245,7 @@ def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_
     assert equal(controller.received, load_file(controller.directory_of(1) / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_version_that_is_stored_late_is_waited_for(
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +273,7 @@ def test_with_no_version_at_all_the_model_replaces_what_is_served_only_when_told
     )
 
 
+@pytest.mark.slow
 def test_a_trainer_does_not_start_where_every_version_is_damaged(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:

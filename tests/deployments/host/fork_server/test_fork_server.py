@@ -212,6 +212,7 @@ def test_a_server_that_hangs_is_replaced(environment: dict[str, str]) -> None:
     assert after["reason"] is None and after["server"] != server
 
 
+@pytest.mark.slow
 def test_imports_that_fail_or_start_threads_leave_ordinary_interpreters(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_packed_tensors_are_read_back_with_their_digests(
     assert all(torch.equal(seen[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.slow
 @given(TENSORS, st.integers(1, 4000))
 def test_only_a_tensor_with_a_chunk_of_its_own_may_exceed_the_chunk_size(
     kinds: list[tuple[torch.dtype, tuple[int, ...]]], chunk_bytes: int
