@@ -173,11 +173,11 @@ class CallHandle:
         """
         body = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         if (address := self._address) is None:
-            address = self._address = await self._find()
+            address = self._address = await self._find(name)
         try:
             return await self._post(address, name, body)
         except aiohttp.ClientConnectorError as error:  # nothing was sent: a successor may be up already
-            address = self._address = await self._find()
+            address = self._address = await self._find(name)
             try:
                 return await self._post(address, name, body)
             except aiohttp.ClientConnectorError:
@@ -208,14 +208,20 @@ class CallHandle:
             raise outcome
         return outcome
 
-    async def _find(self) -> CallAddress:
+    async def _find(self, name: str) -> CallAddress:
         if isinstance(self._where, CallAddress):
             return self._where
         # A call to a reserved replica is an ordinary actor call, without the generator's wait.
         method = self._where.options(method_name="call_address")
-        async with method.choose_replica() as chosen:
-            found: CallAddress = await method.dispatch(chosen)
-            return found
+        try:
+            async with method.choose_replica() as chosen:
+                found: CallAddress = await method.dispatch(chosen)
+                return found
+        except asyncio.CancelledError as error:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            raise _lost(name, "Serve cancelled the look-up") from error  # it stops that process
 
 
 def _lost(name: str, reason: str, *, unreachable: bool = False) -> FleetUnavailable:

@@ -74,6 +74,26 @@ async def server(target: Target) -> AsyncIterator[CallServer]:
     await server.aclose()
 
 
+class Replaced(Deployment):
+    """Serve cancels what it has asked of a replica that it stops, and raises that in the caller."""
+
+    async def dispatch(self, chosen: CallServer) -> CallAddress:
+        if not self.asked:
+            self.asked += 1
+            raise asyncio.CancelledError
+        return await super().dispatch(chosen)
+
+
+async def test_look_up_that_serve_cancels_is_a_lost_process_and_no_cancelled_caller(
+    server: CallServer,
+) -> None:
+    calls = handle(Replaced(server))
+    with pytest.raises(FleetUnavailable, match="echo: the process is gone") as caught:
+        await calls.echo.remote()
+    assert is_lost(caught.value)
+    assert (await calls.echo.remote(1))[0] == "first"
+
+
 async def test_the_address_is_asked_once(server: CallServer) -> None:
     deployment = Deployment(server)
     calls = handle(deployment)
