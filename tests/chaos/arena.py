@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -236,6 +236,14 @@ class Arena:
             recording.rounds += [each for each in reports if each not in recording.rounds]
         return recording
 
+    def ask(self, method: str, path: str, timeout_s: float = 60.0, **request: Any) -> int:
+        """The status; an answer of 400 and above has a sentence, and is nobody's bug."""
+        with self.launched.client(timeout_s) as client:
+            answer = client.request(method, path, **request)
+        assert answer.status_code < 500 or answer.status_code == 503, f"{path}: {answer.text[:300]}"
+        assert answer.status_code < 400 or answer.json()["error"]["message"], f"{path}: {answer.text[:300]}"
+        return answer.status_code
+
     def publish(self, timeout_s: float = 170.0) -> str | None:
         """One round of the outside publisher: None, or why it failed."""
         self.publisher.begin(self.next_mark())
@@ -287,6 +295,31 @@ def under_load(launched: Launched, file: Path, **options: Any) -> Iterator[Arena
         yield arena
     finally:
         arena.close()
+
+
+@contextmanager
+def beside(*works: Callable[[], object]) -> Iterator[None]:
+    """Each work again and again, in a thread of its own, while the block runs; raises what a work raised."""
+    ended, errors = threading.Event(), list[BaseException]()
+
+    def repeat(work: Callable[[], object]) -> None:
+        try:
+            while not ended.is_set():
+                work()
+        except BaseException as error:  # raised when the block ends
+            errors.append(error)
+
+    threads = [threading.Thread(target=repeat, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(60)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
