@@ -57,7 +57,9 @@ class Workers:
         self.broken: Exception | None = None  # what every call raises
         self.active = False  # vLLM's own flag for an update
         self.reload_refusal: str | None = None
-        self.adapters = SimpleNamespace(reader=Reader(self.workers))
+        self.adapters = SimpleNamespace(
+            reader=Reader(self.workers), load=lambda adapter: self.workers("add_lora", adapter=adapter)
+        )
         self.arrives = asyncio.Event()  # what was sent of an adapter
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.host.shared_memory import DIRECTORY
-from deployments.protocol.adapters import ReceiveAdapter
+from deployments.protocol.adapters import Adapter, LoadAdapter, ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     Body,
@@ -29,6 +29,7 @@ from tests.deployments.replica.fake_workers import CHECKS, DONE, Workers
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
 ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={"x": 1})
+LOAD = LoadAdapter(adapter=Adapter(adapter_id=1, name="a", version=1, path="/a", digest="d", size_bytes=1))
 PART = FilePart(
     directory="/c", path="/c/m.safetensors", names=("w",), dtypes=("F32",), shapes=((2,),), ranges=((0, 8),)
 )
@@ -80,7 +81,9 @@ async def test_leftover_round_is_dropped_before_an_adapter_is_received(
         await member.execute(Verify(round_id=1))
 
 
-@pytest.mark.parametrize("body", [Connect(init_info={}), receive(), ADAPTER], ids=lambda body: body.name)
+@pytest.mark.parametrize(
+    "body", [Connect(init_info={}), receive(), ADAPTER, LOAD], ids=lambda body: body.name
+)
 async def test_error_is_the_payloads_only_while_the_engine_lives(
     member: StagedMember, engine: Workers, body: Body
 ) -> None:
