@@ -346,7 +346,7 @@ class Trainer:
             self._watch.cancel()
         # A version that is not written now is never written. The workers must exit whatever fails here.
         with contextlib.suppress(Exception):
-            await group.call("flush", FLUSH_TIMEOUT_S, timeout_s=FLUSH_TIMEOUT_S + 1.0)
+            await group.flush(FLUSH_TIMEOUT_S)
         group.kill()
 
     async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:

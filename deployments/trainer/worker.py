@@ -344,9 +344,12 @@ class TrainerWorker(TrainerRank):
             problem = f"version {result.version} is not in the store: {result.problem}"
         return StoreStatus(stored_version=self._writer.newest, store_problem=problem)
 
+    def flush_version(self, timeout_s: float) -> bool:
+        return self._writer.wait(timeout_s)
+
     def flush(self, timeout_s: float) -> bool:
         began = time.monotonic()
-        written = self._writer.wait(timeout_s)
+        written = self.flush_version(timeout_s)
         left = max(0.0, timeout_s - (time.monotonic() - began))
         return self._checkpoints.wait(left) and written
 

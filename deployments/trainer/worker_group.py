@@ -35,7 +35,7 @@ class TrainerWorkerActor:
     """One rank: a `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this actor's process
     imports them, and with them torch and vLLM: the trainer deployment computes nothing.
 
-    `store_status` and `process_id` are answered also during a step.
+    Calls other than `call` are answered also during a step.
     """
 
     _worker: "TrainerWorker | AdapterWorker"
@@ -60,6 +60,10 @@ class TrainerWorkerActor:
     @ray.method(concurrency_group="control")
     def store_status(self) -> StoreStatus:
         return self._worker.store_status()
+
+    @ray.method(concurrency_group="control")
+    def flush_version(self, timeout_s: float) -> bool:
+        return self._worker.flush_version(timeout_s)
 
 
 # A second concurrency group, so that a ping is answered during a step; the default group has one thread.
@@ -174,6 +178,20 @@ class WorkerGroup:
             return cast(StoreStatus, await asyncio.wait_for(status, self._ping_timeout_s))
         except (RayError, TimeoutError) as error:
             raise FleetUnavailable(f"the trainer's rank 0 does not answer: {type(error).__name__}") from error
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait until the version and the checkpoint are written.
+
+        A broken group writes no checkpoint, but its rank 0 may have a version that is nowhere else.
+
+        Raises:
+            RayError, TimeoutError, FleetUnavailable: rank 0 is gone, or does not answer.
+        """
+        if self.broken is None:
+            await self.call("flush", timeout_s, timeout_s=timeout_s + 1.0)
+        else:
+            await self.store_status()  # it answers quickly, or never
+            await asyncio.wait_for(_result(self._workers[0].flush_version.remote(timeout_s)), timeout_s + 1.0)
 
     async def process_ids(self) -> list[int]:
         """By rank. Raises TimeoutError if a rank hangs."""

@@ -15,8 +15,10 @@ class FakeWorker:
 
     def __init__(self, state: str = "up") -> None:
         self.state = state
+        self.asked: list[str] = []
 
     def __getattr__(self, name: str) -> "FakeWorker":
+        self.asked.append(name)
         return self
 
     async def remote(self, *args: Any) -> int:
@@ -53,3 +55,19 @@ async def test_a_worker_that_is_lost_is_named_in_one_line_and_the_group_is_broke
 async def test_a_hung_worker_does_not_hold_the_question_for_process_ids() -> None:
     with pytest.raises(TimeoutError):
         await WorkerGroup([FakeWorker("hangs")], ping_timeout_s=0.05).process_ids()
+
+
+async def test_a_version_is_written_to_its_end_though_another_rank_is_lost() -> None:
+    workers = [FakeWorker(), FakeWorker("gone")]
+    group = WorkerGroup(workers)
+    with pytest.raises(FleetUnavailable):
+        await group.call("step", [], timeout_s=1.0)
+    await group.flush(1.0)
+    assert [each.asked for each in workers] == [["call", "store_status", "flush_version"], ["call"]]
+
+
+async def test_a_rank_0_that_hangs_is_not_waited_for() -> None:
+    group = WorkerGroup([FakeWorker("hangs")], ping_timeout_s=0.05)
+    group.broken = "it hangs"
+    with pytest.raises(FleetUnavailable):
+        await group.flush(1000.0)
