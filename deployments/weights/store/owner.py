@@ -6,6 +6,7 @@ checkpoints and saves. So it belongs to one fleet, and is moved away as one.
 
 import os
 import socket
+import uuid
 from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
@@ -65,22 +66,33 @@ def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
         JournalError: it belongs to another fleet, or cannot be written.
     """
     owner = _Owner(fleet_id=fleet_id, state_dir=str(state_dir), host=socket.gethostname())
-    file = directory / OWNER
+    file, aside = directory / OWNER, directory / f".{OWNER}.{uuid.uuid4().hex[:8]}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+            with aside.open("x", encoding="utf-8") as opened:
                 opened.write(dumps(asdict(owner)) + "\n")
                 opened.flush()
-                os.fsync(descriptor)
-        except OSError:
-            file.unlink()  # without its content it would stop every fleet
-            raise
-        sync(directory)
+                os.fsync(opened.fileno())
+            _place(aside, file)
+            sync(directory)
+        finally:
+            aside.unlink(missing_ok=True)
     except FileExistsError:
-        check_owner(directory, fleet_id)
+        pass  # claimed before, or the store is a file
     except OSError as error:
         raise JournalError(
             f"the store {directory} cannot be claimed for fleet {fleet_id}: {error}"
         ) from error
+    check_owner(directory, fleet_id)
+
+
+def _place(aside: Path, file: Path) -> None:
+    """Give a complete file its name: an incomplete one would stop every fleet. Raises FileExistsError."""
+    try:
+        os.link(aside, file)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: of two at once the last succeeds, later checks tell
+        if not file.exists():
+            aside.replace(file)

@@ -1,6 +1,8 @@
 """A store belongs to the fleet that claimed it first, and to no other."""
 
+import errno
 import json
+import os
 import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,6 +54,33 @@ def test_its_fleet_claims_it_again_and_another_is_told_both_ids_and_what_to_do(t
             "'store.path' to another directory, move this one away",
         ):
             refused()
+
+
+def test_nobody_sees_a_claim_that_a_crash_could_leave_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, fsync = list[bool](), os.fsync
+
+    def synced(descriptor: int) -> None:
+        seen.append(check_owner(tmp_path, OURS))
+        fsync(descriptor)
+
+    monkeypatch.setattr("os.fsync", synced)
+    claim(tmp_path, OURS, STATE)
+    assert seen == [False, True], "before its content is on the disk, and before its name is"
+
+
+def test_a_file_system_without_hard_links_has_a_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: Path) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    claim(tmp_path, OURS, STATE)
+    with pytest.raises(JournalError, match="belongs to fleet ours"):
+        claim(tmp_path, "theirs", STATE)
+    assert [each.name for each in tmp_path.iterdir()] == [OWNER]
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_claim(tmp_path: Path) -> None:
