@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeou
 HELD = ("/fleet/events", "/pause", "/sleep", "/wake_up")
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 HALF = "\ud83d"  # of a surrogate pair
+ENDLESS = {"type": "json_schema", "schema": {"$ref": "#"}}
 REFUSED = {
     "/v1/completions": [
         {"max_tokens": 10**9},
@@ -56,7 +57,11 @@ REFUSED = {
         {"messages": [{"role": "user", "content": "a"}], "stop": [HALF]},
         {"messages": [{"role": "user", "content": [IMAGE]}]},
     ],
-    "/v1/messages": [{"messages": [{"role": "user", "content": "a"}], "stop_sequences": [HALF]}],
+    "/v1/messages": [
+        {"messages": [{"role": "user", "content": "a"}], "stop_sequences": [HALF]},
+        {"messages": [{"role": "user", "content": "a"}], "output_config": {"format": ENDLESS}},
+    ],
+    "/v1/responses": [{"input": "a", "text": {"format": {"name": "n", **ENDLESS}}}],
     "/tokenize": [{"prompt": 5}, {"prompt": HALF}],
     "/detokenize": [{"tokens": [10**30]}, {"tokens": [-1]}, {"tokens": "x"}],
 }

@@ -109,6 +109,9 @@ def test_what_is_out_of_bounds_is_refused_and_no_engine_is_lost(fleet: Fleet) ->
                 {"trace_decode_token_ids": [10**9]},
                 {"routed_experts_prompt_start": -1},
                 {"structured_outputs": {"regex": "("}},
+                {"structured_outputs": {"grammar": "root ::= root"}},
+                {"stop": ["\ud83d"]},
+                {"bad_words": ["\ud83d"]},
                 {"temperature": "nan"},
             )
         ),
