@@ -92,21 +92,24 @@ class Ledger:
             lease = self.acquire(publisher, now)
         elif renew:
             publisher_session.renew(state, lease.token)
-        state.publisher.joined += 1
+        state.publisher.joined.append(now + lease.duration_s)
         remaining_s = publisher_session.remaining_s(state)
         round_id = None if state.round is None else state.round.round_id
         self.advance(now)
         return JoinedLease(lease=lease, round_id=round_id, remaining_s=remaining_s)
 
     def leave_lease(self, publisher: str, now: float, *, renew: bool) -> None:
-        """A call that joined the lease ends: release it unless a round is open or another such call runs."""
+        """A call that joined the lease ends: release it unless a round is open or another such call runs.
+
+        A call whose end was lost, as with its router, counts for no longer than a lease does.
+        """
         state = self._at(now)
         self._expire()
         lease = state.publisher.lease
         if lease is None or lease.publisher != publisher:
             return
-        state.publisher.joined -= 1
-        if state.round is None and state.publisher.joined <= 0:
+        state.publisher.joined = [until for until in state.publisher.joined if until > now][:-1]
+        if state.round is None and not state.publisher.joined:
             self.release(lease.token, now)
         elif renew:
             publisher_session.renew(state, lease.token)

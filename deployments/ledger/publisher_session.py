@@ -31,7 +31,8 @@ def acquire(state: State, publisher: str) -> Lease:
         )
     desk.last_token += 1
     duration_s = state.config.lease_s
-    desk.lease, desk.joined = Lease(publisher=publisher, token=desk.last_token, duration_s=duration_s), 0
+    desk.lease = Lease(publisher=publisher, token=desk.last_token, duration_s=duration_s)
+    desk.joined = []
     desk.expires = state.now + duration_s
     state.decide(LeaseIssued(token=desk.last_token, publisher=publisher))
     state.record("lease", publisher=publisher, token=desk.last_token)

@@ -352,7 +352,7 @@ class Round:
 @dataclass(slots=True, kw_only=True)
 class PublisherState:
     lease: Lease | None = None
-    joined: int = 0  # calls without a token that are in progress under this lease
+    joined: list[float] = field(default_factory=list)  # calls without a token: until when each counts
     expires: float = 0.0
     last_token: int = 0
     connection: Connection | None = None

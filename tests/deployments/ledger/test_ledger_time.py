@@ -115,6 +115,18 @@ def test_a_round_outlives_the_end_of_another_call_of_its_publisher() -> None:
     assert scene.status().lease is None
 
 
+def test_a_call_whose_end_was_lost_does_not_keep_the_lease_for_ever() -> None:
+    """Its router was killed, and its publisher goes on through another one."""
+    scene, held = Scene(replicas=1, lease_s=30), []
+    scene.ledger.join_lease("http", scene.now, renew=False)
+    for _ in range(4):
+        scene.ledger.join_lease("http", scene.now, renew=False)
+        scene.ledger.leave_lease("http", scene.now, renew=True)
+        held.append(scene.status().lease is not None)
+        scene.wait(20)
+    assert held == [True, True, False, False]
+
+
 def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() -> None:
     scene = Scene(replicas=1, lease_s=5, stage_timeout_s=60)
     scene.replicas[0].hangs_in.add(Verify)
