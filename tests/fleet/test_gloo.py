@@ -195,7 +195,7 @@ def send_while_an_engine_dies(
     assert complete(client).version == version + 1
 
 
-def outside(fleet: Fleet, source: WeightSource) -> TrainerWeightTransferEngine[Any]:
+def outside(fleet: Fleet, source: WeightSource, again: bool = True) -> TrainerWeightTransferEngine[Any]:
     """An outside publisher that is connected with all workers that the fleet has now."""
     client = HTTPVLLMWeightSyncClient(fleet.url, timeout=60)
     info = GlooTrainerInitInfo(
@@ -208,6 +208,6 @@ def outside(fleet: Fleet, source: WeightSource) -> TrainerWeightTransferEngine[A
     try:
         return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     except requests.HTTPError as error:
-        if error.response.status_code != 400:
+        if not again or error.response is None or error.response.status_code != 400:
             raise
-        return outside(fleet, source)  # a successor has joined since the fleet was asked
+        return outside(fleet, source, again=False)  # a successor has joined since the fleet was asked
