@@ -30,7 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 GROUP_TIMEOUT_S = 60.0  # a former holder of the GPUs may still be stopping
 TAKE_TIMEOUT_S = 180.0
-FREE_TIMEOUT_S = 40.0  # a stopping trainer writes its last version
+FREE_TIMEOUT_S = 320.0  # a stopping trainer writes its last version: longer than its `STOP_TIMEOUT_S`
 _POLL_S = 0.5
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 

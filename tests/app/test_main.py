@@ -9,6 +9,7 @@ from ray.serve import Application, Deployment
 from app.main import IN_ENGINE_PROCESS, THREADS_BIND, build, check_proxy, executor, staging, trainer_spec
 from app.settings.config import RouterConfig, parse_config
 from app.settings.section import ConfigError
+from deployments.serve.placement import FREE_TIMEOUT_S
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
 from tests.app.settings.complaints import COLOCATED, SEPARATE
@@ -38,6 +39,7 @@ def test_serve_waits_for_a_stopping_trainer_until_it_has_written_its_last_versio
     router = build(parse_config({"model": str(model), "state_dir": str(tmp_path), "trainer": {}}))
     limit_s = deployment(router, "trainer")._deployment_config.graceful_shutdown_timeout_s
     assert limit_s > SERVE_WAITS_S + FLUSH_TIMEOUT_S + 1.0
+    assert limit_s < FREE_TIMEOUT_S, "colocated, it is killed with the placement group"
 
 
 @pytest.mark.slow
