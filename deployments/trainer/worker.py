@@ -416,10 +416,7 @@ class TrainerWorker(TrainerRank):
 
     def _report_failed(self, result: StoreResult) -> None:
         """Joiners wait for the version; the fleet's status tells them."""
-        try:
-            self._report("not_stored", result.version, result.problem)
-        except Exception as error:  # the status reports it later
-            logger.warning("failed to report that version %d was not stored: %s", result.version, error)
+        self._report("not_stored", result.version, result.problem)
 
     def _report_stored(self, result: StoreResult) -> None:
         self._report("stored", result.version, result.path, result.label)

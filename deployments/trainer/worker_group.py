@@ -62,6 +62,10 @@ class TrainerWorkerActor:
         return self._worker.store_status()
 
     @ray.method(concurrency_group="control")
+    def flush(self, timeout_s: float) -> bool:
+        return self._worker.flush(timeout_s)
+
+    @ray.method(concurrency_group="control")
     def flush_version(self, timeout_s: float) -> bool:
         return self._worker.flush_version(timeout_s)
 
@@ -180,18 +184,19 @@ class WorkerGroup:
             raise FleetUnavailable(f"the trainer's rank 0 does not answer: {type(error).__name__}") from error
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until the version and the checkpoint are written.
+        """Wait until the version and the checkpoint are written, not for a step in progress.
 
         A broken group writes no checkpoint, but its rank 0 may have a version that is nowhere else.
 
         Raises:
             RayError, TimeoutError, FleetUnavailable: rank 0 is gone, or does not answer.
         """
+        await self.store_status()  # it answers quickly, or never
         if self.broken is None:
-            await self.call("flush", timeout_s, timeout_s=timeout_s + 1.0)
+            writes = [_result(each.flush.remote(timeout_s)) for each in self._workers]
         else:
-            await self.store_status()  # it answers quickly, or never
-            await asyncio.wait_for(_result(self._workers[0].flush_version.remote(timeout_s)), timeout_s + 1.0)
+            writes = [_result(self._workers[0].flush_version.remote(timeout_s))]
+        await asyncio.wait_for(asyncio.gather(*writes), timeout_s + 1.0)
 
     async def process_ids(self) -> list[int]:
         """By rank. Raises TimeoutError if a rank hangs."""

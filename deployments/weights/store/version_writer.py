@@ -26,6 +26,7 @@ from deployments.weights.wire.digest_definition import version_digest
 ALIGNMENT = 8
 NAMES = {dtype: name for name, dtype in _TYPES.items()}
 WRITE_BYTES = 4 << 20  # some milliseconds without the interpreter lock
+REPORT_S = 5.0
 logger = serve_logger()
 _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 
@@ -90,8 +91,8 @@ class VersionWriter:
 
     Args:
         write_files: writes the config and tokenizer files beside the weights.
-        on_stored: called on the thread for every version that is complete on the disk. What it raises becomes
-            the problem of that version.
+        on_stored: called on the thread for every version that is complete on the disk. What it raises is
+            logged: the version stays complete.
         on_failed: called on the thread for every version that could not be written.
     """
 
@@ -108,6 +109,7 @@ class VersionWriter:
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
+        self._reporting = False
         self._thread: threading.Thread | None = None
         self.result: StoreResult | None = None  # of the last write
         self.newest: int | None = None  # that was written
@@ -123,9 +125,13 @@ class VersionWriter:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits or is being written; False after `timeout_s`."""
+        """Wait until nothing waits or is being written, and for a short time until it is reported; False
+        after `timeout_s`."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
+            written = self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
+            if written:  # the controller may be gone already when a trainer stops
+                self._changed.wait_for(lambda: not self._reporting, min(timeout_s, REPORT_S))
+            return written
 
     def _run(self) -> None:
         while True:
@@ -134,28 +140,39 @@ class VersionWriter:
                 assert self._waiting is not None
                 version, store = self._waiting
                 self._waiting, self._writing = None, True
-            self._write(version, store)
+            result = self._write(version, store)
             del version  # its tensors, before the next one is taken
             with self._changed:
-                self._writing = False
+                self.result = result
+                self._writing, self._reporting = False, True
+                self._changed.notify_all()
+            self._report(result)
+            with self._changed:
+                self._reporting = False
                 self._changed.notify_all()
 
-    def _write(self, version: CommittedVersion, store: Store) -> None:
+    def _write(self, version: CommittedVersion, store: Store) -> StoreResult:
         try:
             path = write_version(version, store, self._write_files)
-            result = _result(version, path=str(path))
-            if self._on_stored is not None:
-                self._on_stored(result)
-            self.newest = version.version
         except Exception as error:  # the result reports it
             result = _result(version, problem=f"{type(error).__name__}: {error}")
             expected = isinstance(error, OSError | ValueError)
             logger.error(
                 "version %d could not be stored: %s", version.version, result.problem, exc_info=not expected
             )
-            if self._on_failed is not None:
-                self._on_failed(result)
-        self.result = result
+            return result
+        self.newest = version.version
+        return _result(version, path=str(path))
+
+    def _report(self, result: StoreResult) -> None:
+        report = self._on_failed if result.problem else self._on_stored
+        if report is None:
+            return
+        try:
+            report(result)
+        except Exception as error:  # the status reports it later
+            what = "not stored" if result.problem else "stored"
+            logger.warning("failed to report that version %d was %s: %s", result.version, what, error)
 
 
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:

@@ -66,6 +66,13 @@ async def test_a_version_is_written_to_its_end_though_another_rank_is_lost() -> 
     assert [each.asked for each in workers] == [["call", "store_status", "flush_version"], ["call"]]
 
 
+async def test_a_stop_waits_for_the_disk_and_not_for_a_step() -> None:
+    """A `call` queues behind a step; a step whose collective hangs would hold a stop for minutes."""
+    workers = [FakeWorker(), FakeWorker()]
+    await WorkerGroup(workers).flush(1.0)
+    assert [each.asked for each in workers] == [["store_status", "flush"], ["flush"]]
+
+
 async def test_a_rank_0_that_hangs_is_not_waited_for() -> None:
     group = WorkerGroup([FakeWorker("hangs")], ping_timeout_s=0.05)
     group.broken = "it hangs"

@@ -182,17 +182,31 @@ def test_failed_write_is_reported_and_may_be_tried_again(
     assert writer.newest == 3 and writer.result is not None and not writer.result.problem
 
 
-def fail(result: StoreResult) -> None:
-    raise TimeoutError("the controller does not answer")
+def test_a_version_that_could_not_be_reported_is_complete(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(result: StoreResult) -> None:
+        raise TimeoutError("the controller does not answer")
+
+    failed = list[StoreResult]()
+    writer = VersionWriter(write_files=no_files, on_stored=fail, on_failed=failed.append)
+    with caplog.at_level(logging.WARNING, "ray.serve"):
+        writer.put(version_of(3), store)
+        assert writer.wait(TIMEOUT_S)
+    assert writer.newest == 3 and writer.result is not None and not writer.result.problem and not failed
+    (record,) = caplog.records
+    assert record.getMessage().endswith("version 3 was stored: the controller does not answer")
 
 
-def test_a_version_that_could_not_be_reported_is_a_problem(store: Store) -> None:
-    writer = VersionWriter(write_files=no_files, on_stored=fail)
+def test_a_stop_does_not_wait_for_a_report_that_nobody_takes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.weights.store.version_writer.REPORT_S", 0.05)
+    taken = threading.Event()
+    writer = VersionWriter(write_files=no_files, on_stored=lambda _: taken.wait(TIMEOUT_S))
     writer.put(version_of(3), store)
-    assert writer.wait(TIMEOUT_S)
-    assert writer.newest is None
-    problem = "TimeoutError: the controller does not answer"
-    assert writer.result == StoreResult(version=3, label="v3", path="", problem=problem)
+    assert writer.wait(TIMEOUT_S) and not taken.is_set()
+    taken.set()
 
 
 @pytest.mark.slow
