@@ -41,6 +41,7 @@ class FakeHub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     hub = FakeHub()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # CI sets the variable
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     monkeypatch.setattr("huggingface_hub.HfApi.resolve_revision", staticmethod(hub.resolve_revision))
     return hub
