@@ -6,7 +6,18 @@ from deployments.ledger.commit_phase import KEPT_TIMINGS, keep
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
-from deployments.protocol.poll import Body, Commit, CommitMode, Drop, KvCache, Outcome, Receive, Verify
+from deployments.protocol.poll import (
+    Body,
+    Check,
+    Commit,
+    CommitMode,
+    Drop,
+    KvCache,
+    Outcome,
+    Receive,
+    Verification,
+    Verify,
+)
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
@@ -166,6 +177,13 @@ def test_a_report_has_the_figures_of_each_replica() -> None:
     report = report_of(Scene(replicas=2).publish())
     figures = ReplicaTimings(bytes=10, stage_s=0.5, verify_s=0.1, swap_s=0.01, gap_s=0.02)
     assert report.replicas == {"r0": figures, "r1": figures}
+
+
+def test_a_round_is_verified_with_its_publisher_only_if_every_replica_has_compared() -> None:
+    scene = Scene(replicas=2)
+    scene.replicas[1].compares = False
+    report = report_of(scene.publish())
+    assert report.verification == Verification.REPLICAS and Check.DIGESTS not in report.checks
 
 
 @pytest.mark.parametrize("kv_cache", KvCache)
