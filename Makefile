@@ -8,6 +8,7 @@
 #   make test-clients  other people's clients from PyPI, each in an environment of its own (.venv-clients)
 #   make chaos   every real fault       make check      format, lint, types, import rules
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
+#   make docs    the documents as a site, in site/
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12  VENV=.venv
 
@@ -15,7 +16,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup machine serve test test-fast test-all test-clients chaos rl check bench clean format
+.PHONY: help setup machine serve test test-fast test-all test-clients chaos rl check bench docs clean format
 
 VENV ?= .venv
 CONFIG ?= serve_config.yaml
@@ -34,7 +35,7 @@ BUILD := $(or $(shell $(PYTHON) app/command/machine.py choose $(VENV) $(CONFIG))
 PIP := $(PY) -m pip --disable-pip-version-check install -q --no-deps --no-input
 
 help:
-	@sed -n '3,12s/^# \{0,1\}//p' Makefile
+	@sed -n '3,13s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
@@ -92,6 +93,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
+
+docs: $(STAMP)
+	@$(PY) -c 'import material' 2>/dev/null || $(PIP) -r requirements-docs.txt
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 bench: $(STAMP)
 	@exec $(PY) -m benchmarks $(ARGS)

@@ -62,7 +62,7 @@ class JobOptions:
     environment: Annotated[
         str | None,
         typer.Option(
-            help="calculator, verifiers (docs/training.md: how), or package.module:factory, instead of --task"
+            help="calculator, verifiers (docs/guides/train.md), or package.module:factory, instead of --task"
         ),
     ] = None
     environment_settings: Annotated[

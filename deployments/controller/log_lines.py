@@ -1,6 +1,7 @@
 """The operator's log: one line for each ledger event that changes what the fleet does.
 
-`/fleet/events` carries the same events for programs. `docs/runbook.md` explains each line; a test checks it.
+`/fleet/events` carries the same events for programs. `docs/operating/runbook.md` explains each line; a test
+checks it.
 """
 
 import logging

@@ -124,4 +124,4 @@ def test_the_runbook_explains_each_line(
     LogLines().write([event(1, name, **fields)])
     ((_, text),) = lines(caplog)
     assert phrase in text
-    assert f"`{phrase}" in Path("docs/runbook.md").read_text()
+    assert f"`{phrase}" in Path("docs/operating/runbook.md").read_text()
