@@ -20,8 +20,8 @@ import typer
 
 from app.client import calls
 from app.client.completions import complete
-from app.client.connection import LOCAL_URL, AsyncFleetClient, FleetClient, FleetError, token_from
-from app.client.program_options import Url, json_object, parse
+from app.client.connection import AsyncFleetClient, FleetClient, FleetError, token_from
+from app.client.program_options import LOCAL_URL, Url, json_object, parse
 from examples.comparison import AnswerComparison, compare
 from examples.fresh_engine import ScoredTokens, fresh_answers
 from trainers.trajectory import Trajectory, VersionSpan

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from app.client import calls
 from app.client.completions import complete
-from app.client.connection import LOCAL_URL, FleetClient, FleetError, token_from
-from app.client.program_options import Url, parse
+from app.client.connection import FleetClient, FleetError, token_from
+from app.client.program_options import LOCAL_URL, Url, parse
 from app.external_publisher import Publisher
 from deployments.weights.transports.registry import BACKENDS, TRANSPORTS
 

@@ -7,8 +7,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import JsonValue, TypeAdapter
 
 from app.client.connection import Call, Reader
+from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
+    AdapterList,
     AdapterReport,
     FleetStatus,
     Health,
@@ -37,6 +39,12 @@ def fleet() -> Call[FleetStatus]:
 def rounds() -> Call[Sequence[RoundReport]]:
     """The rounds that ended, oldest first."""
     return Call(method="GET", path="/fleet/rounds", read=_then(typed(History), lambda made: made.rounds))
+
+
+def adapters() -> Call[Sequence[AdapterStatus]]:
+    return Call(
+        method="GET", path="/fleet/adapters", read=_then(typed(AdapterList), lambda made: made.adapters)
+    )
 
 
 def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:

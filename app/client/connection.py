@@ -15,7 +15,6 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 import httpx
 
 T = TypeVar("T")
-LOCAL_URL = "http://127.0.0.1:8000"
 RETRY_PAUSE_S = 1.0
 # For an idle connection; Serve keeps one for 90 s. When it is over, httpcore 1.0.9 may close a connection
 # that it has just given to a request, so it should be long (httpx: 5 s).
@@ -210,8 +209,14 @@ def token_from(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def without_credentials(url: str) -> tuple[str, str | None]:
-    """An address without credentials, for messages and logs, and its password, which is a token."""
-    address = httpx.URL(url)
+    """An address without credentials, for messages and logs, and its password, which is a token. Raises
+    FleetError: it is no address."""
+    try:
+        address = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise FleetError(
+            f"expected an address such as http://127.0.0.1:8000, got {url!r} ({error})"
+        ) from error
     password = address.password if address.password else None
     return str(address.copy_with(username=None, password=None)).rstrip("/"), password
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 T = TypeVar("T")
+LOCAL_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's address")]
 
 

@@ -72,7 +72,6 @@ def _readiness(deployment: Mapping[str, Any]) -> str:
     return f"{ready} of {target} ready"
 
 
-DASHBOARD_PORT = 8265
 _POLL_S = 1.0
 _GRACE_S = 45.0
 

@@ -5,6 +5,7 @@ import random
 import socket
 from contextlib import ExitStack
 
+DASHBOARD_PORT = 8265  # of Ray, where jobs are submitted
 # Below the system's ephemeral range: Serve and HAProxy start late, and one of Ray's workers could have taken
 # such a port by then.
 _SINGLE = range(10_000, 20_000)

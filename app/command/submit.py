@@ -15,9 +15,10 @@ from typing import IO
 
 from app.client import calls
 from app.client.announcement import QUIET_S
-from app.client.connection import LOCAL_URL, FleetClient, FleetError, without_credentials
+from app.client.connection import FleetClient, FleetError, without_credentials
+from app.client.program_options import LOCAL_URL
 from app.command.doctor import local_addresses
-from app.command.launch import DASHBOARD_PORT
+from app.command.ports import DASHBOARD_PORT
 
 _RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
 _JOB = (sys.executable, "-m", "app.jobs")

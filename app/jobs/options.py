@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from app.client.connection import LOCAL_URL
-from app.client.program_options import Url, json_object
+from app.client.program_options import LOCAL_URL, Url, json_object
 from app.jobs.environments.environment import (
     BUILT_IN,
     Conversations,

@@ -4,8 +4,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from app.client.connection import LOCAL_URL
-from app.client.program_options import Url, json_object, parse
+from app.client.program_options import LOCAL_URL, Url, json_object, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

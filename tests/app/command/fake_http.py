@@ -15,9 +15,12 @@ class JsonHandler(BaseHTTPRequestHandler):
         return json.loads(self.rfile.read(length)) if length else None
 
     def answer(self, status: int, body: Any) -> None:
-        content = json.dumps(body).encode()
+        self.answer_text(status, json.dumps(body), "application/json")
+
+    def answer_text(self, status: int, text: str, kind: str = "text/plain") -> None:
+        content = text.encode()
         self.send_response(status)
-        self.send_header("content-type", "application/json")
+        self.send_header("content-type", kind)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

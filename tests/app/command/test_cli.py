@@ -1,5 +1,8 @@
 import json
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
@@ -8,6 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from app.client.connection import FleetClient, FleetError
+from app.command import asking
 from app.command.cli import cli
 from deployments.protocol.responses import RoundStatus
 from tests.app.command.fake_http import JsonHandler, serving
@@ -21,11 +26,17 @@ class Fleet(JsonHandler):
     """Answers as a fleet would, and records the requests."""
 
     requests: list[tuple[str, str, str | None, Any]]
+    rounds: Any = ROUNDS
+    metrics: str
     states: Iterator[Any] = iter(())  # what `/fleet` answers, one after the other; then STATUS
     ended: Event  # of a publication
 
     def do_GET(self) -> None:
-        self._answer(200, {"/fleet": next(self.states, STATUS), "/fleet/rounds": ROUNDS}[self.path])
+        answers = {"/fleet/rounds": self.rounds, "/fleet/adapters": {"adapters": []}}
+        if self.path == "/metrics":
+            self.answer_text(200, self.metrics)
+        else:
+            self._answer(200, answers[self.path] if self.path in answers else next(self.states, STATUS))
 
     def do_POST(self) -> None:
         if self.path == "/fleet/rollback":
@@ -47,14 +58,126 @@ class Fleet(JsonHandler):
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "s3cret")
     Fleet.requests, Fleet.states, Fleet.ended = [], iter(()), Event()
+    Fleet.rounds, Fleet.metrics = ROUNDS, 'vllm:num_requests_running{replica="replica-0",engine="0"} 7\n'
     with serving(Fleet) as port:
         yield f"http://127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize(("command", "shown"), [("status", STATUS), ("rounds", ROUNDS)])
-def test_the_response_is_printed(url: str, command: str, shown: object) -> None:
-    result = CliRunner().invoke(cli, [command, "--url", url])
+@pytest.mark.parametrize(
+    ("command", "shown"), [("status", STATUS), ("rounds", ROUNDS), ("adapters", {"adapters": []})]
+)
+def test_programs_get_the_response_itself(url: str, command: str, shown: object) -> None:
+    result = CliRunner().invoke(cli, [command, "--json", "--url", url])
     assert (result.exit_code, result.stdout) == (0, json.dumps(shown, indent=2) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), [("status", "1 of 1 replicas serve"), ("rounds", "committed"), ("adapters", "no ")]
+)
+def test_people_get_a_table(url: str, command: str, shown: str) -> None:
+    result = CliRunner().invoke(cli, [command, "--url", url])
+    assert result.exit_code == 0 and shown in result.stdout and "{" not in result.stdout
+
+
+def test_the_load_of_the_engines_is_shown_where_the_fleet_knows_it(url: str) -> None:
+    lines = CliRunner().invoke(cli, ["status", "--url", url]).stdout.splitlines()
+    assert "running" in lines[-2] and "7" in lines[-1].split()
+    Fleet.metrics = "no metrics"
+    assert "running" not in CliRunner().invoke(cli, ["status", "--url", url]).stdout
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), 20), (("--last", "3"), 3), (("--json",), 25)])
+def test_the_newest_rounds_are_shown(url: str, options: Sequence[str], shown: int) -> None:
+    Fleet.rounds = {"rounds": [asdict(report(number, number)) for number in range(1, 26)]}
+    text = CliRunner().invoke(cli, ["rounds", *options, "--url", url]).stdout
+    assert text.count("committed") == shown and "25" in text
+
+
+def test_watching_goes_on_while_the_fleet_restarts(url: str) -> None:
+    answers = iter(["version 1", FleetError("no fleet answers"), "version 2"])
+
+    def table(fleet: FleetClient) -> str:
+        if isinstance(answer := next(answers), FleetError):
+            raise answer
+        return answer
+
+    with FleetClient.connect(url) as fleet:
+        shown = [str(frame) for frame in asking.frames(url, fleet, table, range(3))]
+    assert shown == [
+        "version 1",
+        "no fleet answers: --url or SLIPSTREAM_URL gives its address",
+        "version 2",
+    ]
+
+
+class Other(JsonHandler):
+    """Something else than a fleet."""
+
+    status: int
+    content: Any
+
+    def do_GET(self) -> None:
+        self.answer(self.status, self.content)
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "said"),
+    [
+        (404, {"detail": "Not Found"}, "GET /fleet: 404"),
+        (
+            404,
+            {"error": {"type": "NotFoundError", "message": "no such route"}},
+            "GET /fleet: 404: no such route",
+        ),
+        (200, {"hello": "world"}, "GET /fleet: the answer cannot be read"),
+        (502, "<h1>Bad Gateway</h1>", "GET /fleet: 502"),
+    ],
+)
+def test_an_address_that_is_no_slipstream_is_said_so(status: int, content: Any, said: str) -> None:
+    Other.status, Other.content = status, content
+    with serving(Other) as port:
+        result = CliRunner().invoke(cli, ["status", "--url", f"http://127.0.0.1:{port}"])
+    start = f"slipstream: expected a Slipstream fleet of this version at http://127.0.0.1:{port}, got {said}"
+    assert result.exit_code == 1 and result.stderr.startswith(start) and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("token", "found"), [(None, "none"), ("wrong", "another one")])
+def test_a_token_that_is_missing_or_wrong_says_where_it_is_expected(token: str | None, found: str) -> None:
+    Other.status = 401
+    Other.content = {"error": {"type": "unauthorized", "message": "/fleet needs the operator's token"}}
+    with serving(Other) as port:
+        environment = {"SLIPSTREAM_TOKEN": token, "SLIPSTREAM_URL": f"http://127.0.0.1:{port}"}
+        result = CliRunner().invoke(cli, ["status"], env=environment)
+    assert result.stderr == (
+        "slipstream: /fleet needs the operator's token (401): this command expects it in SLIPSTREAM_TOKEN or "
+        f"in the file SLIPSTREAM_TOKEN_FILE, and found {found}\n"
+    )
+
+
+def test_a_fleet_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = CliRunner().invoke(cli, ["status", "--url", url])
+    assert result.stderr.startswith(f"slipstream: no fleet answers at {url} (timed out): --url")
+
+
+@pytest.mark.parametrize("address", ["http://[", "localhost:8000"])
+def test_an_address_that_is_none_is_refused_in_a_sentence(address: str) -> None:
+    result = CliRunner().invoke(cli, ["status", "--url", address])
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("slipstream: ")
+
+
+@pytest.mark.slow
+def test_help_imports_nothing_that_it_does_not_need() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from app.command.cli import cli\n"
+        "assert not CliRunner().invoke(cli, ['--help']).exit_code\n"
+        "print({'httpx', 'pydantic', 'yaml', 'numpy', 'torch', 'ray', 'vllm'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 @pytest.mark.parametrize(("command", "state"), [("pause", "paused"), ("resume", "resumed")])

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from app.client.connection import LOCAL_URL
-from app.client.program_options import parse
+from app.client.program_options import LOCAL_URL, parse
 from app.jobs.environments.calculator import Calculator
 from app.jobs.environments.environment import Conversations, Single
 from app.jobs.environments.verifiers import Verifiers

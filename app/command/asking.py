@@ -1,0 +1,157 @@
+"""Asks the fleet for a command of the shell, and says in one sentence what went wrong.
+
+Only this module's callers print: a table for people, the fleet's own JSON for programs.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import typer
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from app.client import calls
+from app.client.connection import Call, FleetClient, FleetError, token_from, without_credentials
+from app.command import tables
+from app.command.engine_load import EngineLoad, engine_loads, with_speed
+from deployments.protocol.errors import NotFound
+from deployments.protocol.publishing import RoundReport
+
+T = TypeVar("T")
+ANSWER_S = 10.0  # for what only reads
+PERIOD_S = 2.0  # of --watch
+Ask = Callable[[FleetClient], T]
+
+
+def run(url: str, call: Call[Any]) -> None:
+    """Send a call that changes the fleet, however long it takes, and print the result as JSON."""
+    try:
+        with _connected(url, None) as fleet:
+            answer = fleet.send(call)
+    except FleetError as error:
+        raise _exit(url, error) from error
+    print(json.dumps(asdict(answer), indent=2))
+
+
+def show_status(url: str, *, as_json: bool, watch: bool) -> None:
+    before: dict[str, EngineLoad] = {}
+    asked_s = 0.0
+
+    def table(fleet: FleetClient) -> RenderableType:
+        nonlocal before, asked_s
+        status = fleet.send(calls.fleet())
+        try:
+            loads, now_s = fleet.send(engine_loads()), time.monotonic()
+        except FleetError:  # the fleet is worth showing without its engines' load
+            return tables.fleet(status, {})
+        shown = with_speed(before, loads, now_s - asked_s)
+        before, asked_s = loads, now_s
+        return tables.fleet(status, shown)
+
+    _show(url, lambda fleet: asdict(fleet.send(calls.fleet())), table, as_json=as_json, watch=watch)
+
+
+def show_rounds(url: str, *, as_json: bool, watch: bool, last: int | None) -> None:
+    def ask(fleet: FleetClient, most: int | None) -> Sequence[RoundReport]:
+        reports = fleet.send(calls.rounds())
+        return reports if most is None else reports[-most:]
+
+    _show(
+        url,
+        lambda fleet: {"rounds": [asdict(report) for report in ask(fleet, last)]},
+        lambda fleet: tables.rounds(ask(fleet, 20 if last is None else last)),
+        as_json=as_json,
+        watch=watch,
+    )
+
+
+def show_adapters(url: str, *, as_json: bool, watch: bool) -> None:
+    _show(
+        url,
+        lambda fleet: {"adapters": [asdict(each) for each in fleet.send(calls.adapters())]},
+        lambda fleet: tables.adapters(fleet.send(calls.adapters())),
+        as_json=as_json,
+        watch=watch,
+    )
+
+
+def _show(url: str, document: Ask[object], table: Ask[RenderableType], *, as_json: bool, watch: bool) -> None:
+    try:
+        with _connected(url, ANSWER_S) as fleet:
+            if as_json:
+                for _ in _ticks(watch):
+                    print(json.dumps(document(fleet), indent=None if watch else 2), flush=True)
+            elif watch:
+                _draw(frames(url, fleet, table, _ticks(True)))
+            else:
+                tables.console().print(table(fleet))
+    except FleetError as error:
+        raise _exit(url, error) from error
+    except KeyboardInterrupt:  # the usual end of --watch
+        return
+
+
+def _draw(frames: Iterable[RenderableType]) -> None:
+    """One frame in the place of the other, or below it without a terminal."""
+    console = tables.console()
+    if not console.is_terminal:
+        for frame in frames:
+            console.print(frame, end="\n\n")
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        for frame in frames:
+            live.update(frame, refresh=True)
+
+
+def frames(
+    url: str, fleet: FleetClient, table: Ask[RenderableType], ticks: Iterable[object]
+) -> Iterator[RenderableType]:
+    """The table at each tick; a sentence when the fleet does not answer any more. Raises FleetError: it did
+    not answer the first time."""
+    for number, _ in enumerate(ticks):
+        try:
+            shown = table(fleet)
+        except FleetError as error:
+            if number == 0:
+                raise
+            shown = Text(explained(url, error), style="bold red")
+        yield shown
+
+
+def _ticks(watch: bool) -> Iterator[None]:
+    yield
+    while watch:
+        time.sleep(PERIOD_S)
+        yield
+
+
+def _connected(url: str, timeout_s: float | None) -> FleetClient:
+    return FleetClient.connect(url, token_from(), timeout_s=timeout_s)
+
+
+def _exit(url: str, error: FleetError) -> typer.Exit:
+    print(f"slipstream: {explained(url, error)}", file=sys.stderr)
+    return typer.Exit(1)
+
+
+def explained(url: str, error: FleetError) -> str:
+    """The fleet's own message, and what to do where it cannot know that."""
+    if error.status is None:
+        return f"{error.message}: --url or SLIPSTREAM_URL gives its address"
+    if not error.type or (error.status == 404 and error.type != NotFound.type):
+        said = " ".join(str(error).split())
+        return (
+            f"expected a Slipstream fleet of this version at {without_credentials(url)[0]}, got {said:.200}"
+        )
+    if error.status == 401:
+        given = "another one" if token_from() else "none"
+        return (
+            f"{error.message} (401): this command expects it in SLIPSTREAM_TOKEN or in the file "
+            f"SLIPSTREAM_TOKEN_FILE, and found {given}"
+        )
+    return f"{error.message} ({error.status})"
