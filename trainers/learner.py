@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainers.batching import TokenBatch, collate, plan_micro_batches, share_of_rank
 from trainers.losses import load_loss, policy_loss, token_weights
-from trainers.optimizer import build_optimizer, learning_rate_factor, set_learning_rate
+from trainers.optimizer import build_optimizer, learning_rate_factor
 from trainers.output_head import TokenScores
 from trainers.settings import LearnerConfig
 from trainers.step_metrics import Metrics, StepTotals
@@ -84,7 +84,8 @@ class Learner:
         if not keep_moments:
             self.optimizer.state.clear()
         rate = self.config.optimizer.learning_rate * factor
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         rates = [rate for _ in self.optimizer.param_groups]
         self._schedule.load_state_dict(
             self._schedule.state_dict() | {"last_epoch": steps_done, "_last_lr": rates}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainers.optimizer import as_plain, zero_moments
+from trainers.optimizer import zero_moments
 from trainers.trained_policy import TrainedPolicy
 
 NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tensor
@@ -18,20 +18,19 @@ NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tens
 def named_moments(
     policy: TrainedPolicy, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 ) -> NamedMoments:
-    """AdamW's moments in the optimizer's `state`, 8-bit ones as plain tensors; nothing is copied."""
+    """AdamW's moments in the optimizer's `state`; nothing is copied."""
     moments: NamedMoments = {}
     for name, parameter in policy.model.named_parameters():
         for kind, tensor in state.get(parameter, {}).items():
-            for plain, each in as_plain(kind, tensor).items():
-                moments.setdefault(plain, {})[name] = each
+            moments.setdefault(kind, {})[name] = tensor
     return moments
 
 
 def empty_moments(
-    policy: TrainedPolicy, optimizer: torch.optim.Optimizer, names: Collection[str]
+    policy: TrainedPolicy, names: Collection[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
     return {
-        parameter: zero_moments(optimizer, parameter)
+        parameter: zero_moments(parameter)
         for name, parameter in policy.model.named_parameters()
         if name in names
     }

@@ -144,9 +144,6 @@ class _Settings(BaseModel):
 
 
 class OptimizerConfig(_Settings):
-    # "full": the weights' dtype; "8bit": torchao's AdamW8bit, which needs the extra `moments8bit`.
-    moments: Literal["full", "8bit"] = "full"
-
     learning_rate: PositiveFloat = 1e-6
     weight_decay: NonNegativeFloat = 0.0
     schedule: Schedule = Schedule.CONSTANT
@@ -239,15 +236,6 @@ class TrainerConfig(LearnerConfig):
             raise ValueError(
                 "'activation_checkpointing': expected true or false with 'packed' but not 'compile_layers', "
                 "got 'selective' (FlexAttention is compiled, and torch does not look into compiled code)"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _moments_of_an_adapter_are_full(self) -> Self:
-        if self.lora is not None and self.optimizer.moments != "full":
-            raise ValueError(
-                f"'optimizer.moments': expected 'full' with 'lora', got {self.optimizer.moments!r} (those of "
-                "an adapter are small)"
             )
         return self
 

@@ -327,7 +327,7 @@ def _look(learner: Learner, path: Path) -> _Target | str:
         weights = {key.removeprefix(f"{WEIGHTS}.") for key in stored if key.startswith(f"{WEIGHTS}.")}
         stored = {key: shape for key, shape in stored.items() if not key.startswith(f"{WEIGHTS}.")}
         with_moments = {key.removeprefix(f"{STEPS}.") for key in stored}
-        state = empty_moments(learner.policy, learner.optimizer, with_moments)
+        state = empty_moments(learner.policy, with_moments)
         moments = named_moments(learner.policy, state)
         _check(stored, moments)
         return _Target(weights=weights, state=state, moments=moments)

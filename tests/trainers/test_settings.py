@@ -48,9 +48,6 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
     assert "expected true or false with 'packed'" in problem(
         TrainerConfig, packed=True, activation_checkpointing="selective"
     )
-    assert "expected 'full' with 'lora', got '8bit'" in problem(
-        TrainerConfig, lora={"name": "a"}, optimizer={"moments": "8bit"}
-    )
     assert problem(TrainerConfig, world_size=2) == (
         "Value error, 'world_size': expected 1 with strategy 'single', got 2 "
         "(more than one rank needs strategy 'fsdp2')"

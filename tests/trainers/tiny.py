@@ -94,7 +94,7 @@ def kept_by_a_step(learner: Learner, batch: Sequence[Trajectory]) -> int:
 def copy_state(source: Learner, target: Learner) -> None:
     """What a checkpoint of an adapter brings from one learner to another."""
     given = named_moments(source.policy, source.optimizer.state)
-    state = empty_moments(target.policy, target.optimizer, given["step"])
+    state = empty_moments(target.policy, given["step"])
     for kind, moments in named_moments(target.policy, state).items():
         for name, moment in moments.items():
             moment.copy_(given[kind][name])
