@@ -58,11 +58,10 @@ _LINES = {
         ERROR,
         "replica {replica} is refused: {reason}. It starts once it finds version 0 or a newer one",
     ),
-    "given_up": (
-        ERROR,
-        "version {version} does not load although its files are intact: replicas {replicas} were lost while "
-        "loading it. New replicas load the checkpoint that the fleet started from and wait for a round; the "
-        "version is retried in {again_s:g} s",
+    "lost_loading": (
+        WARNING,
+        "replica {replica} was lost while it loaded version {version}: {reason}. Serve replaces it, and its "
+        "successor loads the version again",
     ),
     "promise_lapsed": (
         WARNING,

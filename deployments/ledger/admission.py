@@ -148,7 +148,7 @@ def lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
     """This process is gone, perhaps before its first poll."""
     member = state.find(replica_id, incarnation)
     if member is None:
-        stored_versions.on_lost(state, replica_id, incarnation, None)
+        stored_versions.on_lost(state, replica_id, incarnation, reason)
     else:
         gone(state, member, reason)
 
@@ -156,7 +156,7 @@ def lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
 def gone(state: State, member: Member, reason: str) -> None:
     """Its process exits or has exited: gracefully if nothing waits for it, else it is lost."""
     if member.loading:
-        stored_versions.on_lost(state, member.replica_id, member.incarnation, None)
+        stored_versions.unpin(state, member.incarnation)
     if _may_leave(state, member):
         membership.leave(state, member)
     else:
@@ -269,5 +269,5 @@ def _caught_up(state: State, call: PendingCall, *, version: int, sent: float) ->
             reasons[replica_id] = f"loaded version {version} but holds {member.version}"
     for replica_id in reasons:
         if (member := state.members.get(replica_id)) is not None:
-            stored_versions.on_lost(state, replica_id, member.incarnation, version)
+            stored_versions.unpin(state, member.incarnation)
     membership.fence_each(state, reasons, CatchUp.name)

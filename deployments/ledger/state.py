@@ -385,15 +385,6 @@ class Refusal:
 
 
 @dataclass(slots=True, kw_only=True)
-class Losses:
-    """Replicas that were lost in a row while they loaded one version."""
-
-    version: int = 0
-    replicas: dict[str, str] = field(default_factory=dict)  # incarnation -> replica id
-    last: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
 class StoreWrite:
     version: int = 0
     writer: Member | None = None  # None: not assigned
@@ -517,7 +508,6 @@ class State:
     operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)
     pins: dict[str, Pin] = field(default_factory=dict)  # incarnation -> pin
     refusals: dict[str, Refusal] = field(default_factory=dict)  # incarnation -> refusal
-    losses: Losses = field(default_factory=Losses)
     store_write: StoreWrite = field(default_factory=StoreWrite)
     unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
     adapters: AdapterLoads = field(default_factory=AdapterLoads)

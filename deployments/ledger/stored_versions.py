@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from deployments.ledger import membership
 from deployments.ledger.decisions import Pinned, Stored, Unpinned
 from deployments.ledger.state import (
-    Losses,
     Member,
     MemberState,
     PendingCall,
@@ -30,8 +29,6 @@ from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import Forget, Report, WriteVersion
 
 RETRY_S = 30.0
-LOSSES = 3  # replicas lost in a row while they loaded one version
-AGAIN_S = 600.0  # then the version is tried again: something else may have killed them
 
 
 def advance(state: State) -> None:
@@ -171,12 +168,9 @@ def set_unstored(state: State, version: int, reason: str) -> None:
 
 
 def problem(state: State) -> str | None:
-    committed, lost = state.committed_version, state.losses.replicas
+    committed = state.committed_version
     if state.store_write.problem is not None:
         return state.store_write.problem
-    if _is_given_up(state, committed):
-        names = ", ".join(lost.values())
-        return f"version {committed} does not load: {len(lost)} replicas were lost in it ({names})"
     for each in state.refusals.values():
         if each.version == committed != 0:
             return f"{each.replica_id} cannot load version {each.version} from the store: {each.reason}"
@@ -197,7 +191,7 @@ def pin(state: State, replica_id: str, incarnation: str, version: int, path: str
     state.pins[incarnation] = Pin(decision=decision, since=state.now)
 
 
-def _unpin(state: State, incarnation: str) -> None:
+def unpin(state: State, incarnation: str) -> None:
     if state.pins.pop(incarnation, None) is not None:
         state.decide(Unpinned(incarnation=incarnation))
     state.refusals.pop(incarnation, None)
@@ -208,7 +202,7 @@ def refuse(state: State, replica_id: str, incarnation: str, version: int, reason
     pinned, before = state.pins.get(incarnation), state.refusals.get(incarnation)
     if pinned is not None and pinned.decision.version != version:
         return
-    _unpin(state, incarnation)
+    unpin(state, incarnation)
     state.refusals[incarnation] = Refusal(
         replica_id=replica_id, version=version, reason=reason, since=state.now
     )
@@ -218,33 +212,17 @@ def refuse(state: State, replica_id: str, incarnation: str, version: int, reason
 
 
 def refused(state: State, incarnation: str, version: int) -> bool:
-    """Whether this process could not load this version, or too many others were lost in it."""
+    """Whether this process could not load this version."""
     refusal = state.refusals.get(incarnation)
-    return _is_given_up(state, version) or (refusal is not None and refusal.version == version)
+    return refusal is not None and refusal.version == version
 
 
-def on_lost(state: State, replica_id: str, incarnation: str, version: int | None) -> None:
-    """This process was lost while it loaded a version; None: the pinned one, if any.
-
-    After `LOSSES` in a row the version is given up for a while: engines cannot load it although its files are
-    intact.
-    """
-    pinned, losses = state.pins.get(incarnation), state.losses
-    _unpin(state, incarnation)
-    if version is None and pinned is not None:
-        version = pinned.decision.version
-    if version is None or incarnation in losses.replicas:
-        return
-    if version != losses.version:
-        state.losses = losses = Losses(version=version)
-    losses.replicas[incarnation], losses.last = replica_id, state.now
-    if len(losses.replicas) == LOSSES:
-        names = ", ".join(losses.replicas.values())
-        state.record("given_up", version=version, replicas=names, again_s=AGAIN_S)
-
-
-def _is_given_up(state: State, version: int) -> bool:
-    return len(state.losses.replicas) >= LOSSES and state.losses.version == version
+def on_lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
+    """This process was lost before its first poll."""
+    pinned = state.pins.get(incarnation)
+    unpin(state, incarnation)
+    if pinned is not None:
+        state.record("lost_loading", replica=replica_id, version=pinned.decision.version, reason=reason)
 
 
 def starting(state: State, before: float) -> list[tuple[str, str]]:
@@ -267,21 +245,17 @@ def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> lis
 
 
 def _advance_pins(state: State) -> None:
-    losses, limit_s = state.losses, state.config.join_timeout_s
-    if state.now - losses.last > AGAIN_S:
-        losses.replicas.clear()
+    limit_s = state.config.join_timeout_s
     for incarnation, each in list(state.pins.items()):
         replica_id, version = each.decision.replica_id, each.decision.version
         member = state.find(replica_id, incarnation)
-        if member is not None and member.alive and member.version >= version:
-            if version == losses.version:
-                losses.replicas.clear()
-            _unpin(state, incarnation)
-        elif _is_gone(state, replica_id, incarnation):
-            _unpin(state, incarnation)
+        if (member is not None and member.alive and member.version >= version) or _is_gone(
+            state, replica_id, incarnation
+        ):
+            unpin(state, incarnation)
         elif state.now - each.since > limit_s:
             state.record("promise_lapsed", replica=replica_id, version=version, limit_s=limit_s)
-            _unpin(state, incarnation)
+            unpin(state, incarnation)
     for incarnation, refusal in list(state.refusals.items()):
         member = state.find(refusal.replica_id, incarnation)
         serves = member is not None and member.state is MemberState.SERVING

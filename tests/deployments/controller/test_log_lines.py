@@ -103,11 +103,7 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
         ("not_stored", {"version": 3, "reason": "x"}, "is not in the store"),
         ("refused", {"replica": "a", "version": 0, "reason": "x"}, "is refused"),
         ("unloadable", {"replica": "a", "version": 3, "reason": "x"}, "cannot load version"),
-        (
-            "given_up",
-            {"version": 3, "replicas": "a, b, c", "again_s": 600.0},
-            "does not load although its files are intact",
-        ),
+        ("lost_loading", {"replica": "a", "version": 3, "reason": "x"}, "was lost while it loaded version"),
         ("adapter", {"lora_name": "a", "version": 3, "phase": "live"}, "is live on all serving replicas"),
         ("adapter", {"lora_name": "a", "version": 3, "phase": "retired"}, "is retired"),
         (
