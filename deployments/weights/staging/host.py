@@ -1,7 +1,7 @@
 """Staging in host memory: the tensors wait there and are loaded inside the pause by vLLM's layerwise reload.
 `replacing_all` adds what the reload leaves out, `reload_refusal` names what cannot be added."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -19,7 +18,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from deployments.weights.staging.base import Staging, Tensors
-from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk
 
 # Models whose `load_weights` copies into parameters itself, which the layerwise reload undoes.
@@ -53,7 +51,7 @@ class HostStaging(Staging):
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
         self._check_tied()
-        return lacking(self._model, self._tensors)
+        return []
 
     def _check_tied(self) -> None:
         """Raises ValueError if output embeddings that vLLM tied, because they were equal, differ from the
@@ -94,15 +92,10 @@ def reload_refusal(model: torch.nn.Module) -> str | None:
 
 
 def _copying_refusal(model: torch.nn.Module) -> str | None:
-    quantized = [
-        path
-        for path, projection in _amx_projections(model)
-        if not isinstance(projection.quant_method, UnquantizedLinearMethod)
-    ]
-    if quantized:
+    if any(isinstance(module, MLAAttention) and module.is_amx_bmm_enabled for module in model.modules()):
         return (
-            f"vLLM's AMX kernels keep nothing that its reload could fill of {join_reasons(quantized)}, whose "
-            "weights are quantized; 'engine.extra.attention_backend: CPU_MLA' does"
+            "vLLM's AMX kernels for MLA drop the weights of 'kv_b_proj', which its reload fills; "
+            "'engine.extra.attention_backend: CPU_MLA' keeps them"
         )
     copying = [name for name in (type(each).__name__ for each in model.modules()) if name in _COPYING]
     if not copying:
@@ -118,7 +111,6 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """Around vLLM's layerwise reload: what a CPU packed of the former weights is packed again. vLLM packs
     experts only where it makes their kernel, which a reload keeps, and does not process tied output
     embeddings."""
-    make_reloadable(model)
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
     kernels = [
@@ -145,30 +137,3 @@ def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
     ]
     weights = {id(each.weight) for each in found if not isinstance(each, ParallelLMHead)}
     return [each for each in found if isinstance(each, ParallelLMHead) and id(each.weight) in weights]
-
-
-# With AMX, vLLM packs MLA's `kv_b_proj` weight and drops it. Its reload would copy into the empty tensor that
-# is left, and fail in the middle of the model.
-
-
-def make_reloadable(model: torch.nn.Module) -> None:
-    """Give the projections a weight of NaN, which must not look like weights if it is not loaded."""
-    for _, projection in _amx_projections(model):
-        shape = (projection.output_size_per_partition, projection.input_size_per_partition)
-        weight = torch.full(shape, torch.nan, dtype=projection.params_dtype)
-        projection.weight = torch.nn.Parameter(weight, requires_grad=False)
-
-
-def lacking(model: torch.nn.Module, names: Collection[str]) -> list[str]:
-    """The projections' weights, all needed by a reload, that are not among these checkpoint names, whose
-    prefix may be another than the model's."""
-    wanted = [f"{path}.weight" for path, _ in _amx_projections(model)]
-    suffixes = {each: each[max(0, each.rfind("layers.")) :] for each in wanted}
-    return [each for each in wanted if not any(name.endswith(suffixes[each]) for name in names)]
-
-
-def _amx_projections(model: torch.nn.Module) -> Iterator[tuple[str, LinearBase]]:
-    paths = {id(module): path for path, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, MLAAttention) and module.is_amx_bmm_enabled:
-            yield paths[id(module.kv_b_proj)], module.kv_b_proj
