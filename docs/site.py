@@ -49,9 +49,12 @@ def with_links_of_the_site(text: str, page: str) -> str:
 def on_files(files, config):  # type: ignore[no-untyped-def]  # mkdocs calls it; it is not installed everywhere
     from mkdocs.structure.files import File
 
+    from docs import references
+
     for page, file in INCLUDED.items():
-        text = (ROOT / file).read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=text))
+        files.append(File.generated(config, page, content=(ROOT / file).read_text(encoding="utf-8")))
+    for page, made in references.PAGES.items():
+        files.append(File.generated(config, page, content=made()))
     return files
 
 

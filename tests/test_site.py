@@ -1,28 +1,20 @@
 """The site: every page is in its navigation, and its links lead where those of the documents lead."""
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from app.http.route import GuardedRoute
+from app.settings.config import AppConfig
+from app.settings.section import Section
+from docs import references, site
+
 ROOT = Path(__file__).parents[1]
-
-
-def loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "docs" / "site.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-site = loaded()
 
 
 class _Loader(yaml.SafeLoader):
@@ -41,7 +33,7 @@ def pages_in(nav: Any) -> Iterator[str]:
 def test_every_page_is_once_in_the_navigation() -> None:
     config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
     files = [str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(pages_in(config["nav"])) == sorted([*files, *site.INCLUDED])
+    assert sorted(pages_in(config["nav"])) == sorted([*files, *site.INCLUDED, *references.PAGES])
 
 
 @pytest.mark.parametrize(
@@ -58,6 +50,54 @@ def test_every_page_is_once_in_the_navigation() -> None:
 )
 def test_a_link_leads_to_the_page_of_the_site(page: str, link: str, expected: str) -> None:
     assert site.with_links_of_the_site(link, page) == expected
+
+
+def test_every_setting_has_a_description() -> None:
+    assert references.undescribed() == []
+
+
+def test_a_setting_without_a_description_is_named() -> None:
+    assert references.undescribed(Undescribed) == ["engine", "engine.count"]
+
+
+class _Engine(Section):
+    count: int = 1
+    size: int = 1
+    """Of the engine."""
+
+
+class Undescribed(Section):
+    engine: _Engine = _Engine()
+
+
+def test_the_configuration_has_a_row_for_every_setting() -> None:
+    text = references.configuration()
+    for path, section in references.sections(AppConfig):
+        _, _, rest = text.partition(f"\n## `{path}`\n" if path else "\n## The application\n")
+        rows = rest.partition("\n## ")[0]
+        assert [name for name in section.model_fields if f"| `{name}` |" not in rows] == []
+    assert "| `chunk_bytes` | int at least 65,536 and at most 4,294,967,296 or `null` | `null` |" in text
+    assert "| `dtype` | `auto`, `float32`, `bfloat16`, `float16` | `auto` |" in text
+
+
+@pytest.mark.slow
+def test_the_routes_have_what_openapi_has() -> None:
+    text = references.http()
+    described = [route for route in references.own_application().routes if isinstance(route, GuardedRoute)]
+    described = [route for route in described if route.include_in_schema]
+    assert [each.path for each in described if f"### {each.allowed[0]} {each.path}\n" not in text] == []
+    assert len(described) > 30
+    assert (
+        "| `path` | body | text | required |" in text.partition("POST /fleet/publish")[2].partition("###")[0]
+    )
+    assert "`POST /v1/chat/completions` | a user's token" in text and "| `/collective_rpc` |" in text
+
+
+def test_the_command_line_has_every_command_with_its_options() -> None:
+    text = references.command_line()
+    for command in ("serve", "status", "publish", "rollback", "scale"):
+        assert f"## `slipstream {command}`\n" in text
+    assert "| `--url` | `http://127.0.0.1:8000` |" in text
 
 
 @pytest.mark.slow

@@ -79,19 +79,30 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 class LossConfig(BaseModel):
     """The loss: which one, clipping, importance weights, the KL penalty."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    name: str = "ppo_clip"  # one of `DEFAULTS`, or the import path of your own: package.module:function
+    name: str = "ppo_clip"
+    """One of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp and sft, which have defaults of
+    their own, or the import path of your own: `package.module:function`."""
     clip_low: PositiveFloat = 0.2
+    """The ratio current / old is clipped below 1 minus this."""
     clip_high: PositiveFloat = 0.2
-    # Truncates importance weights; None: rollout log-probabilities are not used.
+    """The ratio current / old is clipped above 1 plus this."""
     importance_cap: PositiveFloat | None = 2.0
+    """Truncates importance weights, old / rollout. None: rollout log-probabilities are not used."""
     importance_level: ImportanceLevel = ImportanceLevel.TOKEN
-    kl_coefficient: NonNegativeFloat = 0.0  # 0: no reference model is loaded
+    """What has an importance weight: each `token`, or an `answer` (the geometric mean of its tokens')."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Of the KL penalty to the model that training began with. 0: no reference model is loaded."""
     kl_estimator: KlEstimator = KlEstimator.K3
+    """`k3` as in GRPO, or `k3_unbiased`: times current / old, whose gradient is that of the divergence."""
     aggregation: Aggregation = Aggregation.TOKEN
-    max_tokens: PositiveInt = 1024  # per completion; the divisor of Aggregation.CONSTANT
-    options: dict[str, JsonValue] = Field(default_factory=dict)  # read by a loss of your own
+    """The weight of a token: `token` (all the same), `sequence` (all answers the same), `constant` (one over
+    answers times `max_tokens`)."""
+    max_tokens: PositiveInt = 1024
+    """Tokens of the longest answer: the divisor of aggregation `constant`."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Read by a loss of your own."""
 
     @property
     def has_rollouts(self) -> bool:
@@ -140,15 +151,22 @@ Checkpointing = bool | Literal["selective"]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class OptimizerConfig(_Settings):
+    """AdamW and its schedule."""
+
     learning_rate: PositiveFloat = 1e-6
+    """At its highest, after the warm-up."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's."""
     schedule: Schedule = Schedule.CONSTANT
+    """Of the learning rate after the warm-up: `constant`, `linear` or `cosine`."""
     warmup_steps: NonNegativeInt = 0
-    total_steps: PositiveInt | None = None  # linear and cosine require it, and reach zero there
+    """Steps in which the learning rate rises from zero."""
+    total_steps: PositiveInt | None = None
+    """Where `linear` and `cosine`, which require it, reach zero."""
 
     @model_validator(mode="after")
     def _schedule_ends_after_the_warmup(self) -> Self:
@@ -168,25 +186,37 @@ class OptimizerConfig(_Settings):
 
 
 class LearnerConfig(_Settings):
+    """What a step does."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
     loss: LossConfig = LossConfig()
+    """The loss."""
     max_grad_norm: PositiveFloat = 1.0
-    max_tokens_per_microbatch: PositiveInt = 8192  # padded; bounds activation memory
-    updates_per_step: PositiveInt = 1  # optimizer steps on one batch; clipping has no effect on the first
-    share_prompts: bool = True  # the model's attention must allow it, see trainers.batching
+    """A longer gradient is shortened to it."""
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Tokens that go through the model at once, padding included; bounds activation memory."""
+    updates_per_step: PositiveInt = 1
+    """Optimizer steps on one batch. Clipping has no effect on the first."""
+    share_prompts: bool = True
+    """Answers to one prompt stand in one row, which reads the prompt once, if the model's attention takes
+    such a mask."""
 
 
 class LoraConfig(_Settings):
     """An adapter that is trained in place of the model's own weights."""
 
-    # adapter: published alone, and requests name it as their `model`. merged: added to the model's weights,
-    # whose sum is the fleet's next version.
     publish: Literal["adapter", "merged"] = "adapter"
-    name: str = ""  # the adapter's name in the fleet
+    """`adapter`: published alone, and requests name it as their `model`. `merged`: added to the model's
+    weights, whose sum is the fleet's next version."""
+    name: str = ""
+    """The adapter's name in the fleet; with `merged` there is none."""
     rank: PositiveInt = 16
-    alpha: PositiveFloat = 32.0  # the adapter is scaled by alpha / rank
-    # Linear layers, such as q_proj. None: all but the output.
+    """Of the two matrices that are trained for each weight."""
+    alpha: PositiveFloat = 32.0
+    """The adapter is scaled by alpha / rank."""
     target_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Linear layers, such as q_proj. None: all but the output."""
 
     @model_validator(mode="after")
     def _name_of_an_adapter(self) -> Self:
@@ -201,29 +231,40 @@ class LoraConfig(_Settings):
 
 
 class TrainerConfig(LearnerConfig):
-    lora: LoraConfig | None = None  # None: all weights are trained
+    """The trainer: what a step does, and its processes."""
 
+    lora: LoraConfig | None = None
+    """Train an adapter. None: all weights are trained."""
     strategy: Strategy = Strategy.SINGLE
-    world_size: PositiveInt = 1  # ranks
-    dtype: Dtype = "float32"  # parameters, gradients and moments; with `lora` the base
-    # Of matrix products; None: `dtype`. bfloat16 over float32 parameters is mixed precision.
+    """`single`: one process. `fsdp2`: parameters are sharded over the ranks, layer by layer."""
+    world_size: PositiveInt = 1
+    """Ranks."""
+    dtype: Dtype = "float32"
+    """Of parameters, gradients and moments; with `lora` of the base."""
     compute_dtype: Literal["bfloat16"] | None = None
-    # true: keep only the inputs of decoder layers; selective: keep what is expensive to recompute.
+    """Of matrix products. None: `dtype`. bfloat16 over float32 parameters is mixed precision."""
     activation_checkpointing: Checkpointing = False
-    compile_layers: bool = False  # torch.compile of each decoder layer, in the first steps
-    # No padding, one copy of each prompt (torch's FlexAttention). Needs device 'cuda' and a model whose
-    # layers all attend to all earlier tokens.
+    """`true`: keep only the inputs of decoder layers. `selective`: keep what is expensive to recompute."""
+    compile_layers: bool = False
+    """torch.compile of each decoder layer, in the first steps."""
     packed: bool = False
-    # Published and stored weights are cast to it; None: they keep their dtypes.
+    """No padding, one copy of each prompt (torch's FlexAttention). Needs device `cuda` and a model whose
+    layers all attend to all earlier tokens."""
     wire_dtype: Dtype | None = None
-    # A checkpoint for a restart is written after every n-th published step; 0: never. It takes 8 bytes a
-    # parameter in float32, and 12 where `wire_dtype` rounds the weights.
+    """Published and stored weights are cast to it. None: they keep their dtypes."""
     checkpoint_every: NonNegativeInt = 10
+    """A checkpoint for a restart is written after every n-th published step; 0: never. It takes 8 bytes a
+    parameter in float32, and 12 where `wire_dtype` rounds the weights."""
     seed: int = 0
-    gpus_per_rank: float = Field(default=1.0, gt=0, le=1)  # device 'cuda' only
-    cpu_threads: PositiveInt | None = None  # per rank; None: all cores
+    """Of torch, and of an adapter's first weights."""
+    gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
+    """What Ray reserves for a rank with device `cuda`."""
+    cpu_threads: PositiveInt | None = None
+    """Of each rank. None: all cores."""
     start_timeout_s: PositiveFloat = 600.0
+    """How long the ranks may take to start and to load the model."""
     step_timeout_s: PositiveFloat = 600.0
+    """How long a step, a save or a rollback may take."""
 
     @property
     def published_adapter(self) -> LoraConfig | None:

@@ -28,47 +28,74 @@ from trainers.settings import TrainerConfig
 
 
 class RouterConfig(Section):
+    """The routers, through which every request comes."""
+
     num_replicas: PositiveInt = 1
-    max_ongoing_requests: PositiveInt = 2048  # per router replica; above that: 503 with Retry-After
-    request_timeout_s: PositiveFloat = 600.0  # limits the search for a replica, not the response
+    """Router processes."""
+    max_ongoing_requests: PositiveInt = 2048
+    """Requests of one router process at once; above that: 503 with Retry-After."""
+    request_timeout_s: PositiveFloat = 600.0
+    """How long a request looks for a replica. An answer may take as long as it takes."""
     max_body_bytes: PositiveInt = 32 << 20
-    max_sequences: PositiveInt = 16384  # prompts times 'n' of one request; above that: 400
-    # At this multiple of the mean load a session leaves its replica, and a prompt the one that has its prefix
-    # in the KV cache. 1000: they stay.
+    """The size of a request's body; above that: 413."""
+    max_sequences: PositiveInt = 16384
+    """Prompts times `n` of one request; above that: 400."""
     load_factor: float = Field(default=1.25, gt=1)
-    prefix_affinity: bool = True  # prefer the replica that has the prompt's prefix in its KV cache
+    """At this multiple of the mean load a session leaves its replica, and a prompt the one that has its
+    prefix in the KV cache. 1000: they stay."""
+    prefix_affinity: bool = True
+    """Prefer the replica that has the prompt's prefix in its KV cache."""
 
 
 class StoreConfig(Section):
-    path: Path = Path("store")  # relative to state_dir
-    keep: PositiveInt = 3  # committed versions
-    # A replica writes what an external trainer published. Until then each replica keeps it in host memory:
-    # with staging 'device' this costs a copy of every tensor before the commit, beside decoding.
+    """Committed versions on disk."""
+
+    path: Path = Path("store")
+    """The directory, relative to `state_dir`. All hosts must see it."""
+    keep: PositiveInt = 3
+    """How many committed versions stay."""
     outside_versions: bool = True
+    """A replica writes what an external trainer published. Until then each replica keeps it in host memory:
+    with staging `device` this costs a copy of every tensor before the commit, beside decoding."""
 
 
 class AdaptersConfig(Section):
     """LoRA adapters, which a fleet serves with `engine.extra.enable_lora: true`."""
 
-    keep: PositiveInt = 2  # versions of one name; `max_cpu_loras` of them stay in an engine's memory
+    keep: PositiveInt = 2
+    """Live versions of one name. `max_cpu_loras` of them stay in an engine's memory."""
 
 
 class AppConfig(Section):
-    """The argument of `app.main:build`."""
+    """The argument of `app.main:build`: what is under `args` in a configuration file."""
 
-    model: str = Field(min_length=1)  # built-in name, directory, or Hugging Face id
-    served_model_name: str | None = None  # None: the same as `model`
-    trust_remote_code: bool = False  # run a checkpoint's own code, in engines and trainer
+    model: str = Field(min_length=1)
+    """A built-in model's name (`smollm2-135m`), a directory, or a Hugging Face id."""
+    served_model_name: str | None = None
+    """The name that requests use. None: the same as `model`."""
+    trust_remote_code: bool = False
+    """Run a checkpoint's own code, in engines and trainer."""
     device: Device = Device.CPU
+    """`cpu` or `cuda`, of engines and trainer."""
     placement: Placement = Placement.SEPARATE
+    """`separate`: the trainer has its own devices. `colocated`: one trainer rank on every GPU of the
+    replicas."""
     engine: EngineConfig = EngineConfig()
+    """The replicas."""
     weights: WeightsConfig = WeightsConfig()
+    """How an update is transferred, staged and committed."""
     router: RouterConfig = RouterConfig()
-    trainer: TrainerConfig | None = None  # None: an external trainer publishes through the HTTP routes
+    """The routers."""
+    trainer: TrainerConfig | None = None
+    """The trainer. None: an external trainer publishes through the HTTP routes."""
     store: StoreConfig = StoreConfig()
+    """Committed versions on disk."""
     adapters: AdaptersConfig = AdaptersConfig()
+    """LoRA adapters."""
     security: SecurityConfig = SecurityConfig()
+    """Tokens, and directories that may be published."""
     state_dir: AbsolutePath = Field(default=Path(".slipstream"), validate_default=True)
+    """Where the journal and, unless `store.path` is absolute, the store are."""
 
     @property
     def public_model_name(self) -> str:

@@ -28,30 +28,55 @@ ReplicaCount = Annotated[
 
 
 class EngineConfig(Section):
-    # At the start. 'auto': `min_replicas`, and then as many as the load needs.
+    """The replicas. Settings that vLLM has too are passed on under its names."""
+
     num_replicas: ReplicaCount = 2
+    """Replicas at the start. `auto`: `min_replicas`, and then as many as the load needs."""
     min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt | None = None  # None: the number is fixed; else `slipstream scale` changes it
-    downscale_delay_s: NonNegativeFloat = 300.0  # 'auto': how long the load must have been lower
+    """The fewest to which the fleet is scaled."""
+    max_replicas: PositiveInt | None = None
+    """The most to which the fleet is scaled, by `slipstream scale` or by the load. None: the number is
+    fixed."""
+    downscale_delay_s: NonNegativeFloat = 300.0
+    """With `auto`: how long the load must have been lower before a replica is stopped."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    max_model_len: PositiveInt | None = None  # None: the model's own
+    """Of the served weights. `auto`: the checkpoint's."""
+    max_model_len: PositiveInt | None = None
+    """The most tokens of a sequence, prompt included. None: the model's own."""
     max_num_seqs: PositiveInt = 256
+    """The most sequences that one replica computes at once."""
     seed: int = 0
+    """Of sampling in the engines."""
     tensor_parallel_size: PositiveInt = 1
+    """Ranks over which each layer of a replica is split."""
     pipeline_parallel_size: PositiveInt = 1
+    """Ranks over which a replica's layers are spread."""
     data_parallel_size: PositiveInt = 1
+    """Ranks of one replica that compute different requests, for mixtures of experts."""
     enable_expert_parallel: bool = False
+    """Spread the experts of a layer over the ranks of a replica."""
     gpu_memory_utilization: Fraction = 0.9
+    """The share of a GPU's memory that an engine takes: weights, staging and KV cache."""
     cpu_kv_cache_gib: PositiveInt = 1
+    """The size of the KV cache with device `cpu`, in GiB."""
     enforce_eager: bool = False
+    """Run without compilation and CUDA graphs."""
     load_format: str = "auto"
+    """How the first checkpoint is read; `dummy`: random weights."""
     quantization: str | None = None
+    """Quantize while loading, for example `fp8`. None: as the checkpoint says."""
     enable_sleep_mode: bool = False
-    gpus_per_rank: Fraction = 1.0  # less than 1 when a trainer rank shares the GPU
-    drain_timeout_s: PositiveFloat = 120.0  # a replica that is stopped waits so long for running requests
-    extra: dict[str, Any] = Field(default_factory=dict)  # further arguments of vLLM's AsyncEngineArgs
-    # Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example VLLM_BATCH_INVARIANT: 1.
+    """Allow `/sleep` and `/wake_up`, which release an engine's GPU memory."""
+    gpus_per_rank: Fraction = 1.0
+    """What Ray reserves for a rank; less than 1 where a trainer rank shares the GPU."""
+    drain_timeout_s: PositiveFloat = 120.0
+    """How long a replica that is stopped waits for running requests."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's AsyncEngineArgs, and those of tool calls (`tool_call_parser` and
+    others)."""
     env: dict[EngineVariable, EnvironmentValue] = Field(default_factory=dict)
+    """Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example `VLLM_BATCH_INVARIANT:
+    1`."""
 
     @property
     def first_replicas(self) -> int:

@@ -11,9 +11,9 @@ from pydantic_core import ErrorDetails
 
 
 class Section(BaseModel):
-    """A frozen group of settings without unknown names."""
+    """A frozen group of settings without unknown names. The text below a setting is its description."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Device(StrEnum):

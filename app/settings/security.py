@@ -37,12 +37,14 @@ class SecurityConfig(Section):
     The operator's token opens every route; the users' opens those that generate. See SECURITY.md.
     """
 
-    token_file: AbsolutePath | None = None  # the operator's; None: the environment variable SLIPSTREAM_TOKEN
-    user_token_file: AbsolutePath | None = None  # None: SLIPSTREAM_USER_TOKEN; without both users need none
-    # Directories below which an operator may publish checkpoints, beside the fleet's own store, and load
-    # adapters. Every host of the fleet must see them at the same path. Anyone who can write there decides
-    # what the fleet serves.
+    token_file: AbsolutePath | None = None
+    """The operator's tokens, one a line. None: the environment variable SLIPSTREAM_TOKEN."""
+    user_token_file: AbsolutePath | None = None
+    """The users' tokens. None: the variable SLIPSTREAM_USER_TOKEN. Without both users need none."""
     checkpoint_roots: tuple[AbsolutePath, ...] = ()
+    """Directories below which an operator may publish checkpoints, beside the fleet's own store, and load
+    adapters. Every host of the fleet must see them at the same path. Anyone who can write there decides what
+    the fleet serves."""
 
     def tokens(
         self, environment: Mapping[str, str] = os.environ, *, host: str | None = None

@@ -42,33 +42,55 @@ class Wire(StrEnum):
 
 
 class WeightsConfig(Section):
+    """How an update is transferred, staged and committed."""
+
     commit: CommitMode = CommitMode.TOGETHER
+    """`together`: no two replicas ever serve different versions. `rolling`: `max_unavailable` swap at a
+    time."""
     kv_cache: KvCache = KvCache.RECOMPUTE
+    """What running requests do at a commit. `recompute`: they compute their cache again with the new weights.
+    `keep`: they keep it, and their next tokens attend to keys and values of the version before. The prefix
+    cache is reset either way."""
     in_flight: InFlight = InFlight.KEEP
+    """Running requests at a commit. `keep`: they go on with the new weights. `wait`: the round waits for
+    their end. `abort`: they end with what they have."""
     min_replicas: PositiveInt = 1
-    max_unavailable: PositiveInt = 1  # commit 'rolling'
+    """A round is aborted if fewer take part."""
+    max_unavailable: PositiveInt = 1
+    """With commit `rolling`: how many replicas swap at a time."""
     heartbeat_timeout_s: PositiveFloat = 30.0
+    """A replica that has not polled for so long is lost."""
     stage_timeout_s: PositiveFloat = 120.0
+    """How long a replica may take to receive and verify a version; then it is fenced."""
     commit_timeout_s: PositiveFloat = 60.0
-    # How long running requests may continue before an update with `in_flight: wait`, or `/pause` and `/sleep`
-    # with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes; publishers wait no
-    # longer than the upper bound.
+    """How long a replica may take to swap; then it is fenced."""
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
+    """How long running requests may continue before an update with `in_flight: wait`, or `/pause` and
+    `/sleep` with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes."""
     lease_s: PositiveFloat = 60.0
+    """A publisher that is silent for so long loses its lease, and its round is aborted."""
 
     transport: TransportName = "shm"
-    # None: on a CPU 'device' where that is possible (the engine's log says why not), else 'host'.
+    """How bytes move. `shm`: CPUs of one host. `gloo`: CPUs of several. `ipc`: GPUs of one host. `nccl`: GPUs
+    of any, each rank on one of its own."""
     staging: StagingMode | None = None
-    # Staging 'none' always uses vLLM's.
+    """Where a version waits for its commit. `device`: a second copy of the weights beside the live ones; the
+    pause is one copy, on a CPU a swap. `host`: host memory, loaded inside the pause. `none`: vLLM's own
+    engines load inside the pause. None: on a CPU `device` where that is possible (the engine's log says why
+    not), else `host`."""
     wire: Wire = Wire.SLIPSTREAM
-    # A trainer rank holds two chunks on its GPU (ipc, nccl), a replica on another one holds one (ipc) or two
-    # (nccl). None: the transport's default.
+    """What a publisher sends. `slipstream`: our transports, with a digest for each tensor. `vllm`: what
+    vLLM's own trainer engines `nccl` and `ipc` send, as of TRL and SkyRL. Staging `none` always uses
+    vLLM's."""
     chunk_bytes: int | None = Field(default=None, ge=1 << 16, le=4 << 30)
-    # The share of a GPU's time that staging may take while requests run. Below 1 it pauses between chunks:
-    # decoding stays fast, an update takes longer. None: the transport's default. Not if the replica is idle.
+    """Bytes of a chunk. A trainer rank holds two on its GPU (ipc, nccl), a replica on another GPU one (ipc)
+    or two (nccl). None: the transport's default."""
     staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
-    # CUDA IPC handles can only arrive pickled; a restricted unpickler reads them.
+    """The share of a GPU's time that staging may take while requests run. Below 1 it pauses between chunks:
+    decoding stays fast, an update takes longer. None: the transport's default."""
     allow_pickled_ipc_over_http: bool = False
+    """Accept vLLM's CUDA IPC handles over HTTP. They can only arrive pickled; a restricted unpickler reads
+    them."""
 
     @property
     def transport_record(self) -> Transport:
