@@ -41,7 +41,9 @@ SMOLLM2_135M = BuiltInModel(
 )
 BUILT_IN = {model.name: model for model in (SMOLLM2_135M,)}
 
-Convert = Callable[[BuiltInModel, Path, Path], None]  # model, the package's directory, the directory to fill
+Say = Callable[[str], None]  # how far it is
+# Model, the package's directory, the directory to fill.
+Convert = Callable[[BuiltInModel, Path, Path, Say], None]
 
 
 def cache_directory() -> Path:
@@ -67,10 +69,10 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
     with _locked(target.with_suffix(".lock")):
         if target.is_dir():  # another process has converted it
             return target
-        what = f"Converting {model.title} to {target} (once, about half a minute)"
-        with announced(what, to=sys.stderr), replacing(target) as aside:
+        what = f"Converting {model.title} to {target} (once)"
+        with announced(what, to=sys.stderr) as say, replacing(target) as aside:
             aside.mkdir(exist_ok=True)
-            (convert if convert is not None else _convert)(model, source, aside)
+            (convert if convert is not None else _convert)(model, source, aside, say)
     return target
 
 
@@ -93,14 +95,37 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
+# Names in the GGUF file, and in transformers' Llama.
+_PARTS = {
+    "token_embd": "embed_tokens",
+    "output_norm": "norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
+    say("importing torch and transformers")
     import torch
     from tokenizers import pre_tokenizers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.integrations.gguf import GgufHeader, load_gguf_state_dict, read_gguf_metadata
+    from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf_file)
+    say("its tokenizer")
+    # Not AutoTokenizer, nor a model's from_pretrained: they read the file element by element, for a minute.
+    file = str(source / model.gguf_file)
+    metadata, _ = read_gguf_metadata(file)
+    tokenizer = PreTrainedTokenizerFast(name_or_path=str(source), gguf_file=model.gguf_file)
     # transformers reads the GGUF's pre=smollm (single digits) as plain byte level.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -108,16 +133,41 @@ def _convert(model: BuiltInModel, source: Path, target: Path) -> None:
     tokenizer.model_max_length = model.context_length
     tokenizer.save_pretrained(target)
 
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf_file, dtype=torch.float32)
-    # save_pretrained would write the loaded model's GGUF quantization_config, and vLLM would apply it.
-    settings = loaded.config.to_dict()
-    for leftover in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version"):
-        settings.pop(leftover, None)
-    settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 12)  # 9.999999747378752e-06 in GGUF's float32
-    clean = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.float32)
-    clean.load_state_dict(loaded.state_dict())
+    settings = LlamaConfig(
+        vocab_size=metadata["llama.vocab_size"],
+        hidden_size=metadata["llama.embedding_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
+        num_hidden_layers=metadata["llama.block_count"],
+        num_attention_heads=metadata["llama.attention.head_count"],
+        num_key_value_heads=metadata["llama.attention.head_count_kv"],
+        max_position_embeddings=metadata["llama.context_length"],
+        rms_norm_eps=round(metadata["llama.attention.layer_norm_rms_epsilon"], 12),  # a float32 there
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
+        bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
+        eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
+        pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
+        tie_word_embeddings=True,
+        dtype="float32",
+    )
+    weights: dict[str, torch.Tensor] = {}
+    stored = load_gguf_state_dict(GgufHeader.from_file(file))
+    for done, (name, tensor) in enumerate(stored.items(), 1):
+        say(f"{done} of {len(stored)} tensors")
+        weight = tensor[...]
+        if tensor.ggml_type in GGML_BLOCK:
+            weight = dequantize(weight, tensor.ggml_type).reshape(len(weight), -1)
+        *layer, part, _ = name.split(".")  # blk.0.attn_q.weight
+        if part in ("attn_q", "attn_k"):  # llama.cpp interleaves the halves that a rotary embedding turns
+            groups = settings.num_attention_heads if part == "attn_q" else settings.num_key_value_heads
+            weight = weight.reshape(groups, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        prefix = f"model.layers.{layer[1]}" if layer else "model"
+        weights[f"{prefix}.{_PARTS[part]}.weight"] = weight
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        clean = LlamaForCausalLM(settings)
+    clean.load_state_dict(weights, assign=True)
     clean.tie_weights()
-    clean.generation_config = loaded.generation_config
+    say("writing its files")
     clean.save_pretrained(target)
 
 

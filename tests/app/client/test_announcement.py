@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -7,7 +8,10 @@ from app.client.announcement import announced
 
 @pytest.mark.slow
 def test_a_wait_is_announced_at_once_and_again(capsys: pytest.CaptureFixture[str]) -> None:
-    with announced("loading", quiet_s=0.1):
+    with announced("loading", quiet_s=0.1) as say:
         assert capsys.readouterr().out == "loading\n"
         time.sleep(0.5)
-    assert capsys.readouterr().out.count("loading: 0 s") >= 2
+        assert len(re.findall(r"^loading: \d s$", capsys.readouterr().out, re.MULTILINE)) >= 2
+        say("3 of 9 tensors")
+        time.sleep(0.3)
+    assert re.search(r"^loading: 3 of 9 tensors, \d s$", capsys.readouterr().out, re.MULTILINE)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from app.settings.models import SMOLLM2_135M, BuiltInModel, is_offline, prepare, resolve_model
+from app.settings.models import SMOLLM2_135M, BuiltInModel, Say, _convert, is_offline, prepare, resolve_model
 
 
-def convert_slowly(model: BuiltInModel, source: Path, target: Path) -> None:
-    """Stands in for the half minute of the real one; counts how often it ran."""
+def convert_slowly(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
+    """Stands in for the real one; counts how often it ran."""
     (target / "config.json").write_text("{}")
     with (target.parent / "runs").open("a") as runs:
         runs.write("x")
@@ -21,7 +21,7 @@ def convert_slowly(model: BuiltInModel, source: Path, target: Path) -> None:
     (target / "model.safetensors").write_text(model.title)
 
 
-def convert_and_fail(model: BuiltInModel, source: Path, target: Path) -> None:
+def convert_and_fail(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
     (target / "config.json").write_text("{}")
     raise OSError("disk full")
 
@@ -77,7 +77,9 @@ def test_the_built_in_model_answers(tmp_path: Path) -> None:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = prepare(SMOLLM2_135M, tmp_path)
+    said: list[str] = []
+    path = prepare(SMOLLM2_135M, tmp_path, lambda *where: _convert(*where[:3], said.append))
+    assert "272 of 272 tensors" in said
     settings = json.loads((path / "config.json").read_text())
     assert settings["tie_word_embeddings"] and "quantization_config" not in settings
     with safe_open(path / "model.safetensors", framework="pt") as tensors:
