@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from app.client.program_options import LOCAL_URL, Url
+from app.command import jobs
 from app.command.ports import DASHBOARD_PORT
 
 Json = Annotated[bool, typer.Option("--json", help="the fleet's own answer, for programs")]
@@ -21,6 +22,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # they would print local variables, such as the token
 )
+cli.add_typer(jobs.cli, name="jobs")
 # `app.jobs.options` parses the job's options; here they are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

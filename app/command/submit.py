@@ -1,29 +1,40 @@
 """Submits the RL job to the running fleet: `slipstream rl [options of app.jobs]`.
 
-Ctrl-C stops the job too; `ray job submit` alone would leave it running.
+    submit ─► print what the job prints ─► its exit status
+                 │
+      Ctrl-C, SIGTERM, SIGHUP, a closed pipe: the job is stopped, and the fleet's weights stay
+
+`ray job submit` would leave the job running.
 """
 
-import json
+import asyncio
+import getpass
 import os
-import select
+import shlex
+import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 from app.client import calls
 from app.client.announcement import QUIET_S
 from app.client.connection import FleetClient, FleetError, without_credentials
 from app.client.program_options import LOCAL_URL
-from app.command.doctor import local_addresses
-from app.command.ports import DASHBOARD_PORT
+from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
 
-_RAY_JOB = (sys.executable, "-m", "ray.scripts.scripts", "job")
 _JOB = (sys.executable, "-m", "app.jobs")
-_FIRST = b"RL job:"  # how the job's own output begins
-_REPEATED = b", last available logs"  # then comes what was already printed
+_FIRST = "RL job:"  # how the job's own output begins; Ray writes lines of its own before it
+STOP_WAIT_S = 5  # Ray's wait between SIGTERM and SIGKILL, in which the job draws its curve
+SILENT_S = 60.0  # how long Ray's dashboard may not answer
+RETRY_S = 1.0
+_LAST_LINES_S = 1.5  # from the job's end to the end of its log
+
+Show = Callable[[str], object]  # takes one line
 
 
 def why_not(url: str) -> str | None:
@@ -38,27 +49,47 @@ def why_not(url: str) -> str | None:
     return None
 
 
-def command(
-    arguments: Sequence[str], *, url: str, dashboard: str, job_id: str, token_file: str | None = None
-) -> list[str]:
-    """The command that submits the job and prints its log until it ends.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What is submitted."""
+
+    job_id: str
+    entrypoint: str
+    runtime_env: Mapping[str, Any]
+    metadata: Mapping[str, str]
+
+
+def submission(arguments: Sequence[str], *, url: str, token_file: str | None = None) -> Submission:
+    """The job with these options.
 
     Args:
         token_file: for the job, which runs in the cluster; process arguments and Ray's dashboard would show a
             token. None: the job uses the cluster's.
     """
-    variables = {"SLIPSTREAM_URL": url, "PYTHONUNBUFFERED": "1"}
+    variables = {
+        "SLIPSTREAM_URL": url,
+        "PYTHONUNBUFFERED": "1",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+    }
     if token_file:
         variables["SLIPSTREAM_TOKEN_FILE"] = os.path.abspath(token_file)
-    runtime = json.dumps({"env_vars": variables})
-    return [
-        *(*_RAY_JOB, "submit", "--address", dashboard, "--submission-id", job_id),
-        *("--runtime-env-json", runtime, "--", *_JOB, *arguments),
-    ]
+    return Submission(
+        job_id=f"grpo-{uuid.uuid4().hex[:8]}",
+        entrypoint=shlex.join([*_JOB, *arguments]),
+        runtime_env={"env_vars": variables},
+        metadata={"user": _user(), "options": shlex.join(arguments)},
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose user has no name
+        return str(os.getuid())
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Run the job with these options until it ends or Ctrl-C; returns the exit status."""
+    """Run the job with these options until it ends or a signal arrives; returns the exit status."""
     if "--help" in arguments:  # needs no fleet
         return subprocess.call([*_JOB, "--help"])
     url, password = without_credentials(os.environ.get("SLIPSTREAM_URL", LOCAL_URL))
@@ -69,52 +100,155 @@ def submit(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    dashboard = os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{DASHBOARD_PORT}")
     print(f"Asking the fleet at {url} whether it is up", flush=True)  # it may take seconds
     if (reason := why_not(url)) is not None:
         print(f"slipstream: {reason}", file=sys.stderr)
         return 1
-    job_id = f"grpo-{uuid.uuid4().hex[:8]}"
-    # Ray's client prefers RAY_ADDRESS, which may name another cluster than the fleet's.
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment["NO_PROXY"] = environment["no_proxy"] = local_addresses(environment)
-    token_file = os.environ.get("SLIPSTREAM_TOKEN_FILE")
-    submitted = command(arguments, url=url, dashboard=dashboard, job_id=job_id, token_file=token_file)
-    print(f"Submitting RL job {job_id} to Ray at {dashboard}; Ctrl-C stops it", flush=True)
-    job = subprocess.Popen(submitted, env=environment, stdout=subprocess.PIPE)
+    made = submission(arguments, url=url, token_file=os.environ.get("SLIPSTREAM_TOKEN_FILE"))
+
+    async def run() -> int:
+        async with RayJobs(dashboard()) as jobs:
+            return await run_job(jobs, made, _print)
+
     try:
-        assert job.stdout is not None
-        relay(job.stdout)
-        return job.wait()
-    except KeyboardInterrupt:
-        print(f"Stopping job {job_id}", flush=True)
-        subprocess.run([*_RAY_JOB, "stop", "--address", dashboard, job_id], env=environment, timeout=60)
-        return 130
+        return asyncio.run(run())
+    except JobsError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+    except OSError:  # of stdout: `| head`; what is left in the buffer would raise it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"slipstream: nobody reads the output, RL job {made.job_id} is stopped", file=sys.stderr)
+    return 1
 
 
-def relay(output: IO[bytes], quiet_s: float = QUIET_S) -> None:
-    """Copy the job's output; until it writes, report that Ray is starting it.
+def _print(line: str) -> None:
+    print(line, flush=True)
 
-    What Ray prints before it (a dozen lines on how to use `ray job`) is shown only if the job never begins,
-    and what it repeats after a failure (20,000 characters of the same output) is not.
+
+async def run_job(
+    jobs: Jobs, made: Submission, show: Show, *, quiet_s: float = QUIET_S, retry_s: float = RETRY_S
+) -> int:
+    """Submit the job and show its output to its end. A signal stops the job, and so does output that
+    nobody takes.
+
+    Raises:
+        JobsError: another job runs, Ray refuses, or does not answer; or a job to be stopped goes on.
     """
-    began, started, held = time.monotonic(), False, b""
-    while True:
-        ready, _, _ = select.select([output], [], [], None if started else quiet_s)
-        if not ready:
-            print(f"Ray starts the job: {time.monotonic() - began:.0f} s", flush=True)
-            continue
-        written = os.read(output.fileno(), 1 << 16)
-        held += written
-        if not started and (at := held.find(_FIRST)) >= 0:
-            started, held = True, held[at:]
-        if not started and written:
-            continue
-        shown, repeats, _ = held.partition(_REPEATED)
-        sys.stdout.write(shown.decode(errors="replace") + ("\n" if repeats else ""))
-        sys.stdout.flush()
-        held = b""
-        if not written or repeats:
+    asked = _first_signal()
+    if others := [job for job in await jobs.list() if job.is_live]:
+        raise _refusal(others[0])
+    if asked.done():
+        return 128 + asked.result()
+    following = asyncio.ensure_future(_followed(jobs, made, show, quiet_s, retry_s))
+    first: list[asyncio.Future[Any]] = [following, asked]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if following.done() and isinstance(following.exception(), JobsError | None):
+        return following.result()
+    if not asked.done():  # nobody takes the output, or a fault of ours
+        await end(jobs, made.job_id)
+        return following.result()
+    number = asked.result()
+    with suppress(OSError):  # the terminal is gone
+        show(f"Stopping RL job {made.job_id} ({number.name})")
+    try:
+        await end(jobs, made.job_id)
+        await asyncio.wait_for(following, _LAST_LINES_S)
+    except OSError:  # a TimeoutError too
+        with suppress(OSError):
+            show(f"RL job {made.job_id} was stopped")
+    finally:
+        following.cancel()
+    return 128 + number
+
+
+def _first_signal() -> "asyncio.Future[signal.Signals]":
+    """The first signal that asks this process to end; the following ones are ignored."""
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def note(number: signal.Signals) -> None:
+        if not asked.done():
+            asked.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
+            loop.add_signal_handler(number, note, number)
+    return asked
+
+
+def _refusal(other: Job) -> JobsError:
+    return JobsError(
+        f"RL job {other.line()} trains this fleet's weights: `slipstream jobs stop {other.job_id}` stops it"
+    )
+
+
+async def _followed(jobs: Jobs, made: Submission, show: Show, quiet_s: float, retry_s: float) -> int:
+    """Submit, and show what the job prints; its exit status."""
+    await jobs.submit(made.job_id, made.entrypoint, made.runtime_env, made.metadata)
+    older = []
+    for job in await jobs.list():
+        if job.job_id == made.job_id:
             break
-    while os.read(output.fileno(), 1 << 16):
-        pass
+        older += [job] if job.is_live else []
+    if older:  # both were submitted at the same time
+        await end(jobs, made.job_id)
+        raise _refusal(older[0])
+    show(f"RL job {made.job_id} is submitted; Ctrl-C stops it")
+    held: list[str] = []  # what Ray prints before the job's first line
+    has_begun = asyncio.Event()
+    waiting = asyncio.ensure_future(_announce_start(has_begun, show, quiet_s))
+    try:
+        async for line in _lines(jobs, made.job_id, show, retry_s):
+            if line.startswith(_FIRST):
+                has_begun.set()
+            if has_begun.is_set():
+                show(line)
+            else:
+                held.append(line)
+    finally:
+        waiting.cancel()
+    job = await jobs.get(made.job_id)
+    if job.status == "SUCCEEDED":
+        return 0
+    if job.status == "STOPPED":
+        show(f"RL job {made.job_id} was stopped")
+    elif not has_begun.is_set():
+        for line in [*held, job.message]:
+            show(line)
+    return job.exit_code or 1
+
+
+async def _announce_start(has_begun: asyncio.Event, show: Show, quiet_s: float) -> None:
+    began = time.monotonic()
+    while True:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(has_begun.wait(), quiet_s)
+            return
+        show(f"Ray starts the job: {time.monotonic() - began:.0f} s")
+
+
+async def _lines(jobs: Jobs, job_id: str, show: Show, retry_s: float) -> AsyncIterator[str]:
+    """The lines of the job until its end, over as many connections as it takes."""
+    seen, rest = 0, ""  # characters; the beginning of a line
+    silent_since: float | None = None
+    while True:
+        try:
+            position = 0  # each connection begins at the first line
+            async for piece in jobs.log(job_id):
+                new = piece[max(0, seen - position) :]
+                position += len(piece)
+                if new:
+                    seen, silent_since = position, None
+                *lines, rest = (rest + new).split("\n")
+                for line in lines:
+                    yield line
+            if not (await jobs.get(job_id)).is_live:
+                if rest:
+                    yield rest
+                return
+        except JobsError as error:
+            if silent_since is None:
+                silent_since = time.monotonic()
+                show(f"{error}; RL job {job_id} goes on, asking again")
+            if time.monotonic() - silent_since > SILENT_S:
+                raise JobsError(f"{error}; `slipstream jobs` says whether RL job {job_id} runs") from error
+        await asyncio.sleep(retry_s)

@@ -11,6 +11,7 @@ loss account for the weights behind each token.
 """
 
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -111,6 +112,7 @@ async def loop(run: Run, trackers: Sequence[Tracker] = ()) -> None:
 
 async def main(options: JobOptions, began: float) -> None:
     """Run the job; `began` is when its process started, on the monotonic clock."""
+    end_on_signals()
     with announced("RL job: loading the task"):
         learned, held_out = options.load_environments()
     path = record_file(options)
@@ -129,11 +131,29 @@ async def main(options: JobOptions, began: float) -> None:
                 await stack.enter_async_context(environment.running())
             address, _ = without_credentials(options.url)
             tell(f"GRPO on {run.policy.model} at {address} from version {run.version}; metrics in {path}")
-            await loop(run, trackers)
-    for tracker in trackers:
-        tracker.close()
-    curve = reward_curve(metrics.records(path))
+            try:
+                await loop(run, trackers)
+            except asyncio.CancelledError:
+                tell(f"stopped after step {run.step} of {options.steps}; --resume continues the run")
+                raise
+            finally:
+                show_curve(path)
+                for tracker in trackers:
+                    tracker.close()
+
+
+def show_curve(path: Path) -> None:
+    curve = reward_curve(metrics.records(path)) if path.exists() else ""
     tell(f"{curve}\nmetrics in {path}" if curve else f"metrics in {path}")
+
+
+def end_on_signals() -> None:
+    """SIGTERM and SIGHUP end this task as Ctrl-C does; under `nohup` SIGHUP stays ignored."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, task.cancel)
 
 
 def tell(line: str) -> None:
@@ -147,6 +167,6 @@ def run(began: float) -> int:
     except (FleetError, ValueError, OSError) as error:  # OSError: from the record, or a tracker
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
     return 0

@@ -5,6 +5,7 @@ One replica is killed while rounds follow each other.
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -130,6 +131,95 @@ def test_streams_do_not_arrive_in_one_piece_and_end_when_the_client_leaves(launc
 def total(client: httpx.Client, name: str, suffix: str = "") -> float:
     """Over the replicas."""
     return sum(by_replica(scraped(client)[name], suffix).values())
+
+
+# -- the RL job ------------------------------------------------------------------------------------
+
+JOB_S = 120.0  # until a job's first step, on a busy machine
+STOP_S = 10.0
+OPTIONS = "--steps 10000 --groups-per-step 2 --answers-per-group 4 --groups-in-flight 2 --max-tokens 8"
+
+
+@contextmanager
+def submitter(
+    fleet: Launched, output: Path, *command: str, hangup: signal.Handlers = signal.SIG_DFL
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A user's `slipstream ...` in a second terminal; killed at the end if it still runs.
+
+    Args:
+        hangup: what SIGHUP does when it starts.
+    """
+    environment = users_environment(SLIPSTREAM_URL=fleet.url, RAY_API_SERVER_ADDRESS=fleet.dashboard)
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app.command.cli", *command],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def said(fleet: Launched, *command: str) -> tuple[int, str]:
+    """The exit status and the output of a short command."""
+    output = fleet.output.with_name("said")
+    with submitter(fleet, output, *command) as process:
+        return process.wait(60), output.read_text()
+
+
+def live_jobs(fleet: Launched) -> list[str]:
+    jobs = json.loads(said(fleet, "jobs", "--json")[1])
+    return [job["job_id"] for job in jobs if job["status"] in ("PENDING", "RUNNING")]
+
+
+def options(fleet: Launched, tmp_path: Path) -> list[str]:
+    return [*OPTIONS.split(), "--metrics", str(tmp_path / "run.jsonl")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_stops_a_running_job_and_the_weights_stay(
+    launched: Launched, tmp_path: Path, number: signal.Signals
+) -> None:
+    output = tmp_path / "output"
+    with submitter(launched, output, "rl", *options(launched, tmp_path)) as job:
+        until(lambda: "\nstep   2 " in output.read_text() or job.poll(), JOB_S, "the second step")
+        assert job.poll() is None, output.read_text()
+        (name,) = live_jobs(launched)
+        status, refusal = said(launched, "rl", "--steps", "1")
+        assert status == 1 and f"RL job {name} (running" in refusal
+        job.send_signal(number)
+        assert job.wait(STOP_S) == 128 + number
+    printed = output.read_text()
+    assert f"Stopping RL job {name} ({number.name})" in printed
+    assert "mean reward of each step" in printed and f"RL job {name} was stopped" in printed
+    assert "ray job" not in printed and " INFO " not in printed
+    assert live_jobs(launched) == []
+    with launched.client() as client:
+        until(lambda: client.get("/train/status").json()["doing"] is None, JOB_S, "the trainer's last step")
+        before = client.get("/fleet").json()["committed_version"]
+        time.sleep(3)  # a step takes less than one
+        assert client.get("/fleet").json()["committed_version"] == before
+
+
+def test_a_job_under_nohup_outlives_the_terminal_and_is_stopped_by_name(
+    launched: Launched, tmp_path: Path
+) -> None:
+    output, given = tmp_path / "output", ["rl", *options(launched, tmp_path)]
+    with submitter(launched, output, *given, hangup=signal.SIG_IGN) as job:
+        until(lambda: "RL job: loading" in output.read_text(), JOB_S, "the job's first line")
+        job.send_signal(signal.SIGHUP)
+        until(lambda: "GRPO on" in output.read_text(), JOB_S, "the line before the first step")
+        assert job.poll() is None
+        (name,) = live_jobs(launched)
+        assert said(launched, "jobs", "stop") == (0, f"Stopped RL job {name}\n")
+        assert job.wait(STOP_S) == 1
+    assert output.read_text().endswith(f"RL job {name} was stopped\n")
+    assert said(launched, "jobs", "stop") == (1, "slipstream: no RL job runs\n")
 
 
 # -- two routers ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from app.command.cluster import (
 )
 from app.command.launch import changes, environment, read_status, why_not_started
 from app.command.ports import free_ports
-from app.command.submit import command, submit, why_not
+from app.command.submit import submit, why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
 from tests.app.command.fake_http import JsonHandler, serving
@@ -163,12 +163,6 @@ def answering(status: int, body: Any) -> Iterator[str]:
 
     with serving(Server) as port:
         yield f"http://127.0.0.1:{port}"
-
-
-def test_a_job_is_started_with_the_fleets_address_and_its_options() -> None:
-    line = command(["--steps", "3"], url="http://h:1", dashboard="http://d:2", job_id="j")
-    assert line[-5:] == [sys.executable, "-m", "app.jobs", "--steps", "3"]
-    assert '"SLIPSTREAM_URL": "http://h:1"' in line[line.index("--runtime-env-json") + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,19 +1,40 @@
-"""The RL job gets the address of the fleet and the file of its token, and never a token."""
+"""The RL job is submitted, shown and stopped; it gets the address of the fleet, and never a token."""
 
-import subprocess
+import asyncio
+import os
+import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from app.command.submit import command, relay, submit
+from app.command.jobs import JobsError, end
+from app.command.submit import run_job, submission, submit
+from tests.app.command.fake_jobs import FakeJobs
+
+MADE = submission(["--steps", "3"], url="http://h:1")
+ID = MADE.job_id
 
 
-def test_a_token_never_is_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP as a shell leaves it, whatever this process inherited."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_job_is_started_with_the_fleets_address_and_its_options() -> None:
+    assert MADE.entrypoint == f"{sys.executable} -m app.jobs --steps 3"
+    assert MADE.runtime_env["env_vars"]["SLIPSTREAM_URL"] == "http://h:1"
+    assert MADE.metadata["options"] == "--steps 3"
+
+
+def test_a_token_never_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "operator-0123456789")
-    made = command(["--steps", "2"], url="http://fleet", dashboard="http://d", job_id="j", token_file="t")
-    assert "operator-0123456789" not in " ".join(made)
-    assert '"SLIPSTREAM_TOKEN_FILE": "/' in " ".join(made)
-    assert made[-2:] == ["--steps", "2"]
+    made = submission(["--steps", "2"], url="http://fleet", token_file="t")
+    assert "operator-0123456789" not in repr(made)
+    assert os.path.isabs(made.runtime_env["env_vars"]["SLIPSTREAM_TOKEN_FILE"])
 
 
 def test_an_address_with_a_token_is_refused(
@@ -25,36 +46,107 @@ def test_an_address_with_a_token_is_refused(
     assert "SLIPSTREAM_URL carries a token" in said and "operator-0123456789" not in said
 
 
-@pytest.mark.slow
-def test_the_wait_for_a_job_to_start_is_not_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    program = (
-        "import time; print('Next steps', flush=True); time.sleep(0.6); print('RL job: here', flush=True); "
-        "time.sleep(0.6); print('end RL job: x')"
-    )
-    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert job.stdout is not None
-    relay(job.stdout, quiet_s=0.2)
-    assert job.wait(10) == 0
-    before, after = capfd.readouterr().out.split("RL job: here")
-    assert "Ray starts the job: 0 s" in before, "said while nothing came"
-    assert "Next steps" not in before, "Ray's, for users of its own program"
-    assert after.strip() == "end RL job: x", "the job speaks for itself"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_stops_the_job_and_says_so(number: signal.Signals, hangup: None) -> None:
+    jobs, lines = FakeJobs("RL job: loading\n", deaf=1), list[str]()
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if line == "RL job: loading":
+            os.kill(os.getpid(), number)
+
+    assert await run_job(jobs, MADE, show) == 128 + number
+    assert jobs.stopped == [ID, ID], "Ray ignored the first request"
+    assert lines[-3:] == [f"Stopping RL job {ID} ({number.name})", "the curve", f"RL job {ID} was stopped"]
 
 
-def test_what_ray_repeats_after_a_failure_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    program = (
-        "import time; print('RL job: x', flush=True); time.sleep(0.1); "
-        "print('exit code 1, last available logs (truncated):\\nRL job: x', flush=True); "
-        "time.sleep(0.1); print('x')"
-    )
-    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    assert job.stdout is not None
-    relay(job.stdout)
-    assert job.wait(10) == 0 and capfd.readouterr().out == "RL job: x\nexit code 1\n"
+async def test_a_job_under_nohup_survives_the_terminal(hangup: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    jobs = FakeJobs("RL job: loading\n", ends_as="SUCCEEDED")
+    assert await run_job(jobs, MADE, lambda line: os.kill(os.getpid(), signal.SIGHUP)) == 0
+    assert jobs.stopped == []
 
 
-def test_what_ray_says_of_a_job_that_does_not_begin_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    job = subprocess.Popen([sys.executable, "-c", "print('no such address')"], stdout=subprocess.PIPE)
-    assert job.stdout is not None
-    relay(job.stdout)
-    assert job.wait(10) == 0 and capfd.readouterr().out == "no such address\n"
+async def test_output_that_nobody_reads_stops_the_job() -> None:
+    jobs = FakeJobs("RL job: loading\n")
+
+    def show(line: str) -> None:
+        if line.startswith("RL job: "):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        await run_job(jobs, MADE, show)
+    assert jobs.stopped == [ID]
+
+
+async def test_a_terminal_that_is_gone_does_not_keep_the_job(hangup: None) -> None:
+    jobs, lines = FakeJobs("RL job: loading\n"), list[str]()
+
+    def show(line: str) -> None:
+        lines.append(line)
+        if line == "RL job: loading":
+            os.kill(os.getpid(), signal.SIGHUP)
+        elif "RL job: loading" in lines:
+            raise OSError("the terminal is gone")
+
+    assert await run_job(jobs, MADE, show) == 129
+    assert jobs.stopped == [ID]
+
+
+async def test_a_job_that_cannot_be_stopped_is_named() -> None:
+    jobs = FakeJobs(deaf=1 << 40)
+    jobs.add(ID)
+    with pytest.raises(JobsError, match=rf"{ID} has not ended within 0\.1 s: it may go on training"):
+        await end(jobs, ID, within_s=0.1)
+
+
+async def test_a_second_job_beside_a_running_one_is_refused_with_its_name() -> None:
+    jobs = FakeJobs(ends_as="SUCCEEDED")
+    jobs.add("grpo-done", "SUCCEEDED")
+    jobs.add("grpo-first", started=1.0)
+    with pytest.raises(JobsError, match=r"RL job grpo-first .* `slipstream jobs stop grpo-first` stops it"):
+        await run_job(jobs, MADE, print)
+    assert ID not in jobs.jobs
+
+
+async def test_of_two_jobs_submitted_at_once_the_older_one_stays() -> None:
+    class Racing(FakeJobs):
+        async def submit(self, *arguments: object) -> None:  # type: ignore[override]
+            self.add("grpo-other", started=99.0)
+            self.add(ID, started=100.0)
+
+    jobs = Racing()
+    with pytest.raises(JobsError, match="RL job grpo-other"):
+        await run_job(jobs, MADE, print)
+    assert jobs.stopped == [ID]
+
+
+async def test_a_log_that_breaks_off_is_continued_without_repetition() -> None:
+    output = "INFO Ray's own line\nRL job: here\nstep 1\nstep 2\nno line break"
+    jobs, lines = FakeJobs(output, ends_as="SUCCEEDED", breaks_at=[25, 25, 45]), list[str]()
+    assert await run_job(jobs, MADE, lines.append, retry_s=0.01) == 0
+    assert lines == [
+        f"RL job {ID} is submitted; Ctrl-C stops it",
+        f"Ray's dashboard does not answer; RL job {ID} goes on, asking again",
+        "RL job: here",
+        "step 1",
+        f"Ray's dashboard does not answer; RL job {ID} goes on, asking again",
+        "step 2",
+        "no line break",
+    ]
+
+
+async def test_what_ray_says_of_a_job_that_does_not_begin_is_shown() -> None:
+    jobs, lines = FakeJobs("no such program\n", ends_as="FAILED"), list[str]()
+    assert await run_job(jobs, MADE, lines.append) == 1
+    assert lines[-2:] == ["no such program", "no such thing"]
+
+
+async def test_the_wait_for_a_job_to_start_is_not_silent() -> None:
+    jobs, lines = FakeJobs(), list[str]()
+    running = asyncio.ensure_future(run_job(jobs, MADE, lines.append, quiet_s=0.02))
+    while len(lines) < 3:
+        await asyncio.sleep(0.01)
+    assert lines[2] == "Ray starts the job: 0 s"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await running == 143

@@ -1,0 +1,260 @@
+"""RL jobs of the running fleet, through Ray's job API: `slipstream jobs`, `slipstream jobs stop`."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import Annotated, Any, Protocol, Self, TypeVar
+
+import typer
+
+from app.command.ports import DASHBOARD_PORT
+
+KIND = "slipstream"  # the metadata of our jobs, beside those that others submit to the same Ray
+LIVE = ("PENDING", "RUNNING")
+STOPPED_S = 8.0  # from the request to stop until the job is gone, or somebody has to look
+ANSWER_S = 30.0
+_POLL_S = 0.25
+SHOWN = ("user", "options")  # of the metadata
+
+T = TypeVar("T")
+
+
+class JobsError(RuntimeError):
+    """Ray's dashboard refused, or did not respond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One RL job, as Ray knows it."""
+
+    job_id: str
+    status: str  # Ray's: PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
+    message: str
+    started: float  # seconds since 1970
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    exit_code: int | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.status in LIVE
+
+    def line(self) -> str:
+        """For a person: who started it, when, and how."""
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.started))
+        by = f" by {self.metadata['user']}" if self.metadata.get("user") else ""
+        return f"{self.job_id} ({self.status.lower()}, started {since}{by})"
+
+
+class Jobs(Protocol):
+    """Where jobs are submitted."""
+
+    async def list(self) -> list[Job]:
+        """All RL jobs, oldest first."""
+
+    async def get(self, job_id: str) -> Job: ...
+
+    async def submit(
+        self, job_id: str, entrypoint: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]
+    ) -> None: ...
+
+    async def stop(self, job_id: str) -> None:
+        """Ask for its end; one that has ended, or never began, is no error."""
+
+    def log(self, job_id: str) -> AsyncIterator[str]:
+        """What it prints, from its beginning to its end. Raises JobsError: it broke off."""
+
+
+class RayJobs:
+    """Ray's job API over HTTP: importing Ray's own client takes seconds, and it prints."""
+
+    def __init__(self, address: str, environment: Mapping[str, str] = os.environ) -> None:
+        import aiohttp  # not for `slipstream --help`
+
+        token = environment.get("RAY_AUTH_TOKEN")
+        self.address = address
+        self._http = aiohttp.ClientSession(
+            base_url=address.rstrip("/") + "/",
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            timeout=aiohttp.ClientTimeout(total=ANSWER_S),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def list(self) -> list[Job]:
+        details = await self._send("GET", "api/jobs/")
+        jobs = [_job(each) for each in details if (each.get("metadata") or {}).get("kind") == KIND]
+        return sorted(jobs, key=lambda job: (job.started, job.job_id))
+
+    async def get(self, job_id: str) -> Job:
+        return _job(await self._send("GET", f"api/jobs/{job_id}"))
+
+    async def submit(
+        self, job_id: str, entrypoint: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]
+    ) -> None:
+        body = {
+            "submission_id": job_id,
+            "entrypoint": entrypoint,
+            "runtime_env": runtime_env,
+            "metadata": {"kind": KIND, **metadata},
+        }
+        await self._send("POST", "api/jobs/", body)
+
+    async def stop(self, job_id: str) -> None:
+        await self._send("POST", f"api/jobs/{job_id}/stop", may_miss=True)
+
+    async def log(self, job_id: str) -> AsyncIterator[str]:
+        import aiohttp
+
+        path = f"api/jobs/{job_id}/logs/tail"
+        with _translated(self.address):
+            async with self._http.ws_connect(path, max_msg_size=0) as socket:
+                async for message in socket:
+                    if message.type is aiohttp.WSMsgType.TEXT:
+                        yield message.data
+                if socket.close_code != aiohttp.WSCloseCode.OK:
+                    raise JobsError(f"Ray at {self.address} broke off the log ({socket.close_code})")
+
+    async def _send(self, method: str, path: str, body: Any = None, *, may_miss: bool = False) -> Any:
+        with _translated(self.address):
+            async with self._http.request(method, path, json=body) as answer:
+                if answer.ok:
+                    return await answer.json()
+                if may_miss and answer.status == 404:
+                    return None
+                text = (await answer.text()).strip()
+                last = text.splitlines()[-1] if text else ""  # the server's traceback is above it
+                raise JobsError(f"Ray at {self.address} refuses ({answer.status}): {last}")
+
+
+def _job(details: Mapping[str, Any]) -> Job:
+    return Job(
+        job_id=details["submission_id"],
+        status=details["status"],
+        message=details.get("message") or "",
+        started=(details.get("start_time") or 0) / 1000,
+        metadata=details.get("metadata") or {},
+        exit_code=details.get("driver_exit_code"),
+    )
+
+
+@contextmanager
+def _translated(address: str) -> Iterator[None]:
+    import aiohttp
+
+    try:
+        yield
+    except (aiohttp.ClientError, TimeoutError) as error:
+        why = str(error) or type(error).__name__
+        raise JobsError(f"Ray's dashboard does not answer at {address} ({why})") from error
+
+
+async def end(jobs: Jobs, job_id: str, within_s: float = STOPPED_S) -> Job:
+    """Stop a job; returns when it has ended.
+
+    Ray ignores the request while it starts the job, so it is repeated.
+
+    Raises:
+        JobsError: it has not ended in time, or Ray does not answer.
+    """
+    failed = JobsError(f"RL job {job_id} has not ended within {within_s:g} s")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            while True:
+                try:
+                    await jobs.stop(job_id)
+                    job = await jobs.get(job_id)
+                    if not job.is_live:
+                        return job
+                except JobsError as error:
+                    failed = error
+                await asyncio.sleep(_POLL_S)
+    raise JobsError(f"{failed}: it may go on training, `slipstream jobs stop {job_id}` asks again")
+
+
+def dashboard() -> str:
+    """Where Ray's jobs are submitted."""
+    return os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{DASHBOARD_PORT}")
+
+
+cli = typer.Typer(help="The RL jobs of the running fleet.", invoke_without_command=True)
+
+
+@cli.callback()
+def listed(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """List RL jobs, oldest first."""
+    if context.invoked_subcommand is not None:
+        return
+    found = _answered(lambda jobs: jobs.list())
+    if as_json:
+        print(json.dumps([asdict(job) for job in found], indent=2))
+        return
+    if not found:
+        print("No RL job: `slipstream rl` submits one")
+        return
+    print_table(found)
+
+
+def print_table(found: Sequence[Job]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "status", "started", "user", "options"):
+        table.add_column(name, overflow="fold")
+    for job in found:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started))
+        table.add_row(job.job_id, job.status.lower(), started, *(job.metadata.get(n, "") for n in SHOWN))
+    Console().print(table, markup=False)
+
+
+@cli.command("stop")
+def stop(
+    job_id: Annotated[
+        str | None, typer.Argument(help="of `slipstream jobs`; none: the one that runs")
+    ] = None,
+) -> None:
+    """Stop an RL job."""
+
+    async def stopped(jobs: Jobs) -> str:
+        name = job_id
+        if name is None:
+            live = [job.job_id for job in await jobs.list() if job.is_live]
+            if len(live) != 1:
+                raise JobsError(f"{', '.join(live)} run: name one" if live else "no RL job runs")
+            (name,) = live
+        before = await jobs.get(name)
+        if not before.is_live:
+            raise JobsError(f"RL job {name} has ended already ({before.status.lower()})")
+        await end(jobs, name)
+        return name
+
+    print(f"Stopped RL job {_answered(stopped)}")
+
+
+def _answered(ask: Callable[[Jobs], Awaitable[T]]) -> T:
+    """The answer; exits with 1 and a sentence where there is none."""
+
+    async def answer() -> T:
+        async with RayJobs(dashboard()) as jobs:
+            return await ask(jobs)
+
+    try:
+        return asyncio.run(answer())
+    except JobsError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
