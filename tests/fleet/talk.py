@@ -94,14 +94,18 @@ def trainer_publishes(client: httpx.Client, **body: Any) -> httpx.Response:
     return client.post("/train/publish", json={"after": after, **body})
 
 
-def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
-    """One optimizer step on sampled answers, then a round; returns the new version."""
-    fleet = FleetClient(client)
+def train(client: httpx.Client, sign: float = 1.0) -> None:
+    """One optimizer step on sampled answers."""
     batch = [
         sampled(client, index).trajectory(PROMPT, advantage=sign if index % 2 else -sign)
         for index in range(4)
     ]
-    fleet.send(calls.step(batch))
+    FleetClient(client).send(calls.step(batch))
+
+
+def train_and_publish(client: httpx.Client, sign: float = 1.0) -> int:
+    """A step, then a round of the weights; returns the new version."""
+    train(client, sign)
     return int(succeeded(trainer_publishes(client)).json()["version"])
 
 
