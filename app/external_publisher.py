@@ -4,22 +4,25 @@ Bytes travel over one of Slipstream's transports, everything else over vLLM's RL
 """
 
 import socket
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import requests
 from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
 
 from app.client import calls
-from app.client.connection import FleetClient, bearer, without_credentials
+from app.client.connection import Call, FleetClient, FleetError
 from deployments.protocol.publishing import RoundReport
+from deployments.protocol.responses import FleetStatus
 from deployments.trainer.base_checkpoint import BaseCheckpoint
 from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
 from trainers.sources import ParameterSource
+
+ASK_AGAIN_S = 0.1
 
 
 class Publisher:
@@ -45,7 +48,6 @@ class Publisher:
 
     Raises:
         FleetError: the fleet refuses, or does not respond.
-        RuntimeError: the fleet refuses a call of vLLM's client; the text has the status and the reason.
         ValueError: no such transport, or a module is trained in part.
     """
 
@@ -70,10 +72,10 @@ class Publisher:
         )
         source = whole_source(model, None if checkpoint is None else Path(checkpoint))
         self._source = PublishSource(source, keep_copy=False)
+        self._timeout_s = timeout_s
+        self._client = _Client(self._fleet)
         self._engine = WeightTransferTrainerFactory.trainer_init(
-            trainer_init_info(transport, facts),
-            client=_TokenClient(url, token, timeout_s),
-            source=self._source,
+            trainer_init_info(transport, facts), client=self._client, source=self._source
         )
 
     def __enter__(self) -> Self:
@@ -83,11 +85,22 @@ class Publisher:
         self.close()
 
     def publish(self) -> RoundReport:
-        """Make the model's parameters the fleet's next version; returns the round's report. Raises FleetError
-        or RuntimeError: the fleet does not respond, or refused and keeps its version."""
+        """Make the model's parameters the fleet's next version; returns the round's report.
+
+        Raises:
+            FleetError: the fleet does not respond, or refused and keeps its version. If the text says that
+                the round may be committed, nothing answered for `timeout_s` after its last call was lost.
+        """
         self._source.begin()
-        self._engine.send_weights()
-        return self._fleet.send(calls.rounds())[-1]
+        lost: FleetError | None = None
+        try:
+            self._engine.send_weights()
+        except FleetError as error:
+            lost = error
+        finishing = self._client.take_finishing()
+        if finishing is None:
+            raise FleetError("the engine did not finish the round") if lost is None else lost
+        return outcome(self._fleet, finishing, self._timeout_s, lost)
 
     def close(self) -> None:
         """Disconnect the replicas and free this end's resources."""
@@ -108,20 +121,63 @@ def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSo
     return ParameterSource(model, stored=base.names, frozen=frozen)
 
 
-class _TokenClient(HTTPVLLMWeightSyncClient):
-    """vLLM's client, which cannot send a token, with the fleet's token."""
+def outcome(
+    fleet: FleetClient, opened: FleetStatus, limit_s: float, lost: FleetError | None = None
+) -> RoundReport:
+    """The report of a round that was to be committed.
 
-    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        address, password = without_credentials(url)
-        super().__init__(address, timeout=timeout_s)
-        self._headers = bearer(token if password is None else password)
+    Args:
+        opened: the fleet's status while the round was open.
+        lost: what the call that commits it raised.
+
+    Raises:
+        FleetError: the round was aborted, the fleet has no record of it, or does not say within `limit_s`.
+    """
+    assert opened.round is not None, "a round was open"
+    round_id, until = opened.round.round_id, time.monotonic() + limit_s
+    while True:
+        try:
+            now, ended = fleet.send(calls.fleet()), fleet.send(calls.rounds())
+        except FleetError as silent:
+            if time.monotonic() >= until:
+                raise FleetError(f"round {round_id} may be committed: {silent}") from lost
+        else:
+            report = next((each for each in ended if each.round_id == round_id), None)
+            is_open = now.round is not None and now.round.round_id == round_id
+            if now.fleet_id != opened.fleet_id or (report is None and not is_open):
+                raise FleetError(
+                    f"whether round {round_id} of fleet {opened.fleet_id} was committed is not known: fleet "
+                    f"{now.fleet_id}, which has no record of it, is at version {now.committed_version}"
+                ) from lost
+            if report is not None and report.phase == "committed":
+                return report
+            if report is not None:
+                raise FleetError(f"round {round_id} was aborted: {report.reason}") from lost
+            if time.monotonic() >= until:
+                raise FleetError(f"round {round_id} may be committed: it has not ended yet") from lost
+        time.sleep(ASK_AGAIN_S)
+
+
+class _Client(HTTPVLLMWeightSyncClient):
+    """vLLM's client over ours, which sends the fleet's token."""
+
+    def __init__(self, fleet: FleetClient) -> None:
+        super().__init__(str(fleet.http.base_url))
+        self._fleet = fleet
+        self._finishing: FleetStatus | None = None
+
+    def take_finishing(self) -> FleetStatus | None:
+        """The fleet's status before the call that commits the round; None: it was not made."""
+        taken, self._finishing = self._finishing, None
+        return taken
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        status = self._fleet.send(calls.fleet())
+        self._finishing = None if status.round is None else status  # else the call says why it is not open
+        super().finish_weight_update(weight_version)
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
-        answer = requests.post(
-            f"{self.base_url}/{path}", json=json, timeout=self.timeout, headers=self._headers
-        )
-        if not answer.ok:
-            raise RuntimeError(f"/{path}: {answer.status_code}: {answer.text}")
+        self._fleet.send(Call(method="POST", path=f"/{path}", body=json, read=lambda content, headers: None))
 
 
 def _free_port() -> int:

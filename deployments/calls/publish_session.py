@@ -6,6 +6,7 @@ a slow call                              the lease is renewed until it returns
 any exception before the report          the round is aborted at once, not when its lease expires
 the controller dies before the close     TransferAborted, {"send_again": true}: the round died with it
 the controller dies during the close     the successor answers: it knows a decided round by its number
+nothing answers the close                AnswerLost; `settle` learns later what became of the round
 another publisher took the lease         StalePublisher
 """
 
@@ -19,9 +20,17 @@ from pydantic import JsonValue
 
 from deployments.calls.rpc import CallHandle, bounded, is_lost, retried
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import SlipstreamError, StalePublisher, TransferAborted
+from deployments.protocol.errors import (
+    AnswerLost,
+    Conflict,
+    FleetUnavailable,
+    SlipstreamError,
+    StalePublisher,
+    TransferAborted,
+)
 from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
+from deployments.protocol.responses import FleetStatus
 
 CALL_TIMEOUT_S = 600.0  # the controller hangs: its own deadlines are shorter
 CLEAN_UP_TIMEOUT_S = 10.0  # the lease's expiry cleans up the rest
@@ -51,6 +60,7 @@ class PublishSession:
         self._lease = None if joined is None else joined.lease
         self.round_id = None if joined is None else joined.round_id
         self.remaining_s = 0.0 if joined is None else joined.remaining_s
+        self._unanswered: tuple[int, int, str | None] | None = None  # the close: token, round, label
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,15 +98,62 @@ class PublishSession:
         await self._call("send_adapter", load_id, payload)
 
     async def close(self, label: str | None = None) -> RoundReport:
-        """Commit the open round. Needs no live lease, and may be repeated."""
+        """Commit the open round. Raises AnswerLost: it may be committed, or be committed later."""
         assert self._lease is not None and self.round_id is not None, "open a round first"
-        token, round_id = self._lease.token, self.round_id
+        closing = self._lease.token, self.round_id, label
+        try:
+            report = await self._closed(*closing)
+        except FleetUnavailable as error:
+            self._unanswered = closing
+            raise AnswerLost(
+                f"round {self.round_id} may be committed, see /fleet/rounds: {error.message}",
+                {"round_id": self.round_id},
+            ) from error
+        self.round_id = None
+        return report
+
+    async def settle(self, fleet_id: str) -> RoundReport | None:
+        """The report of the round whose close was not answered; None: every close was.
+
+        Args:
+            fleet_id: of the fleet that opened it.
+
+        Raises:
+            RoundAborted: it is aborted.
+            Conflict: the fleet has no record of it.
+            FleetUnavailable: nothing answers; ask again.
+        """
+        closing, report = self._unanswered, None
+        if closing is None:
+            return None
+        fleet: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
+        reason = f"this is fleet {fleet.fleet_id}, and the round was of {fleet_id}"
+        try:
+            if fleet.fleet_id == fleet_id:  # another fleet has numbers of its own
+                report = await self._closed(*closing)
+        except FleetUnavailable:
+            raise
+        except StalePublisher as error:  # it is not in the record, and cannot be closed any more
+            reason = error.message
+        except SlipstreamError:
+            self._unanswered = None
+            raise
+        self._unanswered = None
+        if report is None:
+            raise Conflict(
+                f"whether round {closing[1]} was committed is not known: its close was not answered, and the "
+                f"fleet has no record of it ({reason}). Version {fleet.committed_version} is committed",
+                {"round_id": closing[1], "version": fleet.committed_version},
+            )
+        return report
+
+    async def _closed(self, token: int, round_id: int, label: str | None) -> RoundReport:
+        """Needs no live lease if the round was closed before."""
         report: RoundReport = await retried(
             lambda: self._controller.close_round.remote(token, round_id, label),
             f"close_round of round {round_id}",
             limit_s=CALL_TIMEOUT_S,
         )
-        self.round_id = None
         return report
 
     async def abort(self, reason: str) -> None:

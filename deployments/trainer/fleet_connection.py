@@ -75,6 +75,10 @@ class FleetWeightSyncClient:
         self.report = run_sync(self._session.close(label))
         self.release()
 
+    def settle(self, fleet_id: str) -> RoundReport | None:
+        """See `PublishSession.settle`."""
+        return run_sync(self._session.settle(fleet_id))
+
     def abort(self, reason: str) -> None:
         run_sync(self._session.abort(reason))
 

@@ -14,16 +14,12 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
-from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (
     Conflict,
-    FleetUnavailable,
     InvalidRequest,
     OtherStep,
-    SlipstreamError,
-    StalePublisher,
 )
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
@@ -33,7 +29,8 @@ from deployments.protocol.responses import (
     StepMetrics,
     TrainerStatus,
 )
-from deployments.trainer.spec import PUBLISHER, LoadedTrainer, TrainerSpec
+from deployments.trainer.spec import LoadedTrainer, TrainerSpec
+from deployments.trainer.trainer_rounds import TrainerRounds, end_former_session
 from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
@@ -124,6 +121,7 @@ async def watch(
     fleet_status: Callable[[], Awaitable[FleetStatus]],
     publish: Callable[[str, int], Awaitable[object]],
     published: Callable[[], int],
+    settle: Callable[[], Awaitable[object]],
     period_s: float = CHECK_PERIOD_S,
 ) -> None:
     """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
@@ -134,11 +132,13 @@ async def watch(
     Args:
         publish: gets the label, and the version that is replaced.
         published: the trainer's version.
+        settle: learns what became of a publish whose answer was lost.
     """
     lost_checks = 0
     while True:
         await asyncio.sleep(period_s)
         try:
+            await settle()
             fleet = await fleet_status()
             lost = is_lost(fleet)
             lost_checks = lost_checks + 1 if lost or is_starved(fleet, published()) else 0
@@ -153,35 +153,6 @@ async def watch(
             logger.debug("cannot check the fleet: %s", error)
 
 
-_OPEN = "open"
-
-
-async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker, which would block other publishers and joiners until it
-    expires.
-
-    A new lease under the same name makes the dead worker's token stale. A closed round is left alone: it may
-    commit.
-
-    Args:
-        shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect.
-    """
-    try:
-        if not shares_memory:
-            fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")
-            if fleet.lease is None or fleet.lease.publisher != PUBLISHER:
-                return
-            if fleet.round is not None and fleet.round.phase != _OPEN:
-                return
-        async with PublishSession(controller, PUBLISHER) as session:
-            await session.acquire()
-            if shares_memory:
-                await session.disconnect()
-    except SlipstreamError as error:  # another publisher was faster, or the controller does not answer
-        logger.warning("failed to end the session of a former trainer: %s", error)
-
-
-SEND_ATTEMPTS = 3
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
 
@@ -210,7 +181,6 @@ class Trainer:
         self._queue = SerialQueue()
         self._calls = CallServer(self)
         self._last_step: StepMetrics = {}
-        self._last_round: RoundReport | None = None
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
         plan = None if slots is None else await retried(lambda: slots.plan.remote(), "slots")
@@ -218,17 +188,17 @@ class Trainer:
             shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
             await end_former_session(fleet, shares_memory=shares_memory)
         self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
-        self._version = self._loaded.version
+        self._rounds = TrainerRounds(self._group, fleet, spec, self._loaded)
         self._step = self._loaded.step
         self._adapter_version = self._loaded.adapter_version
-        self._missed = self._loaded.missed
         self._watch: asyncio.Task[None] | None = None
         if self._lora is None:
             self._watch = asyncio.create_task(
                 watch(
                     lambda: retried(lambda: fleet.fleet.remote(), "fleet"),
                     lambda label, after: self.publish(label, after=after),
-                    lambda: self._version,
+                    lambda: self._rounds.version,
+                    self._settle,
                 )
             )
 
@@ -256,6 +226,8 @@ class Trainer:
             OtherStep: another number was done, because this trainer replaced one.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
+            AnswerLost: the fleet may be at the current weights. The next call learns whether it is, and the
+                same call made again returns that round's report.
             Conflict: another version is committed, others loaded the adapter's name, or the fleet has
                 another base.
             FleetUnavailable: no replica can take part, or a worker was lost.
@@ -268,15 +240,13 @@ class Trainer:
                     "published",
                     {"expected": step, "actual": self._step},
                 )
-            if self._version == 0 and after is None:
+            if self._rounds.version == 0 and after is None:
                 check_version_0(await retried(lambda: self._controller.fleet.remote(), "fleet"), self._loaded)
             if self._lora is not None:
                 if after is not None:
                     raise InvalidRequest("after: expected none, because this trainer publishes an adapter")
                 return await self._publish_adapter(label)
-            if after is None:
-                self._require_committed()
-            return await self._publish(label, self._version if after is None else after)
+            return await self._rounds.publish(label, after)
 
         return await self._queue.run("publish", work)
 
@@ -310,7 +280,7 @@ class Trainer:
         store = await self._group.store_status()
         return TrainerStatus(
             step=self._step,
-            version=self._version,
+            version=self._rounds.version,
             doing=self._queue.doing,
             doing_s=self._queue.doing_s,
             strategy=str(self._spec.config.strategy),
@@ -318,13 +288,13 @@ class Trainer:
             transport=self._spec.transport,
             parameters=self._loaded.parameters,
             last_step=self._last_step,
-            last_round=self._last_round,
+            last_round=self._rounds.last,
             stored_version=store.stored_version,
             store_problem=store.store_problem,
             untrained=tuple(self._loaded.untrained),
             adapter=None if self._lora is None else self._lora.name,
             adapter_version=self._adapter_version,
-            missed=self._missed,
+            missed=self._rounds.missed,
             last_adapter=self._last_adapter,
         )
 
@@ -350,8 +320,9 @@ class Trainer:
         group.kill()
 
     async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
-        self._require_committed()
-        published = self._version if self._lora is None else self._adapter_version
+        await self._rounds.settle()
+        self._rounds.require_committed()
+        published = self._rounds.version if self._lora is None else self._adapter_version
         metrics: StepMetrics = await self._group.call(
             "step", trajectories, published, timeout_s=self._step_timeout_s
         )
@@ -365,9 +336,17 @@ class Trainer:
         return saved
 
     async def _go_back(self, version: int) -> RoundReport:
+        label = f"rollback to {version}"
+        settled = await self._rounds.settle()
+        if settled is not None and settled.label == label:
+            return settled
         await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")
         await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
-        return await self._publish(f"rollback to {version}", None)
+        return await self._rounds.replace(label)
+
+    async def _settle(self) -> None:
+        if self._rounds.unanswered:
+            await self._queue.run("publish", self._rounds.settle)
 
     async def _publish_adapter(self, label: str | None) -> AdapterReport:
         limit_s = self._spec.publish_timeout_s
@@ -375,36 +354,3 @@ class Trainer:
         self._adapter_version, self._last_adapter = report.version, report
         await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
         return report
-
-    def _require_committed(self) -> None:
-        if self._missed is not None:
-            raise Conflict(self._missed)
-
-    async def _publish(self, label: str | None, after: int | None) -> RoundReport:
-        for attempt in range(1, SEND_ATTEMPTS + 1):
-            try:
-                report = await self._run_round(label, after)
-                break
-            except SlipstreamError as error:
-                if attempt == SEND_ATTEMPTS or not _may_send_again(error):
-                    raise
-                logger.warning("sending the round again, to the remaining replicas: %s", error)
-        self._version, self._last_round, self._missed = report.version, report, None
-        await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
-        return report
-
-    async def _run_round(self, label: str | None, after: int | None) -> RoundReport:
-        limit_s = self._spec.publish_timeout_s
-        try:
-            report: RoundReport = await self._group.call("publish", label, after, timeout_s=limit_s)
-        except FleetUnavailable:
-            if self._group.broken is not None:  # else the fleet would wait for this trainer's successor
-                await end_former_session(self._controller)
-            raise
-        return report
-
-
-def _may_send_again(error: SlipstreamError) -> bool:
-    """A stale lease is acquired anew, unless another publisher has taken it, which raises `Conflict`."""
-    detail = error.detail
-    return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)

@@ -1,12 +1,13 @@
 """Publishes weights from a trainer rank: a source for vLLM's trainer engines, and rounds of the fleet."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.calls.rpc import CallHandle
+from deployments.protocol.errors import AnswerLost
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyncClient
 from deployments.trainer.host_copies import GpuCopier
@@ -83,6 +84,7 @@ class WeightPublisher:
         self._connection = FleetConnection(
             spec, rank, self._client, self.source, chunk_bytes=spec.chunk_bytes, takes_over=True
         )
+        self._unanswered: Mapping[str, torch.Tensor] = {}  # what was sent in a round that may be committed
         if not spec.native:
             warm_up(source.device)
 
@@ -93,9 +95,11 @@ class WeightPublisher:
             after: see `RoundOptions`.
 
         Raises:
+            AnswerLost: it may be committed; call `settle` before anything changes.
             SlipstreamError: the round was aborted, or no replica can take part; the fleet is as it was.
         """
         self.source.begin()
+        self._unanswered = {}
         self._client.label, self._client.options = label, RoundOptions(after=after)
         membership = self._connection.agree()
         try:
@@ -103,9 +107,16 @@ class WeightPublisher:
                 self._connection.connect(membership)
             self._connection.send_weights()
         except BaseException as error:
+            if isinstance(error, AnswerLost):
+                self._unanswered = self.source.take_copy()
             self._clean_up(error)
             raise
         return self._client.report
+
+    def settle(self, fleet_id: str) -> tuple[RoundReport, Mapping[str, torch.Tensor]] | None:
+        """The round whose close was not answered, and what was sent in it; see `PublishSession.settle`."""
+        report = self._client.settle(fleet_id)
+        return None if report is None else (report, self._unanswered)
 
     def close(self) -> None:
         """Close the connection."""

@@ -275,15 +275,22 @@ class TrainerWorker(TrainerRank):
 
     def _publish(self, label: str | None, after: int | None) -> RoundReport | None:
         report = self._publisher.publish(label, after)
-        if report is None:
-            return None
+        return None if report is None else self._adopt(report, self._publisher.source.take_copy())
+
+    def settle(self) -> RoundReport | None:
+        """Adopt the version of a round whose answer was lost, if it is committed. Call it before the next
+        step. Raises as `PublishSession.settle`."""
+        found = self._publisher.settle(self._fleet_id)
+        return None if found is None else self._adopt(*found)
+
+    def _adopt(self, report: RoundReport, tensors: Mapping[str, torch.Tensor]) -> RoundReport:
         self._digest = report.digest
         version = CommittedVersion(
             version=report.version,
             label=report.label,
             fleet_id=self._fleet_id,
             digest=report.digest,
-            tensors=self._publisher.source.take_copy(),
+            tensors=tensors,
             trainer_step=self._learner.steps_done,
         )
         self._writer.put(version, self._store)

@@ -1,11 +1,20 @@
-"""What a publisher of a part of a checkpoint sends."""
+"""What a publisher of a part of a checkpoint sends, and what it makes of a lost answer."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
+import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from app.external_publisher import whole_source
+from app.client.connection import FleetClient, FleetError
+from app.external_publisher import outcome, whole_source
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.responses import FleetStatus, History
+from tests.app.http.fake_status import report, status
 from tests.tiny_models import tiny_llama
 
 
@@ -18,3 +27,61 @@ def test_what_the_model_does_not_have_is_sent_from_the_checkpoint(tmp_path: Path
     sent = dict(whole_source(model, tmp_path))
     assert sent.keys() - own.keys() == {"vision.weight"}
     assert torch.equal(sent["vision.weight"], vision)
+
+
+OPENED = status(3, ["a"], round_id=7)
+
+
+class SilentFleet:
+    """Answers the questions after some that it does not answer, and then once for each status."""
+
+    def __init__(self, silent: int, statuses: Sequence[FleetStatus], ended: Sequence[RoundReport]) -> None:
+        self.silent, self.statuses, self.ended = silent, [*statuses], ended
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.silent:
+            self.silent -= 1
+            raise httpx.ReadTimeout("no answer")
+        if request.url.path == "/fleet":
+            return json_of(FleetStatus, self.statuses[0])
+        is_last = len(self.statuses) == 1
+        if not is_last:
+            self.statuses.pop(0)
+        return json_of(History, History(rounds=self.ended if is_last else []))
+
+    def outcome(self, limit_s: float = 60.0) -> RoundReport:
+        with FleetClient(
+            httpx.Client(transport=httpx.MockTransport(self), base_url="http://fleet")
+        ) as client:
+            return outcome(client, OPENED, limit_s)
+
+
+def json_of(kind: type, value: object) -> httpx.Response:
+    return httpx.Response(200, content=TypeAdapter(kind).dump_json(value))
+
+
+def test_a_round_whose_commit_was_not_answered_is_found_by_its_number() -> None:
+    ended = [report(6, 3), report(7, 4), report(8, 5)]
+    fleet = SilentFleet(1, [OPENED, status(5, ["a"])], ended)
+    assert fleet.outcome() == ended[1]
+
+
+@pytest.mark.parametrize(
+    ("now", "ended", "text"),
+    [
+        (status(3, ["a"]), [report(7, 4, phase="aborted")], "round 7 was aborted"),
+        (status(3, ["a"]), [report(6, 3)], "round 7 of fleet fleet was committed is not known"),
+        (replace(OPENED, fleet_id="new"), [report(7, 4)], "not known: fleet new, which has no record of it"),
+        (OPENED, [], "round 7 may be committed: it has not ended yet"),
+    ],
+)
+def test_a_round_that_is_not_committed_is_said_to_be_what_it_is(
+    now: FleetStatus, ended: Sequence[RoundReport], text: str
+) -> None:
+    with pytest.raises(FleetError, match=text):
+        SilentFleet(0, [now], ended).outcome(limit_s=0.0)
+
+
+def test_a_fleet_that_stays_silent_leaves_the_outcome_open() -> None:
+    with pytest.raises(FleetError, match="round 7 may be committed: no fleet answers"):
+        SilentFleet(9, [OPENED], []).outcome(limit_s=0.0)

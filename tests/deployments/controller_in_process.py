@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 
 from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.adapters import ReceiveAdapter
-from deployments.protocol.errors import TransferFailed
+from deployments.protocol.errors import FleetUnavailable, TransferFailed
 from deployments.protocol.poll import Body, Receive, Verify
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
@@ -103,6 +103,7 @@ class ControllerInProcess:
         last: the arguments of each method's last call.
         fails: by method, what its next call raises in place of being carried out.
         dies_in: methods in whose next call the process dies, before or after it carried the call out.
+        loses: methods that are carried out, and whose answers are lost.
     """
 
     def __init__(self, directory: Path, replicas: int = 1) -> None:
@@ -110,6 +111,7 @@ class ControllerInProcess:
         self.last: dict[str, tuple[Any, ...]] = {}
         self.fails: dict[str, Exception] = {}
         self.dies_in: dict[str, Literal["before", "after"]] = {}
+        self.loses: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._is_up = asyncio.Event()  # not while it restarts: calls wait
         self._is_up.set()
@@ -139,6 +141,8 @@ class ControllerInProcess:
         if fate == "after":
             self.restart()
             raise ActorDiedError
+        if method in self.loses:
+            raise FleetUnavailable(f"{method}: no answer within 120 s")
         return result
 
     def ask(self, method: str, *args: Any) -> Any:

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError
 from deployments.calls.publish_session import CALL_TIMEOUT_S, CLEAN_UP_TIMEOUT_S, PublishSession, joined
 from deployments.calls.rpc import RESTART_WAIT_S
 from deployments.protocol.errors import (
+    AnswerLost,
     Conflict,
     FleetUnavailable,
     RoundAborted,
@@ -175,7 +176,8 @@ async def test_a_clean_up_that_fails_does_not_hide_the_outcome(
 @virtual_time
 async def test_a_controller_that_hangs_ends_the_call(controller: FakeController, method: str) -> None:
     controller.delay_s[method] = 10 * CALL_TIMEOUT_S
-    with pytest.raises(FleetUnavailable, match=rf"{method}.*: no answer within 600 s"):
+    kind = AnswerLost if method == "close_round" else FleetUnavailable
+    with pytest.raises(kind, match=rf"{method}.*: no answer within 600 s"):
         await one_round(session_of(controller))
     assert now() == CALL_TIMEOUT_S and controller.lease is None
 
@@ -220,6 +222,34 @@ async def test_a_decided_round_is_not_reported_as_failed_when_its_controller_die
         "close_round of round 4: the process is gone; retrying with its successor"
     ]
     assert (await one_round(session)).version == 5
+
+
+@virtual_time
+async def test_a_close_that_nothing_answers_is_settled_later(controller: FakeController) -> None:
+    fleet_id, session = (await controller.fleet()).fleet_id, session_of(controller)
+    assert await session.settle(fleet_id) is None
+    controller.fail_next["close_round"] = FleetUnavailable("no answer")  # and it never arrived
+    with pytest.raises(AnswerLost, match="round 4 may be committed") as caught:
+        await one_round(session)
+    assert caught.value.detail == {"round_id": 4} and controller.lease is None
+    controller.fail_next["close_round"] = FleetUnavailable("no answer")
+    with pytest.raises(FleetUnavailable):
+        await session.settle(fleet_id)
+    with pytest.raises(RoundAborted, match="round 4 aborted by its publisher: round 4 may be committed"):
+        await session.settle(fleet_id)
+    assert await session.settle(fleet_id) is None, "it is settled"
+
+
+@virtual_time
+async def test_the_rounds_of_another_fleet_with_the_same_number_are_not_ones_own(
+    controller: FakeController,
+) -> None:
+    session = session_of(controller)
+    controller.fail_next["close_round"] = FleetUnavailable("no answer")
+    with pytest.raises(AnswerLost):
+        await one_round(session)
+    with pytest.raises(Conflict, match=r"whether round 4 was committed is not known.*the round was of other"):
+        await session.settle("other")
 
 
 @virtual_time

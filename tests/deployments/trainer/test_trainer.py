@@ -15,11 +15,11 @@ from deployments.trainer.trainer import (
     CONFIRMATIONS,
     SerialQueue,
     check_version_0,
-    end_former_session,
     is_lost,
     is_starved,
     watch,
 )
+from deployments.trainer.trainer_rounds import end_former_session
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.ledger.ledger_scene import Scene
 
@@ -231,6 +231,7 @@ async def labels_published(
     """What `watch` publishes over version 4 while the controller gives these answers, one per check."""
     answers: Iterator[FleetStatus | Exception] = iter(statuses)
     published: list[str] = []
+    settled: list[int] = []
     exhausted = asyncio.Event()
 
     async def status() -> FleetStatus:
@@ -249,9 +250,13 @@ async def labels_published(
         if len(published) <= publish_fails:
             raise FleetUnavailable("no replica is registered")
 
-    watching = asyncio.create_task(watch(status, publish, lambda: own, period_s=0.0))
+    async def settle() -> None:
+        settled.append(len(settled))
+
+    watching = asyncio.create_task(watch(status, publish, lambda: own, settle, period_s=0.0))
     await exhausted.wait()
     watching.cancel()
+    assert len(settled) == len(statuses) + 1, "each check asks for the answer that was lost"
     return published
 
 

@@ -1,0 +1,150 @@
+"""The trainer's version, and the rounds that move the fleet to its weights."""
+
+from deployments.calls.publish_session import PublishSession
+from deployments.calls.rpc import CallHandle, retried
+from deployments.host.logs import serve_logger
+from deployments.protocol.errors import (
+    AnswerLost,
+    Conflict,
+    FleetUnavailable,
+    RoundAborted,
+    SlipstreamError,
+    StalePublisher,
+)
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.responses import FleetStatus
+from deployments.trainer.spec import PUBLISHER, LoadedTrainer, TrainerSpec
+from deployments.trainer.worker_group import WorkerGroup
+
+SEND_ATTEMPTS = 3
+logger = serve_logger()
+
+
+class TrainerRounds:
+    """Rounds of a trainer of all weights, one at a time.
+
+    Attributes:
+        version: of the weights that the trainer loaded or published last.
+        missed: why `version` is not the committed one, and what to do; None: the trainer knows of no other.
+        last: the report of the last round.
+        unanswered: the last round's close was not answered: it may be committed.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, controller: CallHandle, spec: TrainerSpec, loaded: LoadedTrainer
+    ) -> None:
+        self._group = group
+        self._controller = controller
+        self._spec = spec
+        self.version = loaded.version
+        self.missed = loaded.missed
+        self.last: RoundReport | None = None
+        self.unanswered = False
+
+    def require_committed(self) -> None:
+        if self.missed is not None:
+            raise Conflict(self.missed)
+
+    async def publish(self, label: str | None, after: int | None = None) -> RoundReport:
+        """Publish the weights in place of version `after`; None: of the trainer's own.
+
+        If the round before was not answered, is committed and has this label, this is the same call made
+        again, and that round's report is its answer.
+        """
+        settled = await self.settle()
+        if settled is not None and settled.label == label:
+            return settled
+        if after is None:
+            self.require_committed()
+        return await self._publish(label, self.version if after is None else after)
+
+    async def replace(self, label: str) -> RoundReport:
+        """Publish the weights in place of any version."""
+        return await self._publish(label, None)
+
+    async def settle(self) -> RoundReport | None:
+        """Learn what became of a round whose close was not answered, and adopt its version if it is
+        committed. None: there is none, or it was aborted.
+
+        Raises:
+            Conflict: the fleet has no record of it.
+            FleetUnavailable: nothing answers yet.
+        """
+        if not self.unanswered:
+            return None
+        try:
+            report: RoundReport = await self._group.call("settle", timeout_s=self._spec.publish_timeout_s)
+        except FleetUnavailable:
+            raise
+        except SlipstreamError as error:
+            self.unanswered = False
+            logger.warning("the last publish was not answered: %s", error.message)
+            if isinstance(error, RoundAborted):
+                return None
+            raise
+        logger.warning("the last publish was not answered: it is committed, as version %d", report.version)
+        await self._adopt(report)
+        return report
+
+    async def _publish(self, label: str | None, after: int | None) -> RoundReport:
+        for attempt in range(1, SEND_ATTEMPTS + 1):
+            try:
+                report = await self._run_round(label, after)
+                break
+            except SlipstreamError as error:
+                if attempt == SEND_ATTEMPTS or not _may_send_again(error):
+                    raise
+                logger.warning("sending the round again, to the remaining replicas: %s", error)
+        await self._adopt(report)
+        return report
+
+    async def _adopt(self, report: RoundReport) -> None:
+        self.version, self.last, self.missed, self.unanswered = report.version, report, None, False
+        await self._group.call("save_checkpoint", timeout_s=self._spec.config.step_timeout_s)
+
+    async def _run_round(self, label: str | None, after: int | None) -> RoundReport:
+        limit_s = self._spec.publish_timeout_s
+        try:
+            report: RoundReport = await self._group.call("publish", label, after, timeout_s=limit_s)
+        except AnswerLost:
+            self.unanswered = True
+            raise
+        except FleetUnavailable:
+            if self._group.broken is not None:  # else the fleet would wait for this trainer's successor
+                await end_former_session(self._controller)
+            raise
+        return report
+
+
+def _may_send_again(error: SlipstreamError) -> bool:
+    """A stale lease is acquired anew, unless another publisher has taken it, which raises `Conflict`."""
+    detail = error.detail
+    return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)
+
+
+_OPEN = "open"
+
+
+async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
+    """End the round and the lease of a dead worker, which would block other publishers and joiners until it
+    expires.
+
+    A new lease under the same name makes the dead worker's token stale. A closed round is left alone: it may
+    commit.
+
+    Args:
+        shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect.
+    """
+    try:
+        if not shares_memory:
+            fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")
+            if fleet.lease is None or fleet.lease.publisher != PUBLISHER:
+                return
+            if fleet.round is not None and fleet.round.phase != _OPEN:
+                return
+        async with PublishSession(controller, PUBLISHER) as session:
+            await session.acquire()
+            if shares_memory:
+                await session.disconnect()
+    except SlipstreamError as error:  # another publisher was faster, or the controller does not answer
+        logger.warning("failed to end the session of a former trainer: %s", error)

@@ -1,0 +1,101 @@
+"""Rounds whose end the trainer did not learn, with the real controller and a rank in this process."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.protocol.errors import AnswerLost, Conflict, FleetUnavailable
+from deployments.trainer.spec import LoadedTrainer
+from deployments.trainer.trainer_rounds import TrainerRounds
+from deployments.trainer.worker import TrainerWorker
+from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.trainer.one_worker import BATCH, small_spec, started
+
+pytestmark = pytest.mark.slow  # optimizer steps
+
+
+class OneRank:
+    """A worker group of one rank in this process."""
+
+    broken: str | None = None
+
+    def __init__(self, worker: TrainerWorker) -> None:
+        self.worker = worker
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return await asyncio.to_thread(getattr(self.worker, method), *args)
+
+
+class Scene:
+    def __init__(self, directory: Path, controller: ControllerInProcess) -> None:
+        spec = small_spec(directory)
+        self.controller = controller
+        self.worker = started(spec, controller)
+        loaded = LoadedTrainer(version=0, step=0, parameters=0)
+        self.rounds = TrainerRounds(OneRank(self.worker), controller, spec, loaded)  # type: ignore[arg-type]
+
+    async def unanswered(self, label: str | None = None) -> None:
+        """A publish after a step, and nothing answers once the round is sent."""
+        self.worker.step(BATCH)
+        await self.rounds.publish("before")
+        self.worker.step(BATCH)
+        self.controller.loses = {"close_round"}
+        with pytest.raises(AnswerLost, match="round 2 may be committed"):
+            await self.rounds.publish(label)
+        assert self.rounds.version == 1 and self.rounds.unanswered
+
+    def stored(self, version: int) -> Any:
+        assert self.worker.flush_version(10.0)
+        return self.worker._store.manifest_of(version)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, controller: ControllerInProcess) -> Scene:
+    return Scene(tmp_path, controller)
+
+
+async def test_a_committed_round_whose_answer_was_lost_is_adopted_before_the_next_one(scene: Scene) -> None:
+    await scene.unanswered()
+    with pytest.raises(FleetUnavailable):
+        await scene.rounds.settle()
+    scene.controller.loses.clear()
+    report = await scene.rounds.publish("next")
+    assert (report.version, report.label) == (3, "next")
+    stored = scene.stored(2)
+    assert (stored.digest, stored.trainer_step) == (scene.controller.ask("rounds")[1].digest, 2)
+
+
+async def test_a_publish_that_is_made_again_returns_the_round_that_was_committed(scene: Scene) -> None:
+    await scene.unanswered("mine")
+    scene.controller.loses.clear()
+    report = await scene.rounds.publish("mine")
+    assert (report.round_id, report.version) == (2, 2) and scene.rounds.last == report
+    assert len(scene.controller.ask("rounds")) == 2
+
+
+async def test_a_round_that_was_aborted_meanwhile_is_reported_and_published_anew(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.controller.fails["close_round"] = FleetUnavailable("close_round: no answer within 120 s")
+    with pytest.raises(AnswerLost):
+        await scene.rounds.publish("mine")
+    with caplog.at_level("WARNING", "ray.serve"):
+        report = await scene.rounds.publish("mine")
+    assert (report.round_id, report.version, report.phase) == (2, 1, "committed")
+    assert any("not answered: round 1 aborted" in each.getMessage() for each in caplog.records)
+
+
+async def test_a_controller_that_forgot_the_round_says_that_its_outcome_is_not_known(
+    tmp_path: Path, scene: Scene
+) -> None:
+    await scene.unanswered()
+    other = ControllerInProcess(tmp_path / "other")
+    try:
+        scene.worker._publisher._client._session._controller = other  # type: ignore[assignment]
+        with pytest.raises(Conflict, match=r"round 2 was committed is not known.*Version 0 is committed"):
+            await scene.rounds.publish("next")
+    finally:
+        other.close()
+    assert not scene.rounds.unanswered and scene.rounds.version == 1
