@@ -18,10 +18,9 @@ from tests.fleet.adapter_talk import (
     models,
     newest,
     tokens,
-    unload,
 )
 from tests.fleet.deployed import MODEL
-from tests.fleet.losing import members, process_of
+from tests.fleet.losing import process_of
 from tests.fleet.talk import (
     PROMPT,
     Reference,
@@ -32,7 +31,6 @@ from tests.fleet.talk import (
     succeeded,
     train_and_publish,
 )
-from tests.tiny_adapters import tiny_adapter_tensors
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(600)]
 
@@ -109,38 +107,6 @@ def test_more_adapters_than_an_engine_has_room_for_are_read_again_from_the_fleet
     for _ in range(2):
         for seed in seeds:
             assert [tokens(each) for each in everywhere(client, f"run-v{seed}", 12)] == [expected[seed]] * 2
-
-
-def test_an_adapter_of_another_model_is_refused_and_changes_nothing(
-    adapted: Adapted, client: httpx.Client
-) -> None:
-    """What the routes refuse: `tests/app/http/test_adapter_routes.py`; the files: those of the replica."""
-    path = adapted.save("another", 1, tensors=tiny_adapter_tensors(1, width=256))
-    answer = load(client, "wrong", path)
-    assert (answer.status_code, "another base model" in answer.text) == (400, True), answer.text
-    assert models(client) == [set(), set()] and entries(client) == []
-    assert len(members(client)) == 2
-    assert unload(client, "wrong").status_code == 404
-    missing = client.post("/v1/completions", json={"model": "wrong", "prompt": "x", "max_tokens": 1})
-    assert missing.status_code == 404
-
-
-def test_many_adapters_leave_nothing_behind(adapted: Adapted, client: httpx.Client) -> None:
-    count, copies = 6, adapted.fleet.store / "adapters"
-
-    def wait_for_copies(most: int) -> None:
-        deadline = time.monotonic() + 20
-        while len(left := sorted(copies.iterdir())) > most:
-            assert time.monotonic() < deadline, left
-            time.sleep(0.2)
-
-    for step in range(count):
-        succeeded(load(client, f"many-v{step}", adapted.save("step", step)))
-        if step >= 2:
-            succeeded(unload(client, f"many-v{step - 2}"))
-    assert models(client)[0] == models(client)[1]
-    assert {name.split("@")[0] for name in models(client)[0]} == {f"many-v{count - 2}", f"many-v{count - 1}"}
-    wait_for_copies(2)
 
 
 def test_a_controller_that_dies_forgets_no_adapter(adapted: Adapted, client: httpx.Client) -> None:

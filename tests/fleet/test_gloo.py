@@ -100,20 +100,6 @@ def test_requests_with_kept_caches_continue_across_rounds(gloo: Fleet) -> None:
         assert versions == sorted(set(versions))
 
 
-def test_a_transfer_group_of_the_wrong_size_is_refused_with_the_numbers(gloo: Fleet) -> None:
-    """A meeting of seven cannot happen with two replicas: refused, before anybody waits for it."""
-    client = HTTPVLLMWeightSyncClient(gloo.url, timeout=60)
-    info = {"master_address": "127.0.0.1", "master_port": 29777, "rank_offset": 1, "world_size": 7}
-    version = gloo.version()
-    with pytest.raises(requests.HTTPError) as caught:
-        client.init_weight_transfer_engine(info)
-    assert caught.value.response.status_code == 400
-    error = caught.value.response.json()["error"]
-    assert error["detail"] == {"expected": 3, "actual": 7, "workers": 2}
-    with gloo.client() as http:
-        assert train_and_publish(http) == version + 1
-
-
 class KillingSource(ModuleSource):
     """Kills a replica's engine in the middle of the tensors, and continues after a while."""
 

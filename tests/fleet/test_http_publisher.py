@@ -10,12 +10,10 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from deployments.host.shared_memory import create_mapping, remove_segment
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
-from deployments.weights.wire.chunk_layout import describe, pack, plan_chunks
 from tests.fleet.deployed import Fleet
-from tests.fleet.talk import complete, on_every_replica, succeeded, train_and_publish
+from tests.fleet.talk import on_every_replica, succeeded, train_and_publish
 from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
@@ -52,28 +50,6 @@ def test_vllms_http_client_drives_a_round_on_both_replicas(fleet: Fleet) -> None
             assert answer.token_ids == reference(11, [5, 6, 7, 8, 9], 16)
             assert answer.version == before + 1
         assert http.get("/weight_info").json() == {"weight_version": str(before + 1)}
-
-
-def test_torn_bytes_are_found_by_their_digest(fleet: Fleet) -> None:
-    good = tensors_of(14)
-    metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in good.items()]
-    (chunk,) = plan_chunks(metadata, 1 << 40)
-    segment, mapping = create_mapping(chunk.size_bytes)
-    block = torch.frombuffer(mapping, dtype=torch.uint8)
-    try:
-        pack(chunk, iter(good.items()), block)
-        block[chunk.entries[3].offset + 5] ^= 1
-        with fleet.client() as http:
-            version, before = fleet.version(), complete(http).token_ids
-            start(http)
-            info = {"segment": segment, **describe(metadata)}
-            answer = http.post("/update_weights", json={"update_info": info})
-            assert answer.status_code == 400
-            message = answer.json()["error"]["message"]
-            assert "digest" in message and chunk.entries[3].name in message
-            assert unchanged(fleet, http, version, before)
-    finally:
-        remove_segment(segment)
 
 
 def start(http: httpx.Client) -> None:

@@ -3,7 +3,6 @@
 One replica is killed while rounds follow each other.
 """
 
-import json
 import re
 import signal
 import subprocess
@@ -54,10 +53,6 @@ SEEN_S = 60.0  # Ray's processes report to the agent every ten seconds
 PROMPTS = [[5 + row, 6, 7 + 2 * row, 8] for row in range(12)]
 GREEDY = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 DETAILS = {"logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True}
-STREAMED = {
-    **{"stream": True, "logprobs": 1, "return_token_ids": True},
-    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-}
 ALONE = {"x-session-id": "all of it to one replica"}
 
 
@@ -266,29 +261,6 @@ def _rounded(value: Any) -> Any:
     return round(value, 3) if isinstance(value, float) else value
 
 
-def _streamed(answer: httpx.Response) -> Any:
-    """What a stream said of each choice, and its usage; ids and times are one."""
-    *events, done = answer.text.strip().split("\n\n")
-    assert done == "data: [DONE]"
-    parsed = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert len({(each["id"], each["created"]) for each in parsed}) == 1
-    *pieces, usage = parsed
-    assert usage["choices"] == [] and all(each["choices"] for each in pieces)
-    said: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        for choice in piece["choices"]:
-            about = said.setdefault(
-                choice["index"], {"text": "", "token_ids": [], "logprobs": [], "prompt": None}
-            )
-            about["text"] += choice["text"]
-            about["token_ids"] += choice["token_ids"] or []
-            about["logprobs"] += choice["logprobs"]["token_logprobs"]
-            about["prompt"] = choice.get("prompt_token_ids") or about["prompt"]
-            about["end"] = choice["finish_reason"], choice.get("weight_versions")
-            about["usage"] = piece["usage"]
-    return _rounded([dict(sorted(said.items())), usage["usage"], usage["weight_version"]])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -309,32 +281,6 @@ def test_a_list_of_prompts_over_two_replicas_is_answered_as_by_one(
     assert [choice["index"] for choice in expected["choices"]] == list(range(12 * options.get("n", 1)))
     has_spans = ["weight_versions" in choice for choice in expected["choices"]]
     assert has_spans == [not options.get("use_beam_search")] * len(has_spans)
-
-
-def test_lists_and_streams_of_lists_are_merged_by_both_routers(launched: Launched) -> None:
-    asked = {**GREEDY, **DETAILS}
-    expected = _rounded(alone(launched, "/v1/completions", asked).json())
-    answers = at_once(launched, "/v1/completions", asked)
-    assert [_rounded(answer.json()) for answer in answers] == [expected] * LISTS
-    streamed = {**GREEDY, **STREAMED, "n": 2, "temperature": 1.0, "seed": 7}
-    expected = _streamed(alone(launched, "/v1/completions", streamed))
-    answers = at_once(launched, "/v1/completions", streamed, count=8)
-    assert [_streamed(answer) for answer in answers] == [expected] * 8
-    assert _streamed(divided(launched, "/v1/completions", streamed)) == expected
-    until(
-        lambda: sum(count > 0 for count in requests_of_routers(launched).values()) == ROUTERS,
-        SEEN_S,
-        "answers of both routers",
-        pause_s=2,
-    )
-
-
-def requests_of_routers(fleet: Launched) -> dict[str, float]:
-    """How many each router has answered, as Serve counts them."""
-    with fleet.client() as client:
-        found = scraped(client)
-    family = found.get("ray_serve_deployment_request_counter", found.get("ray_serve_num_http_requests"))
-    return {} if family is None else by_replica(family, "_total", deployment="router")
 
 
 def test_a_session_has_one_replica_whichever_router_it_comes_to(launched: Launched) -> None:

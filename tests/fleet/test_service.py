@@ -10,7 +10,6 @@ import pytest
 from ray import serve
 
 from tests.fleet.deployed import Fleet
-from tests.fleet.failure_report import serve_logs
 from tests.fleet.losing import members, process_of
 from tests.fleet.session_fleet import MAX_IN_FLIGHT
 from tests.fleet.talk import (
@@ -86,38 +85,6 @@ def test_weights_that_a_sleep_discarded_are_not_served(fleet: Fleet) -> None:
         assert client.get("/is_sleeping").json() == {"is_sleeping": False}
         for answer in on_every_replica(client, max_tokens=4).values():
             assert answer.version == published.json()["version"]
-
-
-def test_a_refused_call_is_one_line_in_serves_logs(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        assert client.post("/sleep").status_code == 200
-        refused = client.post("/train/publish", json={})
-        assert refused.status_code == 409 and client.post("/wake_up").status_code == 200
-        assert client.post("/train/step", json={"trajectories": []}).status_code == 400
-    for deployment in ("controller", "trainer"):
-        # Each replica of a deployment has a file of its own; other tests kill some.
-        logs = serve_logs().glob(f"replica_{fleet.application}_{deployment}_*.log")
-        said = "".join(log.read_text() for log in logs)
-        assert f"conflict: {refused.json()['error']['message']}" in said
-        assert "deployments.protocol.errors." not in said, "the last line of a stack trace"
-
-
-def test_events_tell_of_a_round_as_it_happens(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        fleet_state = client.get("/fleet").json()
-        assert fleet_state["ready"] and len(fleet_state["members"]) >= 2
-        version = train_and_publish(client)
-        seen = ""
-        with client.stream("GET", "/fleet/events") as stream:
-            for line in stream.iter_lines():
-                seen += line
-                if f'"version": {version}' in seen and "round" in seen:
-                    break
-        history = client.get("/fleet/rounds").json()["rounds"]
-        assert history[-1]["version"] == version and history[-1]["phase"] == "committed"
-        for timings in history[-1]["replicas"].values():
-            assert timings["bytes"] > 1_000_000 and timings["gap_s"] > 0 and timings["stage_s"] > 0
-        assert f"slipstream_weight_version {version}.0" in client.get("/metrics").text
 
 
 STOPPED_S = 5.0  # several of the intervals in which replicas report
