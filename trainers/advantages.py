@@ -1,5 +1,4 @@
-"""Pure functions between rewards and a step: advantages, which groups have a signal, and the penalty for
-length."""
+"""Advantages, which groups have a signal, and the penalty for length."""
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
@@ -8,8 +7,6 @@ import torch
 
 
 class AdvantageEstimator(StrEnum):
-    """The formula for advantages; the functions below cite the sources."""
-
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
@@ -74,12 +71,9 @@ def group_advantages(
 def batch_advantages(
     groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[list[float]]:
-    """Advantages of all groups of a batch, in order; a group has the rewards of one prompt.
-
-    REINFORCE++ (Hu et al. 2025, https://arxiv.org/abs/2501.03262) normalises over the batch; its variant with
-    a baseline first subtracts the mean of the group. Raises ValueError as `group_advantages`; REINFORCE++
-    needs two rewards in the batch.
-    """
+    """Advantages of all groups of a batch, in order. REINFORCE++ (Hu et al. 2025,
+    https://arxiv.org/abs/2501.03262) normalises over the batch; its variant with a baseline first subtracts
+    the mean of the group. Raises ValueError."""
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
     rewards = [_finite(group) for group in groups]

@@ -89,10 +89,8 @@ def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_pr
 def plan_micro_batches(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = False
 ) -> list[list[Row]]:
-    """Lists of rows that together have at most `token_budget` padded tokens, packed longest first.
-
-    A trajectory longer than the budget gets a micro-batch of its own.
-    """
+    """Lists of rows that together have at most `token_budget` padded tokens, longest first; a longer
+    trajectory is alone."""
 
     def measure(row: Row) -> tuple[int, int, int]:
         longest = max(len(trajectories[index].token_ids) for index in row)
@@ -116,11 +114,9 @@ def plan_micro_batches(
 
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
-    """The micro-batches of one rank, each with a flag: false if it must not contribute to the loss.
-
-    Every rank gets the same number, because a sharded model gathers in every pass; a rank short of one runs a
-    filler.
-    """
+    """The micro-batches of one rank, each with a flag: false if it must not contribute to the loss. Every
+    rank gets the same number, because a sharded model gathers in every pass; a rank short of one runs a
+    filler."""
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
     filler = min(plan, key=len)

@@ -50,10 +50,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
     """Read this rank's shards, and buffers whole, onto the mesh's device; returns the names that are missing.
-
-    These are the steps of `from_pretrained` after it made a model; its own `distributed_config` has no
-    setting for float32 reductions, and needs a plan that not every family has.
-    """
+    (The `distributed_config` of `from_pretrained` has no float32 reductions, and needs a plan that not every
+    family has.)"""
     files, _ = _get_resolved_checkpoint_files(
         str(directory),
         variant=None,

@@ -34,7 +34,7 @@ class TokenScores:
 
 
 class OutputHead:
-    """The output layer of a model; `at_once` bounds the logits in memory, unless a position has more."""
+    """`at_once` bounds the logits in memory, unless a position has more."""
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
         if at_once is None:
@@ -76,12 +76,9 @@ class OutputHead:
     @cached_property
     @torch.no_grad()
     def _is_last(self) -> bool:
-        """Whether the model returns exactly what its output layer returns.
-
-        Probed in the first pass, because a forward pass settles which parameters FSDP2 gives gradients.
-        Without autocast, which would cache the cast weights without gradient. Random numbers are as without
-        the probe.
-        """
+        """Whether the model returns exactly what its output layer returns. Probed in the first pass, because
+        a forward pass settles which parameters FSDP2 gives gradients; without autocast, which would cache the
+        cast weights."""
         head = self._model.get_output_embeddings()
         if head is None:
             return False
@@ -203,7 +200,6 @@ class _Math:
     entropies: _Function
 
     def chosen(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """float [M, V], int64 [M] -> float32 [M]: the log-probabilities of `targets`."""
         made: torch.Tensor = _Chosen.apply(logits, targets, self)
         return made
 

@@ -33,11 +33,9 @@ class _Line:
     def take(
         self, prompt: int, completions: Sequence[tuple[int, int]], *, must: bool
     ) -> list[tuple[int, int]]:
-        """Take what fits, longest first, of (length, index of the trajectory); returns the rest.
-
-        A part of a prompt's completions is taken only if it is longer than the prompt, which is then
-        repeated. `must`: take the first one whatever its length.
-        """
+        """Take what fits, longest first, of (length, index); returns the rest. A part of a prompt's
+        completions is taken only if it is longer than the prompt, which is then repeated. `must`: take the
+        first one whatever its length."""
         free, taken, rest = self.free - prompt, [], []
         for position, (length, index) in enumerate(completions):
             if length <= free or (must and position == 0):
@@ -55,11 +53,8 @@ class _Line:
 def plan_lines(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = True
 ) -> list[list[Row]]:
-    """Micro-batches of one line each, of at most `token_budget` tokens: prompts with their completions.
-
-    A prompt whose completions do not fit in one line is repeated. A trajectory longer than the budget gets a
-    line of its own.
-    """
+    """Micro-batches of one line each, of at most `token_budget` tokens (a longer trajectory is alone):
+    prompts with their completions, repeated if those do not fit in one line."""
     groups = []
     for members in same_prompts(trajectories, share_prompts=share_prompts):
         completions = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)

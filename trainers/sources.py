@@ -100,10 +100,8 @@ class _Layer:
 
 
 class ParameterSource:
-    """The parameters of a plain or sharded (FSDP2) model; each iteration reads the current values.
-
-    Sharded tensors are gathered layer by layer: every rank must iterate to the end. A yielded tensor may be
-    the model's own memory.
+    """The parameters of a plain or sharded (FSDP2) model; each iteration reads the current values, layer by
+    layer, so every rank must iterate to the end. A yielded tensor may be the model's own memory.
 
     Args:
         adapter: added to what is yielded.
@@ -182,10 +180,8 @@ class ParameterSource:
         return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """The tensors of an iteration before the cast; None if any is gathered, converted or copied first.
-
-        They are the model's own memory. The list is the same object as long as no tensor has moved.
-        """
+        """The tensors of an iteration before the cast, in the model's own memory; None if any is gathered,
+        converted or copied. The list is the same object as long as no tensor has moved."""
         if self._adapter is not None:
             return None  # its sums are new in each iteration
         state = self._state()

@@ -1,4 +1,4 @@
-"""What a process asks of its host: forks, shared memory, durable files, logs, thread priorities.
+"""What a process asks of its host: forks, shared memory, durable files, logs.
 
-Nothing here knows weights, rounds or requests. Read first: `fork_server`.
+Read first: `deployments.host.fork_server`.
 """

@@ -1,7 +1,4 @@
-"""Files and directories that are complete once they have their name, also after a crash of the host.
-
-They are written under another name, synced and renamed.
-"""
+"""Files and directories that are complete once they have their name, also after a crash of the host."""
 
 import os
 import shutil
@@ -12,8 +9,8 @@ from pathlib import Path
 
 @contextmanager
 def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yields a path to write a file or directory to (`partial`, for several writers at once); renames it,
-    durably, when the block ends. After an error an older file of that name stays."""
+    """Yields a path to write to (`partial`, for several writers at once); renames it, durably, when the block
+    ends. After an error an older file of that name stays."""
     aside = final.with_name(f".{final.name}.partial") if partial is None else partial
     try:
         yield aside

@@ -1,8 +1,5 @@
-"""Serve's logger, which all deployments share.
-
-Serve logs every exception of a method with a stack trace. A `SlipstreamError` is a response to the caller and
-not a fault, so a filter reduces it to one line.
-"""
+"""Serve's logger. A `SlipstreamError` is a response to the caller and not a fault, so a filter reduces its
+stack trace to one line."""
 
 import logging
 from collections.abc import Iterator
@@ -20,11 +17,8 @@ def serve_logger() -> logging.Logger:
 
 @contextmanager
 def kept_log_file() -> Iterator[None]:
-    """Keep Serve's log file connected while vLLM configures logging for an engine.
-
-    `logging.config` closes every existing handler, so Serve's lines would be lost. A restarting Serve
-    controller asks each replica for its log file, and replaces those that have none.
-    """
+    """Keep Serve's log file connected while vLLM configures logging for an engine: `logging.config` closes
+    every handler, and a restarting Serve controller replaces replicas that have no log file."""
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     files = [handler.target for handler in handlers]
     try:

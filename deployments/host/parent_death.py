@@ -19,10 +19,8 @@ _RANDOM_DIGITS = 16
 
 
 def own_engine() -> None:
-    """Called by a replica: owns the processes that vLLM spawns from here on, and their names.
-
-    Removes names of replicas that are gone.
-    """
+    """Called by a replica: owns the processes that vLLM spawns from here on, and their names. Removes names
+    of replicas that are gone."""
     remove_orphans()
     os.environ[OWNER] = owner().id
     if _SOCKETS not in os.environ:
@@ -42,10 +40,8 @@ def disown_engine() -> None:
 
 
 def follow_owner() -> None:
-    """Called in every process that vLLM starts; does nothing unless a replica owns it.
-
-    Waits on the pipe that multiprocessing keeps from each process to its children.
-    """
+    """Called in every process that vLLM starts; does nothing unless a replica owns it. Waits on the pipe that
+    multiprocessing keeps from each process to its children."""
     parent = multiprocessing.parent_process()
     if OWNER not in os.environ or parent is None:
         return

@@ -101,8 +101,8 @@ def _remove(owner_id: str) -> None:
 
 
 def _remove_what_libraries_left(owner_file: Path) -> bool:
-    """Remove CUDA IPC's files: torch's reference counts (`torch_PID_*`) of a killed process, and the driver's
-    (`cuda.shm.USER.PID.*`, hexadecimal). False: the process has not exited, a later caller removes them."""
+    """Remove CUDA IPC's files of a killed process: torch's reference counts (`torch_PID_*`) and the driver's
+    (`cuda.shm.USER.PID.*`, hexadecimal). False: it has not exited, a later caller removes them."""
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
     except OSError:  # another process removed it
@@ -161,8 +161,7 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
 
 
 def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
-    """Map an existing segment; `access` is one of mmap's ACCESS_ constants. Raises ValueError for no such
-    segment, one of another size, or a name that is not of a Slipstream segment."""
+    """Map an existing segment (`access`: one of mmap's ACCESS_ constants). Raises ValueError."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"expected the name of a Slipstream segment, got {name!r}")
     try:

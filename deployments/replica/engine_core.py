@@ -31,7 +31,6 @@ RESET_CACHES = "slipstream_reset_caches"
 
 
 def install() -> None:
-    """Does nothing outside an engine core process."""
     module: Any = sys.modules.get("vllm.v1.engine.core")
     if module is None:
         return
@@ -52,10 +51,6 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
     """Make the staged version live. Returns the seconds of the workers' swap.
 
     Not for data-parallel ranks: they step until all are idle, and a step uses experts of the other ranks.
-
-    Args:
-        core: vLLM's `EngineCoreProc`.
-        recompute: preempt running requests, which are recomputed from their first token.
     """
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreRequestType
@@ -90,10 +85,8 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
 
 
 def drain(core: Any) -> int:
-    """Schedule no new request. Returns the number of running ones.
-
-    Not vLLM's pause with `mode=wait`, which cannot be cancelled and has no deadline.
-    """
+    """Schedule no new request. Returns the number of running ones. (vLLM's pause with `mode=wait` cannot be
+    cancelled.)"""
     from vllm.v1.core.sched.interface import PauseState
 
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -180,7 +173,6 @@ def _needs_encoder(scheduler: Any, request: Any) -> bool:
 
 
 def _compute_again(scheduler: Any, requests: list[Any]) -> None:
-    """Preempt requests as vLLM's `reset_prefix_cache(reset_running_requests=True)` does."""
     for request in reversed(requests):
         scheduler.running.remove(request)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)

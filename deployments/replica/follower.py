@@ -41,7 +41,7 @@ class MemberProtocol(Protocol):
         """Its live weights are being changed: any failure now is a failure of the replica."""
 
     def report(self, replica_id: str, incarnation: str) -> Report:
-        """The engine's part of a report."""
+        pass
 
     async def execute(self, body: Body) -> Value:
         """Run one instruction; the value is acknowledged.
@@ -62,7 +62,7 @@ class MemberProtocol(Protocol):
         """Stop for good, even if the engine hangs."""
 
     async def died(self) -> str:
-        """Return a reason once the engine has died."""
+        pass
 
 
 HEARTBEAT_S = 1.0
@@ -77,13 +77,8 @@ logger = serve_logger()
 class Follower:
     """Reports to the controller and runs its instructions until it is fenced or cancelled.
 
-    Args:
-        poll: the controller's long poll; raises when the controller is unreachable.
-        heartbeat_s: interval of reports while an instruction runs.
-
-    Attributes:
-        last_contact: when the last answered report was sent. The controller counts from its arrival, which is
-            later, so it never declares a replica lost that still takes requests.
+    `last_contact`: when the last answered report was sent. The controller counts from its arrival, which is
+    later, so it never declares a replica lost that still takes requests.
     """
 
     def __init__(
@@ -145,7 +140,7 @@ class Follower:
             await asyncio.sleep(self._retry_s)
 
     async def send_last_report(self) -> None:
-        """Send the last report, once nothing runs here; raises when the controller is unreachable."""
+        """Once nothing runs here; raises when the controller is unreachable."""
         await self._ask(self._state(ended=True))
 
     async def _ask(self, report: Report) -> Directive:

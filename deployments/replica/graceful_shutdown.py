@@ -25,8 +25,6 @@ logger = serve_logger()
 
 
 class LeavingMember(Protocol):
-    """The flags of a replica's reports that a shutdown sets and reads."""
-
     leaving: bool
     drained: bool
     may_leave: bool
@@ -37,10 +35,8 @@ class GracefulShutdown:
 
     Args:
         last_contact: when the controller last answered, by `time.monotonic`.
-        in_flight: the number of running requests.
         failed: fenced or dead, so nothing is worth waiting for.
         stop: refuses requests that have not started their response.
-        application_stops: whether Serve stops the whole application.
         drain_s: limit for running requests.
     """
 

@@ -34,18 +34,12 @@ from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, a
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected while its request waited."""
+    pass
 
 
 async def while_connected(ready: Awaitable[None], receive: Receive) -> Receive:
-    """Await `ready` until the client disconnects. uvicorn reports that only to a reader of the body.
-
-    Returns:
-        A `receive` that replays the body from its beginning.
-
-    Raises:
-        ClientDisconnected: before `ready`.
-    """
+    """Await `ready` until the client disconnects, which uvicorn reports only to a reader of the body. Returns
+    a `receive` that replays the body; raises ClientDisconnected."""
     messages: deque[Message] = deque()
 
     async def replay() -> Message:
@@ -81,10 +75,8 @@ class ReplicaFront:
     """An ASGI application around vLLM's: admission, versions and refusals.
 
     Args:
-        app: vLLM's application.
         admit: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why no request may be answered now; None if it may.
-        version: of the engine's weights.
         require_passed: raises SlipstreamError for a method and path that routers must not pass.
     """
 
@@ -119,11 +111,8 @@ class ReplicaFront:
         return {router: load for router, load in self._load.items() if load}
 
     def stop(self, *, in_order: bool) -> None:
-        """Refuse requests whose response has not started, so that another replica takes them.
-
-        Args:
-            in_order: a graceful shutdown; else the replica failed, possibly because of one of its requests.
-        """
+        """Refuse requests whose response has not started, so that another replica takes them. `in_order`: a
+        graceful shutdown; else the replica failed, possibly because of one of its requests."""
         self._stopped, self.in_order = True, in_order
         for task, answer in self._running.items():
             if answer is None or not answer.begun:
@@ -209,8 +198,7 @@ class _Response:
             raise self._replacement
 
     async def _cut_off(self, error: Exception) -> None:
-        """End a stream with an error event in a graceful shutdown. Otherwise raise: the connection is closed,
-        and the router reports it to the client."""
+        """End a stream with an error event in a graceful shutdown; else raise: the connection is closed."""
         refused = self._front.refused() if self._is_stream and self._front.in_order else None
         if refused is None:
             raise error

@@ -54,7 +54,6 @@ from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
 async def carry_out(engine: ReplicaEngine, operation: Operation) -> JsonValue:
-    """Run an operation; returns what vLLM's route answers."""
     match operation:
         case Pause():
             await engine.pause(operation)
@@ -87,7 +86,6 @@ async def carry_out(engine: ReplicaEngine, operation: Operation) -> JsonValue:
 
 
 async def _abort_requests(engine: ReplicaEngine, operation: AbortRequests) -> int:
-    """How many requests were aborted."""
     if operation.request_ids:
         await engine.llm.abort(list(operation.request_ids))
         return len(operation.request_ids)
@@ -103,8 +101,6 @@ logger = serve_logger()
 
 
 class EngineMember(ABC):
-    """Runs instructions on one engine and holds the state that the replica reports."""
-
     updates_in_place = False
 
     def __init__(self, engine: ReplicaEngine) -> None:
@@ -221,11 +217,7 @@ class EngineMember(ABC):
         return await carry_out(self._engine, body.operation)
 
     async def _load(self, body: CatchUp) -> None:
-        """Load a stored version.
-
-        Raises:
-            PayloadRejected: unreadable or not loadable into a running engine, which is unchanged.
-        """
+        """Raises PayloadRejected: unreadable or not loadable into a running engine, which is unchanged."""
         await self._check_reloadable()
         self.loading_version = body.version
         try:

@@ -58,11 +58,7 @@ CHECKS = (Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE)  # run on the
 
 
 class NativeMember(EngineMember):
-    """Drives vLLM's own transfer engines.
-
-    Args:
-        one_payload: a version is one payload, so a missing tensor is found before the first byte.
-    """
+    """`one_payload`: a version is one payload, so a missing tensor is found before the first byte."""
 
     updates_in_place = True
 
@@ -98,17 +94,12 @@ class NativeMember(EngineMember):
         return await super()._execute(body)
 
     async def connect(self, body: Connect) -> None:
-        """Raises RuntimeError if vLLM has disabled its NCCL communicator."""
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._engine.workers("native_check_connected")
 
     async def receive(self, body: Receive) -> None:
-        """Load one payload into the live model.
-
-        Raises:
-            PayloadRejected: it does not fit the model; nothing was loaded.
-            RuntimeError: anything else; the weights are partially updated.
-        """
+        """Load one payload into the live model. Raises PayloadRejected: it does not fit, nothing was loaded.
+        After any other error the weights are partially updated."""
         if self._receiving != body.round_id:
             self._check_unchanged()
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
@@ -181,7 +172,7 @@ class NativeMember(EngineMember):
         raise RuntimeError("'staging: none' retains no version")
 
     async def forget(self, body: Forget) -> None:
-        """Nothing is retained."""
+        pass
 
     async def _compare(self, part: FilePart, options: StagingOptions) -> None:
         """Compare a file with the publisher's digests; the engine keeps generating."""
@@ -234,11 +225,7 @@ def member_of(engine: ReplicaEngine, spec: EngineSpec) -> EngineMember:
 
 
 def _compared(reading: FileRead) -> Offered:
-    """The file's tensors, which must have the stated digests and no NaN. Blocks.
-
-    Raises:
-        ValueError: they do not match, or the file is unreadable.
-    """
+    """The file's tensors, which must have the stated digests and no NaN. Blocks. Raises ValueError."""
     offered: Offered = {}
     for received in reading.chunks():
         found = inspect(received.read())
@@ -249,11 +236,8 @@ def _compared(reading: FileRead) -> Offered:
 
 
 def _tensors_of(payload: JsonValue) -> Offered:
-    """Parse the parallel lists that vLLM's engines announce, the same for every worker.
-
-    Raises:
-        PayloadRejected: they are missing or inconsistent.
-    """
+    """Parse the parallel lists that vLLM's engines announce, the same for every worker. Raises
+    PayloadRejected."""
     first: Any = payload[0] if isinstance(payload, list) else payload
     try:
         tensors = parse(first["names"], first["dtype_names"], first["shapes"])

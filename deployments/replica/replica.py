@@ -50,19 +50,13 @@ async def find_first_weights(
     ask_again_s: float = ASK_AGAIN_S,
     join_s: float = JOIN_S,
 ) -> JoinAnswer:
-    """Ask until the answer is loadable, even while the controller is unreachable.
+    """Ask until the answer is loadable, even while the controller is unreachable. With path None, the
+    answer's `initial` is what the checkpoint has. Raises JournalError: the checkpoint is not version 0, and
+    nobody serves that.
 
     Args:
         ask: the controller's `join`, idempotent; takes the version that it named and that cannot be loaded.
-        initial: what version 0 is loaded from. While that is not version 0 any more and others serve it, ask
-            again and again.
-        join_s: deadline of one call.
-
-    Returns:
-        With path None, its `initial` is what the checkpoint has.
-
-    Raises:
-        JournalError: the checkpoint is not version 0, and nobody serves that.
+        initial: what version 0 is loaded from. While that is another one and others serve it, ask again.
     """
     unloadable: Unloadable | None = None
     while True:
@@ -98,7 +92,6 @@ class Replica:
 
     Args:
         self_fence_s: see `RequestAdmission`.
-        drain_s: limit for running requests when the replica is stopped.
         slots: assigns the engine's GPUs; None: Serve did.
         cores_shared_by: replicas that share this host's cores; None on GPUs.
     """

@@ -51,11 +51,7 @@ logger = serve_logger()
 
 
 class EngineDrain:
-    """Schedules no new request while running ones finish. Reports have their number; the controller waits.
-
-    Args:
-        ask: calls a utility of every engine core; one answer for each.
-    """
+    """Schedules no new request while running ones finish. Reports have their number; the controller waits."""
 
     def __init__(self, ask: Callable[[str], Awaitable[list[int]]]) -> None:
         self._ask = ask
@@ -78,7 +74,6 @@ class EngineDrain:
             self._watching = asyncio.create_task(self._watch())
 
     async def resumed(self) -> None:
-        """The scheduler may run again: only running requests continue."""
         await self._ask(DRAIN)
 
     def end(self, drain_id: str) -> bool:
@@ -109,10 +104,8 @@ _BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
 
 
 class RecordingLLM(AsyncLLM):
-    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens.
-
-    Refuses what vLLM answers with 500, which clients send again.
-    """
+    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens. Refuses what vLLM answers
+    with 500, which clients send again."""
 
     adapter_uses: Uses | None = None  # counts requests per adapter
 
@@ -184,8 +177,6 @@ STOP_S = 8.0  # then we kill them
 
 
 class ReplicaEngine:
-    """A running engine. `version` names its live weights."""
-
     def __init__(self, llm: RecordingLLM, app: FastAPI, version: int) -> None:
         self.llm = llm
         self.app = app
@@ -258,10 +249,8 @@ class ReplicaEngine:
             raise RuntimeError(f"the engine cancelled {method}") from error
 
     async def commit(self, args: Commit) -> Swapped:
-        """Make the staged version live between two decoding steps.
-
-        Stays paused if `args.hold`, if a user paused the engine, or while part of it sleeps.
-        """
+        """Make the staged version live between two decoding steps. Stays paused if `args.hold`, if a user
+        paused the engine, or while part of it sleeps."""
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
         self.held = args.hold
@@ -304,7 +293,6 @@ class ReplicaEngine:
         await self._ask_cores(RESET_CACHES, recompute)
 
     async def release(self) -> None:
-        """End a hold. A user's pause or sleep continues."""
         self.held = False
         await self._resume_if_allowed()
 
@@ -335,7 +323,6 @@ class ReplicaEngine:
         await self._resume_drained()
 
     async def resume(self) -> None:
-        """End a user's pause; a sleep or a hold continues."""
         self.condition = apply(self.condition, Resume())
         await self._resume_if_allowed()
 

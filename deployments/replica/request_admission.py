@@ -19,10 +19,8 @@ RECHECK_S = 0.5  # nothing notifies waiters of lost contact or a dead engine
 class RequestAdmission:
     """Checks every request on the replica, which is the authority; a router's view may be stale.
 
-    Args:
-        self_fence_s: refuse requests after this long without contact to the controller; shorter than its
-            heartbeat timeout, after which the fleet moves on.
-        clock: seconds, monotonic; the clock of `Follower.last_contact`.
+    `self_fence_s`: refuse requests after this long without contact to the controller; shorter than its
+    heartbeat timeout, after which the fleet moves on.
     """
 
     def __init__(
@@ -63,12 +61,8 @@ class RequestAdmission:
         return None
 
     async def wait(self, demand: Demand) -> None:
-        """Return when a request with this demand may be answered.
-
-        Raises:
-            ReplicaUnavailable: this replica must not answer.
-            Conflict: the demanded version was not reached in time.
-        """
+        """Return when a request with this demand may be answered. Raises ReplicaUnavailable (this replica
+        must not answer) or Conflict (the demanded version was not reached in time)."""
         self._check()
         if self._member.version >= demand.min_version:
             return

@@ -22,7 +22,6 @@ class EngineSpec:
     """Arguments of an engine.
 
     Attributes:
-        model: a directory that vLLM can load, or a hub id.
         checkpoint: the fleet's initial checkpoint, if `model` is a version in the store.
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none | automatic (device if this engine can, else host).
@@ -52,14 +51,12 @@ class EngineSpec:
         return replace(self, arguments=arguments)
 
     def at(self, checkpoint: str) -> "EngineSpec":
-        """The same with the weights of a stored version."""
         # `load_format: dummy` applies to the initial checkpoint; here it would serve noise.
         arguments = {**self.arguments, "load_format": "auto"}
         return replace(self, model=checkpoint, checkpoint=self.checkpoint or self.model, arguments=arguments)
 
 
 def server_arguments(spec: EngineSpec) -> Namespace:
-    """vLLM's server arguments; every option of `vllm serve` has its usual default."""
     parser = make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args([])
     chosen = {

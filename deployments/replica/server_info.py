@@ -1,11 +1,8 @@
 """`/server_info` as vLLM prints it, for the fleet as if it were one server; and the engine's load.
 
-Trainers read `weight_transfer_config`, `lora_config` and `model_config.dtype`. `data_parallel_size` is 1, and
-the model is the fleet's initial checkpoint, even for a late joiner that loaded a stored version. So every
-replica has the same `system_fingerprint`, which vLLM derives from the same configuration.
-
-Unlike vLLM's answer it has no environment and no secrets: values under names that look secret, free-form
-settings of connectors and loaders, passwords in URLs, and values of such environment variables are withheld.
+`data_parallel_size` is 1, and the model is the fleet's initial checkpoint, even for a late joiner, so every
+replica has the same `system_fingerprint`. The environment and secrets are withheld: values under names that
+look secret, free-form settings of connectors and loaders, passwords in URLs.
 """
 
 import asyncio
@@ -43,12 +40,10 @@ def add_server_info(app: FastAPI, config: VllmConfig) -> None:
 
     @app.get("/server_info")
     async def server_info(config_format: Annotated[Format, Query()] = "text") -> Tree:
-        """The configuration of the fleet, as one vLLM server would print it."""
         return await asyncio.to_thread(describe, config, config_format, os.environ)
 
 
 def describe(config: VllmConfig, config_format: Format, environment: Mapping[str, str]) -> Tree:
-    """The answer of vLLM's route without the environment and secrets."""
     shown = as_one_server(config)
     tree: Tree = PydanticVllmConfig.dump_python(shown, mode="json", fallback=str)
     named = [*_under_secret_names(tree), *_under_secret_names(dict(environment))]
@@ -59,7 +54,6 @@ def describe(config: VllmConfig, config_format: Format, environment: Mapping[str
 
 
 def fleet_fingerprint(config: VllmConfig, args: Namespace) -> str | None:
-    """`system_fingerprint` of every replica, in the configured mode."""
     return build_system_fingerprint(as_one_server(config), args.fingerprint_mode, args.fingerprint_value)
 
 
@@ -115,8 +109,6 @@ def _hidden(value: Any, secrets: Sequence[str], name: str = "", *, free_form: bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The load of all data-parallel ranks together."""
-
     running: int  # requests
     waiting: int
     places: int  # `max_num_seqs` of all ranks
@@ -141,7 +133,7 @@ class LoadLogger(AggregateStatLoggerBase):
             self._newest[engine_idx] = scheduler_stats
 
     def log_engine_initialized(self) -> None:
-        """Nothing to print."""
+        pass
 
     @property
     def load(self) -> EngineLoad:

@@ -1,9 +1,7 @@
-"""Which version generated which token: read from the engine, written into OpenAI responses.
+"""Which version generated which token: read from the engine, written into OpenAI responses, which lack it.
 
-vLLM reports spans with a request's last output, but its OpenAI responses lack them. A `SpanRecorder` follows
-the engine calls of one HTTP request (through a context variable); the annotators add `weight_versions` per
-choice and `weight_version` to the response. The response to a part of a prompt list needs no parsing by the
-router: see `deployments.router.prompt_lists`.
+A `SpanRecorder` follows the engine calls of one HTTP request (through a context variable); the annotators add
+`weight_versions` per choice and `weight_version` to the response.
 """
 
 import json
@@ -15,10 +13,8 @@ from deployments.protocol.routing import Part
 
 
 def name_tokens(logprobs: Any) -> None:
-    """Add `"token": "token_id:17"` to entries of /inference/v1/generate that have `"token_id": 17`.
-
-    vLLM 0.32 replaced the former, which verifiers 0.4 requires. Streams are left as they are.
-    """
+    """Add `"token": "token_id:17"` to entries of /inference/v1/generate: vLLM 0.32 dropped it, verifiers 0.4
+    requires it."""
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not isinstance(entries, list):
         return
@@ -51,7 +47,6 @@ class SpanRecorder:
         self._choices = 0
 
     def end(self) -> None:
-        """Run the `at_end` callbacks."""
         self.ended = True
         while self._at_end:
             self._at_end.pop()()
@@ -74,7 +69,6 @@ class SpanRecorder:
         self.saw(spans)
 
     def saw(self, spans: list[Span]) -> None:
-        """Spans of an unknown choice."""
         if spans:
             self.version = max(self.version, spans[-1]["version"])
 

@@ -97,7 +97,6 @@ class StagedMember(EngineMember):
         await self._until_received(self._payloads)
 
     async def receive_adapter(self, body: ReceiveAdapter) -> None:
-        """Receive an adapter's files into this host's memory; the model is not touched."""
         await self._discard_leftover()
         reader = self._engine.adapters.reader
         await reader.receive(body.load_id, body.payload)
@@ -147,7 +146,7 @@ class StagedMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Swap; idempotent, as a restarted controller repeats it."""
+        """Idempotent: a restarted controller repeats it."""
         if self._receiving is None and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
         if self.staged_round != body.round_id:
@@ -181,7 +180,6 @@ class StagedMember(EngineMember):
             self._leftover = False
 
     async def write_version(self, body: WriteVersion) -> None:
-        """Start writing; `store_result` is this attempt's once it has ended."""
         self.store_result = None
         await self._engine.workers(
             "staging_store",
@@ -224,7 +222,6 @@ class StagedMember(EngineMember):
 
 
 def raise_failure(states: Sequence[ConnectState | StagingState]) -> None:
-    """Raise the first worker's failure as PayloadRejected, TransferFailed or RuntimeError."""
     for state in states:
         match state.outcome:
             case Outcome.REJECTED:

@@ -1,8 +1,5 @@
-"""vLLM worker methods for adapters: a thread reads their files while the engine decodes.
-
-vLLM's `add_lora` reads the files between two steps, 0.1 s or more without decoding. Here a thread runs vLLM's
-loader beforehand, and `add_lora` takes its result.
-"""
+"""vLLM worker methods for adapters: a thread reads their files while the engine decodes, and `add_lora`,
+which runs between two steps, takes the result."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -19,12 +16,10 @@ _READ = "_slipstream_reads"  # set on vLLM's LoRA manager
 
 
 class WorkerExtension(StagingWorkerExtension):
-    """All methods added to vLLM's worker. They run between two steps, those about adapters' files on a thread
-    of
-    their own if the replica is on this host (`worker_calls`)."""
+    """Methods added to vLLM's worker. They run between two steps, or on a thread of their own
+    (`worker_calls`)."""
 
     def adapter_answer_at(self, path: str) -> bool:
-        """Serve calls from this Unix socket; False if it is on another host."""
         try:
             connection = open_connection(Path(path))
         except OSError:

@@ -1,8 +1,5 @@
 """What one router remembers of where it sent requests: homes of sessions, and prefixes that replicas cache.
 
-It estimates the engines' prefix caches, per weight version, and forgets the least recently used entries
-first.
-
 A prefix is a chain of hashes over the bytes of the JSON value: nothing is parsed, and clients write the same
 prompt in the same way again. `hash` has a secret in each process, so clients cannot make prompts collide.
 """
@@ -31,10 +28,8 @@ BLOCK_ENDS = _ends()  # in bytes of the prompt; less than a hundred
 
 
 def block_hashes(body: bytes) -> list[int]:
-    """One hash for each whole block of the prompt in a request body, over all bytes up to the block's end.
-
-    The model's name is hashed first, since adapters have KV caches of their own.
-    """
+    """One hash for each whole block of the prompt, over all bytes up to its end; the model's name comes
+    first."""
     found = _PROMPT.search(body, 0, HEAD_BYTES)
     if found is None:
         return []
@@ -63,8 +58,6 @@ MAX_REPLICAS = 4096  # ever seen; then all prefixes are forgotten
 
 
 class Affinity:
-    """The memory of one router."""
-
     def __init__(self, *, max_blocks: int = MAX_BLOCKS, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_blocks = max_blocks
         self._max_sessions = max_sessions
@@ -77,7 +70,6 @@ class Affinity:
         return len(self._holders) + len(self._homes)
 
     def home(self, session_id: str | None) -> str | None:
-        """The replica that a session was sent to last."""
         return None if session_id is None else self._homes.get(session_id)
 
     def holders(self, blocks: Sequence[int], version: int) -> Iterator[tuple[int, list[str]]]:

@@ -1,9 +1,9 @@
-"""Quarantines requests under which replicas crashed: pure, without Ray and HTTP.
+"""Quarantines requests under which replicas crashed.
 
 A request can crash the engine that computes it, and would crash every engine that it is sent to. The router
-cannot tell it from requests that ran beside it, so each is retried once. After a second loss it is refused
-for `REFUSED_FOR_S`, because clients repeat what fails. A stream that was cut off is repeated by its client
-alone, so its loss is remembered until then. Each router replica has a memory of its own.
+cannot tell it from requests that ran beside it, so each is retried once, and refused after a second loss for
+`REFUSED_FOR_S`, because clients repeat what fails. The loss of a stream, which its client alone repeats, is
+remembered until then.
 """
 
 import time
@@ -20,8 +20,6 @@ MAX_REMEMBERED = 4096  # requests; the oldest is forgotten first
 
 
 class RequestIdentity:
-    """What a request and its repetition have in common."""
-
     def __init__(self, method: str, path: str, body: bytes) -> None:
         self.method = method
         self.path = path
@@ -43,12 +41,6 @@ class _Remembered:
 
 
 class DeadlyRequests:
-    """The requests that one router replica refuses.
-
-    Args:
-        clock: seconds, monotonic.
-    """
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._remembered: dict[bytes, _Remembered] = {}  # by digest; the oldest first
@@ -67,14 +59,7 @@ class DeadlyRequests:
             )
 
     def lost(self, request: RequestIdentity, replicas: Sequence[str]) -> None:
-        """A replica was lost under a request; returns if the request may be retried.
-
-        Args:
-            replicas: all that were lost under it since it came, in their order.
-
-        Raises:
-            DeadlyRequest: `MAX_LOSSES` were lost.
-        """
+        """A replica was lost under a request; returns if the request may be retried. Raises DeadlyRequest."""
         replicas = [*(self._cut_off_replicas(request) - {*replicas}), *replicas]
         if len(replicas) < MAX_LOSSES:
             return

@@ -1,7 +1,6 @@
 """Sends one request to replica after replica until one of them responds.
 
 Serve's request router chooses the replica; the bytes go over a connection to the replica's own HTTP server.
-What a replica refuses, or loses before its response has begun, is sent to another one.
 """
 
 import asyncio
@@ -49,8 +48,6 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A request, or a part of one, as a replica gets it."""
-
     method: str
     target: str  # path and query
     headers: CIMultiDict[str]  # without the fleet's key
@@ -72,21 +69,18 @@ class AttemptHistory:
     lost: list[str] = field(default_factory=list)
 
     def avoid(self, replica_id: str) -> None:
-        """Choose this replica last from now on."""
         self.demand = replace(self.demand, refused=(*self.demand.refused, replica_id)[-MAX_REFUSALS:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedResponse:
-    """A replica's response whose head has arrived."""
-
     replica_id: str
     response: ReplicaResponse
     whole: bytes | None  # the body if it has arrived; None: it is a stream
     connection: AsyncExitStack  # closing it early aborts the request
 
     async def body(self) -> bytes:
-        """The whole body. Raises `ResponseLost`."""
+        """Raises `ResponseLost`."""
         return await self.response.rest() if self.whole is None else self.whole
 
 
@@ -99,11 +93,7 @@ class _Lost(Exception):
 
 
 class Forwarder:
-    """Chooses replicas and sends requests to them, with what this router process knows of them.
-
-    Args:
-        silence_s: a response from which no byte came for so long is probed.
-    """
+    """Chooses replicas and sends requests to them. A response that was silent for `silence_s` is probed."""
 
     def __init__(self, rollout: DeploymentHandle, *, silence_s: float, probe_timeout_s: float) -> None:
         self._rollout = rollout
@@ -118,13 +108,11 @@ class Forwarder:
         self.deadly = DeadlyRequests()
 
     async def close(self) -> None:
-        """Close the connections to the replicas."""
         self._connections.close()
         if self._session is not None:
             await self._session.close()
 
     async def loads(self, demand: Demand) -> dict[str, int]:
-        """The load of each replica that may answer; empty if there is none."""
         return (await self._census(demand)).loads
 
     async def metrics(self) -> Scraped:
@@ -135,12 +123,8 @@ class Forwarder:
     async def forward(
         self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
     ) -> StartedResponse:
-        """The first response that is not a refusal; tries replica after replica.
-
-        Raises:
-            FleetUnavailable: no replica could answer within `find_replica_timeout_s`.
-            DeadlyRequest: replicas were lost under it.
-        """
+        """The first response that is not a refusal. Raises FleetUnavailable (none within
+        `find_replica_timeout_s`) or DeadlyRequest."""
         deadline = time.monotonic() + limits.find_replica_timeout_s
         reason = "no replica is ready"
         self.deadly.check(request.identity)
@@ -181,8 +165,6 @@ class Forwarder:
             logger.error("%s %s is refused: %s; %s", method, path, refused.message, reason)
             raise
 
-    # -- the choice of a replica --------------------------------------------------------------
-
     async def _census(self, demand: Demand) -> Census:
         """The replicas that Serve knows; empty if none may answer."""
         census = Census()
@@ -194,11 +176,7 @@ class Forwarder:
     async def _choose(
         self, demand: Demand, blocks: Sequence[int], limits: RouterLimits, deadline: float
     ) -> tuple[str, ReplicaEndpoint]:
-        """The replica to try, now the home of the session and a holder of the prompt.
-
-        Raises:
-            TimeoutError: there was none until the deadline (`time.monotonic`).
-        """
+        """The replica to try, now the home of the session and a holder of the prompt. Raises TimeoutError."""
         choice = Choice()
         current = replace(
             demand,
@@ -218,17 +196,10 @@ class Forwarder:
             async with self._rollout.choose_replica(current, _reserve=False) as chosen:
                 return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
 
-    # -- one attempt --------------------------------------------------------------------------
-
     async def _attempt(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
     ) -> StartedResponse:
-        """The response of one replica.
-
-        Raises:
-            _NotBegun: the replica refuses the request, or cannot be reached.
-            _Lost: the request reached the replica, which then failed.
-        """
+        """The response of one replica. Raises _NotBegun or _Lost."""
         try:
             async with AsyncExitStack() as connection:
                 response = await connection.enter_async_context(self._send(replica_id, endpoint, request))
@@ -266,8 +237,6 @@ class Forwarder:
         finally:
             self._in_flight[replica_id] -= request.load
 
-    # -- stall detection ----------------------------------------------------------------------
-
     async def _is_alive(self, endpoint: ReplicaEndpoint) -> bool:
         """Whether a replica's server answers. All requests that wait for it share one probe."""
         address = endpoint.address
@@ -301,8 +270,8 @@ async def detect_stall(
 ) -> None:
     """Give a response up if no byte comes for `silence_s` and its replica does not answer a probe either.
 
-    Silence alone says nothing: a response that is not streamed takes as long as its generation. A dead
-    process closes its connections; one that is stopped, or whose host is cut off, does not.
+    A response that is not streamed is silent as long as it is generated. A dead process closes its
+    connections; one that is stopped, or whose host is cut off, does not.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -316,5 +285,4 @@ async def detect_stall(
 
 
 def _one_line(error: BaseException) -> str:
-    """A foreign error as one line."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

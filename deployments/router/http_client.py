@@ -38,8 +38,7 @@ class ReplicaResponse:
     """The response to one request while it arrives. One coroutine reads it.
 
     Attributes:
-        status, headers, content_length: valid after `begin`. Names are in lower case; the length is None if
-            it is not known before the end.
+        status, headers, content_length: valid after `begin`. Names are in lower case; the length may be None.
         heard_at: the loop's time when bytes came last.
     """
 
@@ -63,7 +62,6 @@ class ReplicaResponse:
 
     @property
     def has_unread(self) -> bool:
-        """Whether pieces have arrived that nobody took."""
         return bool(self._pieces)
 
     async def begin(self) -> None:
@@ -72,11 +70,7 @@ class ReplicaResponse:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """What has arrived of the body since the last call; empty at its end.
-
-        Raises:
-            ResponseLost: the rest will not come. What had arrived was returned before.
-        """
+        """What has arrived of the body since the last call; empty at its end. Raises `ResponseLost`."""
         while not self._pieces:
             if self.is_complete:
                 return b""
@@ -84,12 +78,9 @@ class ReplicaResponse:
         return self._pop()
 
     async def pass_on(self, take: Take) -> None:
-        """Call `take` with each piece of the rest of the body; returns at its end.
+        """Call `take` with each piece of the rest of the body. Raises `ResponseLost`.
 
         While `take` does not block it is called inside the parser's callback, and no task is woken.
-
-        Raises:
-            ResponseLost: the rest will not come.
         """
         while True:
             while self._pieces:
@@ -106,23 +97,19 @@ class ReplicaResponse:
                 await taking
 
     async def rest(self) -> bytes:
-        """The rest of the body. Raises `ResponseLost`."""
         pieces = []
         while piece := await self.piece():
             pieces.append(piece)
         return b"".join(pieces)
 
     def header(self, name: bytes) -> bytes | None:
-        """The first header of this name, which is in lower case."""
         return next((value for each, value in self.headers if each == name), None)
 
     def give_up(self, reason: str) -> None:
-        """Close the connection; the reader gets `ResponseLost`."""
         self._connection.abort()
         self.fail(reason)
 
     def feed(self, data: bytes) -> None:
-        """Bytes from the connection."""
         if self._failure is not None:
             return
         self.heard_at = self._loop.time()
@@ -133,12 +120,9 @@ class ReplicaResponse:
             self.give_up(str(cause or error))
 
     def fail(self, reason: str) -> None:
-        """The connection is gone."""
         if not self.is_complete and self._failure is None:
             self._failure = reason
             self._wake()
-
-    # The parser's callbacks.
 
     def on_message_begin(self) -> None:
         if self.is_complete:
@@ -204,10 +188,8 @@ class ReplicaResponse:
 
 
 class _EagerCoroutine:
-    """A coroutine that runs at once until it first blocks, and continues where this object is awaited.
-
-    As with `asyncio.eager_task_factory` (Python 3.12), but without a task.
-    """
+    """A coroutine that runs at once until it first blocks, and continues where this object is awaited: like
+    `asyncio.eager_task_factory` (Python 3.12), but without a task."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._coroutine = coroutine
@@ -238,8 +220,6 @@ class _EagerCoroutine:
 
 
 class ReplicaConnection(asyncio.Protocol):
-    """A connection that carries one request at a time."""
-
     def __init__(self) -> None:
         self._response: ReplicaResponse | None = None
 
@@ -254,11 +234,8 @@ class ReplicaConnection(asyncio.Protocol):
     def send(
         self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> ReplicaResponse:
-        """Send a request; `content-length` is added to the headers.
-
-        Raises:
-            ValueError: a line break in the target or a header would smuggle in another header or request.
-        """
+        """Raises ValueError: a line break in the target or a header would smuggle in another header or
+        request."""
         lines = [f"{method} {target} HTTP/1.1", *[f"{name}: {value}" for name, value in headers]]
         if body or method != "GET":
             lines.append(f"content-length: {len(body)}")
@@ -282,8 +259,6 @@ class ReplicaConnection(asyncio.Protocol):
     def resume_reading(self) -> None:
         if self.is_open:
             self._transport.resume_reading()
-
-    # asyncio's callbacks.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -310,15 +285,8 @@ class ConnectionPool:
     async def request(
         self, address: str, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> AsyncIterator[ReplicaResponse]:
-        """Send a request. Leaving before the response is complete closes the connection, which aborts it.
-
-        Args:
-            address: host:port of the replica's server.
-            headers: without `host` and `content-length`.
-
-        Raises:
-            NotConnected: the request was not sent.
-        """
+        """Send a request to an address (host:port). Leaving before the response is complete closes the
+        connection, which aborts it. Raises NotConnected: the request was not sent."""
         connection, is_kept = self._pop_idle(address) or await _connect(address), False
         try:
             response = connection.send(method, target, [("host", address), *headers], body)

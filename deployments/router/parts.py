@@ -39,10 +39,7 @@ class PartRequest:
 async def respond_in_parts(
     forwarder: Forwarder, requests: Sequence[PartRequest], limits: RouterLimits, *, streams: bool
 ) -> AsyncIterator[Response]:
-    """The merged response of all parts, or the error response to one of them.
-
-    Args:
-        requests: in the order of the list of prompts.
+    """The merged response of all parts, in the order of the list, or the error response to one of them.
 
     Raises:
         FleetUnavailable: no replica answered a part in time.
@@ -65,7 +62,6 @@ async def respond_in_parts(
 
 
 def returned_headers(started: StartedResponse) -> Headers:
-    """The headers of a replica's response that the client gets."""
     return [(name, value) for name, value in started.response.headers if name not in NOT_RETURNED]
 
 
@@ -111,7 +107,6 @@ class _Part:
         return bool(self.waiting) or self.ended
 
     async def run(self) -> None:
-        """Read the response to its end; `failure` keeps an error for the merger."""
         try:
             while not self.ended:
                 started = await self._forwarder.forward(self._request, self._attempts, self._limits)
@@ -163,7 +158,7 @@ class _Part:
 
 
 async def _until_begun(parts: Sequence[_Part], news: asyncio.Event) -> None:
-    """Wait until each part has begun. A response that is not streamed begins when it is complete."""
+    """A response that is not streamed begins when it is complete."""
     while not all(part.begun for part in parts):
         await news.wait()
         news.clear()

@@ -1,9 +1,8 @@
 """Splits a request with a list of prompts into parts, and merges their responses.
 
-vLLM seeds every prompt of a list with the request's own `seed` (its completions with `seed`, `seed + 1` etc.)
-and runs beam search for each prompt alone, so a completion does not depend on the prompt's place in the list.
-Replicas number the choices as in the whole response (`deployments.replica.spans`), so merging parses only the
-small rest of it.
+vLLM seeds every prompt of a list with the request's own `seed` and runs beam search for each prompt alone, so
+a completion does not depend on the prompt's place in the list. Replicas number the choices as in the whole
+response (`deployments.replica.spans`), so merging parses only the small rest of it.
 """
 
 import json
@@ -30,23 +29,16 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def parse_object(text: bytes) -> dict[str, bytes]:
-    """The fields of a JSON object, each as JSON; of two with one name the last, as in `json.loads`.
-
-    Raises:
-        msgspec.DecodeError: not standard JSON, or no object.
-    """
+    """The fields of an object, each as JSON; of two with one name the last. Raises msgspec.DecodeError."""
     return {name: bytes(value) for name, value in _OBJECT.decode(text).items()}
 
 
 def parse_list(text: bytes) -> list[bytes]:
-    """The items of a list that `parse_object` has found, each as JSON."""
     return [bytes(item) for item in _LIST.decode(text)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
-    """A request that can be split."""
-
     rest: bytes  # the other fields of the body, as JSON without braces
     field: str  # name of the list
     prompts: Sequence[bytes]  # each as JSON
@@ -59,10 +51,8 @@ class PromptList:
 
 
 def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptList | None:
-    """The list of prompts in a body with these fields; None if the request is not to be split.
-
-    What vLLM would reject is not split, so that its error is about what the client has sent.
-    """
+    """The list of prompts in a body with these fields; None if it is not to be split, or vLLM would reject
+    it."""
     field = {COMPLETIONS: "prompt", BATCH_CHAT: "messages"}.get(path)
     if method != "POST" or field is None or not fields.get(field, b"").startswith(b"["):
         return None
@@ -86,14 +76,12 @@ def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptLi
 
 
 def _all_alike(prompts: Sequence[bytes], path: str) -> bool:
-    """Whether all are texts, or all are lists that are not empty: of token ids, or of messages."""
     if path == COMPLETIONS:
         return all(each.startswith(b'"') for each in prompts) or all(map(_is_token_ids, prompts))
     return all(each.startswith(b"[") and _is_conversation(each) for each in prompts)
 
 
 def _is_token_ids(prompt: bytes) -> bool:
-    """Valid JSON of these characters alone is a number, or lists of integers that are not negative."""
     only_digits = not prompt.translate(None, b"0123456789, \t\r\n[]")
     return only_digits and prompt.count(b"[") == 1 and bool(prompt.strip(b"[] \t\r\n"))
 
@@ -108,8 +96,6 @@ MIN_SEQUENCES = 4  # in a part: a decoding step takes nearly as long for one seq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The prompts from `start` to `stop` (exclusive) go to one replica."""
-
     replica_id: str
     start: int
     stop: int
@@ -118,11 +104,11 @@ class Share:
 def split_prompts(
     prompts: int, completions: int, loads: Mapping[str, int], *, least: int = MIN_SEQUENCES
 ) -> list[Share]:
-    """Divide a list of prompts so that the loads of the replicas are level afterwards.
+    """Divide a list of prompts so that the loads of the replicas are level afterwards. Empty: do not split
+    it.
 
     A share is a run of neighbours in the list: they are often the same prompt, whose prefix is computed once.
-    A replica that is too busy for a share of `least` sequences gets none. Empty if the list is not to be
-    split.
+    A replica that is too busy for a share of `least` sequences gets none.
 
     Args:
         completions: for each prompt; they stay together.
@@ -167,11 +153,8 @@ def is_stop(event: bytes) -> bool:
 
 
 def merge_responses(parts: Sequence[bytes]) -> bytes:
-    """The JSON response to a list of prompts.
-
-    Args:
-        parts: in the order of the list; each has two lines, the response without its choices and the choices.
-    """
+    """The JSON response to a list of prompts, from parts of two lines: the rest of the response, and the
+    choices."""
     rests, choices = [], []
     for part in parts:
         rest, _, of_part = part.partition(b"\n")
@@ -186,8 +169,6 @@ def merge_responses(parts: Sequence[bytes]) -> bytes:
 
 
 class MergedStream:
-    """Merges the events of so many parts into one stream."""
-
     def __init__(self, parts: int) -> None:
         self._versions: list[int | None] = [None] * parts
         self._usages: list[Any] = [None] * parts
@@ -216,7 +197,6 @@ class MergedStream:
         return _EVENT + _encode(whole) + b"\n\n"
 
     def end(self) -> bytes:
-        """The last events, once all parts have ended."""
         done = _EVENT + _DONE + b"\n\n"
         if self._last is None:
             return done

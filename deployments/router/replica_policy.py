@@ -1,7 +1,4 @@
-"""The choice of a replica for a request: pure, without Ray.
-
-Versions and admission are as of each replica's last routing statistics. The replica's own check is final.
-"""
+"""The choice of a replica for a request. The replica's own check of versions and admission is final."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +13,6 @@ MAX_LONG_PROMPTS = 8  # for one body: images are long and take few tokens
 
 
 def load_of(sequences: int, body: bytes) -> int:
-    """The sequences of a request, and one more for each `LONG_PROMPT_BYTES` of its body."""
     return sequences + min(len(body) // LONG_PROMPT_BYTES, MAX_LONG_PROMPTS)
 
 
@@ -28,8 +24,6 @@ Sample = Callable[[Sequence[str], int], list[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A replica as of its last routing statistics."""
-
     replica_id: str
     version: int
     admitted: bool
@@ -37,10 +31,8 @@ class Candidate:
 
 
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
-    """The load of each replica that may answer.
-
-    Replicas older than the demanded version count, else all prompts would go to the first that is updated.
-    """
+    """Replicas older than the demanded version count too, else all prompts would go to the first that is
+    updated."""
     return {
         candidate.replica_id: _load(candidate, demand)
         for candidate in candidates
@@ -54,7 +46,7 @@ def order_candidates(
     """Groups of at most two replica ids, in the order in which they are to be tried.
 
     Admitted replicas only: the preferred one, unless it refused; those at the demanded version; those that
-    may reach it in time; those that refused the request. Among equals see `_best`.
+    may reach it in time; those that refused the request.
     """
     groups: dict[tuple[bool, bool], list[Candidate]] = {}
     for candidate in candidates:
@@ -71,14 +63,14 @@ def order_candidates(
 def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[str]:
     """The replica to try among equals, or two of which the first is the better one.
 
-    A session goes to its home, where it was sent last; without one, or if that is too loaded, to the first by
-    rendezvous hashing, so that all routers agree. Without a session, holders of the longest cached prefixes
-    of the prompt are compared with two random replicas (power of two choices): the best has the least load,
-    less what its prefix saves.
+    A session goes to where it was sent last; without a home, or if that is too loaded, to the first by
+    rendezvous hashing, so that all routers agree. Otherwise holders of the longest cached prefixes and two
+    random replicas (power of two choices) are compared: the best has the least load, less what its prefix
+    saves.
 
-    Sources: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998; Mirrokni, Thorup
-    and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2016; Mitzenmacher, "The Power of Two Choices
-    in Randomized Load Balancing", 2001.
+    Sources: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"; Mirrokni et al.
+    2016, "Consistent Hashing with Bounded Loads"; Mitzenmacher 2001, "The Power of Two Choices in Randomized
+    Load Balancing".
     """
     load = {candidate.replica_id: _load(candidate, demand) for candidate in group}
     if len(load) == 1:
@@ -123,7 +115,6 @@ def _load(candidate: Candidate, demand: Demand) -> int:
 
 
 def _by_rendezvous(replica_ids: Collection[str], session_id: str) -> str:
-    """The one with the highest weight: a session stays when another replica leaves."""
 
     def weight(replica_id: str) -> bytes:
         return blake2b(f"{session_id}\0{replica_id}".encode(), digest_size=8).digest()

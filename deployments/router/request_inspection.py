@@ -1,11 +1,8 @@
 """Reads a request's body, counts the sequences that it asks for, and finds a list of prompts to split.
 
-Sequences are bounded here because vLLM tokenizes a whole list before it generates the first token. Token
-counts and logprobs are bounded by the engine (`max_model_len`, `max_logprobs`).
-
-Only the outermost level of the JSON is parsed. 10 MB of token lists block the
-event loop for 24 ms; `json.loads` took 274 ms, a subprocess behind a pipe 4 ms (2026-11-28, two cores). At
-128 KB it is 0.3 ms, where both others took 3 ms.
+vLLM tokenizes a whole list before it generates the first token, so sequences are bounded here. Only the
+outermost level of the JSON is parsed: 10 MB of token lists block the event loop for 24 ms (`json.loads`: 274
+ms), 128 KB for 0.3 ms (2026-11-28, two cores).
 """
 
 import asyncio
@@ -34,12 +31,8 @@ _FIRST_ITEM = re.compile(rb"\[\s*([^\s\]])")
 
 
 async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_S) -> bytes:
-    """Read the body, bounded in size and time: a slow client would keep its place in the router.
-
-    Raises:
-        PayloadTooLarge: more than `max_bytes`.
-        BodyTooSlow: not complete after `grace_s` plus its size at `BYTES_PER_S`.
-    """
+    """Read the body, bounded in size and time: a slow client would keep its place in the router. Raises
+    PayloadTooLarge or BodyTooSlow."""
     body = bytearray()
     begin = asyncio.get_running_loop().time()
     try:
@@ -61,12 +54,8 @@ async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_
 
 
 def check_headers(request: Request) -> None:
-    """Check the headers' size, and that those for us come once: a replica might read another value.
-
-    Raises:
-        PayloadTooLarge: they exceed `MAX_HEADER_BYTES`.
-        InvalidRequest: one of ours comes twice.
-    """
+    """Check the headers' size, and that those for us come once: a replica might read another value. Raises
+    PayloadTooLarge or InvalidRequest."""
     size = sum(len(name) + len(value) for name, value in request.headers.raw)
     if size > MAX_HEADER_BYTES:
         raise PayloadTooLarge(f"the headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
@@ -77,21 +66,13 @@ def check_headers(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What a body asks for."""
-
     sequences: int  # prompts times completions for each
     prompts: PromptList | None  # None: not to be split
 
 
 def inspect(body: bytes, method: str, path: str, *, in_session: bool, max_sequences: int) -> Inspection:
-    """Count a body's sequences. What is not a JSON object is left to vLLM, which rejects it.
-
-    Args:
-        path: without Serve's route prefix.
-
-    Raises:
-        InvalidRequest: it asks for more than `max_sequences`, or is nested too deeply.
-    """
+    """Count a body's sequences. What is not a JSON object is left to vLLM, which rejects it. Raises
+    InvalidRequest for more than `max_sequences`, or too deep nesting."""
     try:
         fields, is_plain = _fields(body)
         count = _sequences(fields)
@@ -120,10 +101,8 @@ def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
 
 
 def _standard_json(body: bytes) -> bytes:
-    """Rewrite what `json.loads` accepts beyond the standard, without a change to names and counts.
-
-    vLLM parses with `json.loads`: a NaN, half a surrogate pair or UTF-16 must not hide a large `n`.
-    """
+    """Rewrite what `json.loads`, vLLM's parser, accepts beyond the standard: a NaN, half a surrogate pair or
+    UTF-16 must not hide a large `n`."""
     text = body.decode(json.detect_encoding(body), "surrogatepass").encode(errors="surrogatepass")
     # Private-use characters: no field's name has them.
     return re.sub(rb"NaN|Infinity", b"0", re.sub(rb"\\u[dD][89a-fA-F]", rb"\\ue0", text))
@@ -147,7 +126,6 @@ def _prompts(name: str, value: bytes) -> int:
 
 
 def _count(value: bytes | None) -> int:
-    """A number, or a number as text: pydantic takes both."""
     if value is None or value[:1] in b"[{":
         return 1
     try:

@@ -11,11 +11,8 @@ from deployments.router.replica_policy import Candidate, eligible_loads, order_c
 
 
 class FleetRequestRouter(RequestRouter):
-    """Serve's request router for the fleet.
-
-    Without Serve's FIFOMixin, which may give the choice made for one request to another one: that would break
-    session affinity.
-    """
+    """Without Serve's FIFOMixin, which may give the choice made for one request to another one: that would
+    break session affinity."""
 
     _last: "_Known | None" = None
 
@@ -43,8 +40,6 @@ class FleetRequestRouter(RequestRouter):
 
 
 class _Known:
-    """One of Serve's lists of replicas, as one router sees them."""
-
     def __init__(self, made_of: list[RunningReplica], router: str) -> None:
         self.made_of = made_of
         self.router = router

@@ -1,8 +1,7 @@
 """The fleet's reverse proxy: forwards a request to a replica and streams the response back.
 
-When a replica fails before the first byte of its response was forwarded, the request is sent to another one
-(`forwarding`), so clients see no update, fence or crash. Nothing is retried after the first byte. A list of
-prompts is split over replicas (`parts`).
+A replica that fails before the first byte of its response is replaced by another (`forwarding`), so clients
+see no update, fence or crash. A list of prompts is split over replicas (`parts`).
 """
 
 import asyncio
@@ -53,9 +52,7 @@ class StreamProxy(Response):
     """Passes the stream of a replica on; stops when the client disconnects.
 
     One coroutine, without Starlette's generators and task group: it runs for each event of each stream.
-
-    Args:
-        cut_off: called when the replica was lost; returns the client's last event.
+    `cut_off` is called when the replica was lost, and returns the client's last event.
     """
 
     def __init__(
@@ -149,11 +146,9 @@ class Router:
             self.in_flight -= 1
 
     async def metrics(self) -> Scraped:
-        """The Prometheus metrics of every replica and every node."""
         return await self._forwarder.metrics()
 
     async def close(self) -> None:
-        """Close the connections to the replicas."""
         await self._forwarder.close()
 
     @asynccontextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """What a router admits and how long it waits; the settings are in `RouterConfig`."""
+    """The settings are in `RouterConfig`."""
 
     max_in_flight: int  # client requests; a split one counts once
     max_body_bytes: int
@@ -39,14 +39,8 @@ PERIOD_S = 2.0  # over which admitted requests are counted
 
 
 class RetryAfterPacing:
-    """Spreads the retries of refused clients at a rate that the router bears.
-
-    If a thousand retried after a second, refusing them would cost more than serving the others, and control
-    routes would wait behind them.
-
-    Args:
-        clock: seconds, monotonic.
-    """
+    """Spreads the retries of refused clients at a rate that the router bears. If a thousand retried after a
+    second, refusing them would cost more than serving the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,7 +53,6 @@ class RetryAfterPacing:
         self._admitted += 1
 
     def retry_after_s(self) -> float:
-        """The seconds after which the next refused client is to retry."""
         now = self._clock()
         if (elapsed := now - self._period_began) >= PERIOD_S:
             self._per_s = max(MIN_RETRIES_PER_S, RETRIES_PER_ADMITTED * self._admitted / elapsed)

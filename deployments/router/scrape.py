@@ -1,8 +1,4 @@
-"""Collects the Prometheus metrics of every replica and of Ray's agent on every node.
-
-A scrape reaches any router of the fleet: all numbers come from the processes that count, none from the
-router.
-"""
+"""Collects the Prometheus metrics of every replica and of Ray's agent on every node."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,12 +16,8 @@ TIMEOUT_S = 3.0  # for all together; Prometheus gives up after ten seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scraped:
-    """The metrics of each process in Prometheus' text format; None if it did not answer in time.
-
-    Attributes:
-        replicas: vLLM's, by replica id.
-        nodes: those of Ray's processes, by the agent's address.
-    """
+    """In Prometheus' text format, by replica id and by the agent's address; None if it did not answer in
+    time."""
 
     replicas: Mapping[str, str | None] = field(default_factory=dict)
     nodes: Mapping[str, str | None] = field(default_factory=dict)
@@ -37,7 +29,6 @@ async def scrape(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Scraped:
-    """Ask all at once; takes `timeout_s` at most."""
     deadline = asyncio.get_running_loop().time() + timeout_s
 
     async def ask(address: str, key: str | None = None) -> str | None:

@@ -1,4 +1,4 @@
 """What we tell Ray Serve: where replicas are placed and how many there are.
 
-Read first: `placement`.
+Read first: `deployments.serve.placement`.
 """

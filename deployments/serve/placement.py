@@ -65,12 +65,9 @@ class GpuHolder:
 
 
 class Slots:
-    """Serve's deployment class that owns the GPUs of a colocated fleet. Raises RuntimeError if no host has
-    enough, or they stayed reserved by others.
-
-    The placement group outlives this process, which finds it again by its name after a restart. It is removed
-    with the application.
-    """
+    """Serve's deployment class that owns the GPUs of a colocated fleet. The placement group outlives this
+    process, which finds it again by its name, and is removed with the application. Raises RuntimeError if no
+    host has enough GPUs."""
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         self._plan = plan
@@ -101,8 +98,7 @@ class Slots:
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Take a free slot for as long as this process lives. Raises RuntimeError or TimeoutError if all stayed
-    taken, Ray did not start the holders, or the slot is on another host."""
+    """Take a free slot for as long as this process lives. Raises RuntimeError or TimeoutError."""
     group = get_placement_group(plan.name)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -169,8 +165,8 @@ async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
 
 
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
-    """A group of another size belongs to an application that is being replaced; it is removed here if that
-    one does not remove it in time."""
+    """A group of another size belongs to an application that is being replaced; it is removed here if need
+    be."""
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while (group := _find_group(plan.name)) is not None:
         if group.bundle_count == plan.gpus:

@@ -44,8 +44,8 @@ class ScalingStats:
 class FleetScaling:
     """Serve's autoscaling policy of the rollout deployment.
 
-    The operator's number is followed at once. Without one the load decides: more replicas once it has been
-    above `TARGET_LOAD` for `UPSCALE_DELAY_S`, fewer once it would have fit on fewer for `down_s`.
+    The operator's number is followed at once. Without one: more replicas once the load has been above
+    `TARGET_LOAD` for `UPSCALE_DELAY_S`, fewer once it would have fit on fewer for `down_s`.
     """
 
     def __init__(self, *, least: int, most: int, down_s: float) -> None:
@@ -65,8 +65,8 @@ class FleetScaling:
     def decide(
         self, reports: Sequence[ScalingStats], *, target: int, now: float, state: Mapping[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and the state for the next decision, from the newest report of each running
-        replica and Serve's current target."""
+        """The number of replicas, and the state for the next decision, from the newest reports and Serve's
+        current target."""
         if not reports:
             return target, dict(state)
         wanted = int(max(reports, key=lambda each: each.wanted_number).wanted)

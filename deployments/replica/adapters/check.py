@@ -19,12 +19,8 @@ _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weig
 
 
 def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
-    """Compare the files with their digest, the limits and the base model; arguments as `inspect`.
-
-    Raises:
-        Incomplete: missing, or another digest.
-        ValueError: they do not fit; the message names the first few tensors.
-    """
+    """Compare the files with their digest, the limits and the base model. Raises Incomplete (missing, or
+    another digest) or ValueError, which names the first few tensors."""
     directory = Path(adapter.path)
     try:
         digest, problem = inspect(directory, base, lora_config)
@@ -37,14 +33,10 @@ def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> No
 
 
 def inspect(directory: Path, base: Schema | None, lora_config: Any) -> tuple[str, str]:
-    """The digest of an adapter's files, and the problems with them; empty if they fit.
+    """The digest of an adapter's files, and the problems with them; empty if they fit. Raises OSError.
 
     Args:
         base: schema of the engine's initial checkpoint; None if unknown.
-        lora_config: the engine's `LoRAConfig`.
-
-    Raises:
-        OSError: unreadable.
     """
     with ThreadPoolExecutor(1) as beside:  # both read all bytes and release the GIL
         digest = beside.submit(adapter_digest, directory)
@@ -72,7 +64,6 @@ def _check_config(directory: Path, lora_config: Any) -> None:
 
 
 def _parts(schema: Schema) -> Mapping[str, dict[str, TensorSpec]]:
-    """lora_A and lora_B by module."""
     parts: dict[str, dict[str, TensorSpec]] = {}
     for name, spec in schema.items():
         match = _PART.fullmatch(name)
@@ -82,7 +73,6 @@ def _parts(schema: Schema) -> Mapping[str, dict[str, TensorSpec]]:
 
 
 def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
-    """Problems with a module's two matrices, independent of the base model."""
     for module, halves in _parts(schema).items():
         if len(halves) < 2:
             yield f"{module!r} has lora_{next(iter(halves))} alone"
@@ -97,10 +87,8 @@ def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
 
 
 def _misfits(schema: Schema, base: Schema) -> list[str]:
-    """Modules that the base model lacks or has in another shape.
-
-    Empty if it has none of these names: its checkpoint renames them, and only vLLM can tell.
-    """
+    """Modules that the base model lacks or has in another shape; empty if it has none of these names: its
+    checkpoint renames them, and only vLLM can tell."""
     parts = _parts(schema)
     known = {module for module in parts if f"{module}.weight" in base}
     if not known:

@@ -58,9 +58,9 @@ class Uses:
 class NamedAdapters(dict[str, LoRARequest]):
     """Replaces the dictionary in which vLLM's routes look up a request's `model`.
 
-    The keys are what `/v1/models` lists: full names of live versions, and names. A name maps to its newest
-    version. A look-up counts as a use until the HTTP request ends, so no version is removed between its
-    look-up and its first token.
+    The keys are what `/v1/models` lists: full names of live versions, and names, which mean their newest
+    version. A look-up counts as a use until the HTTP request ends: no version is removed before its first
+    token.
     """
 
     def __init__(self, uses: Uses) -> None:
@@ -106,8 +106,6 @@ logger = serve_logger()
 
 
 class EngineAdapters:
-    """The engine's adapters; `models` is the application's `OpenAIServingModels`, if it has one."""
-
     def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
         self._calls = WorkerCalls(workers)
@@ -141,12 +139,7 @@ class EngineAdapters:
         )
 
     async def load(self, adapter: Adapter) -> LoadedAdapter:
-        """Check the files and load them into the engine.
-
-        Raises:
-            PayloadRejected: they do not fit or did not appear in time; the engine is unchanged.
-            Exception: the engine failed.
-        """
+        """Check the files and load them into the engine. Raises PayloadRejected: the engine is unchanged."""
         if not self._takes_adapters:
             raise PayloadRejected("this engine was started without 'enable_lora'")
         if adapter.adapter_id in self._held:  # an id's files never change

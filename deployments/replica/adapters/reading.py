@@ -70,12 +70,8 @@ class AdapterReader:
         self._ahead = _Ahead(load_id=load_id, digest=digest)
 
     async def read(self, adapter: Adapter) -> bool:
-        """Check an adapter and have the workers read it; whether a transport received it.
-
-        Raises:
-            PayloadRejected: it does not fit or did not appear in time.
-            Exception: a worker's.
-        """
+        """Check an adapter and have the workers read it; whether a transport received it. Raises
+        PayloadRejected."""
         if await self._was_read_ahead(adapter):
             return True
         await self._begin(adapter.full_name, adapter.path, is_3d=adapter.is_3d)
@@ -130,7 +126,6 @@ class AdapterReader:
             await asyncio.sleep(READ_POLL_S)
 
     async def _check(self, adapter: Adapter) -> bool:
-        """Wait for the files; whether the first attempt found them."""
         attempts = 0
 
         async def check() -> None:
@@ -162,6 +157,5 @@ class AdapterReader:
 
 
 def last_line(error: BaseException) -> str:
-    """One line of an error; vLLM's worker errors start with a traceback."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"

@@ -22,25 +22,24 @@ class Staging(ABC):
     def begin(self) -> None: ...
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Stage and inspect a chunk known from an earlier round, else None. Its memory is reused in the order
-        of the current stream."""
+        """Stage and inspect a chunk known from an earlier round, else None."""
         return None
 
     @abstractmethod
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
-        """Stage a chunk that `replay` does not know."""
+        pass
 
     @abstractmethod
     def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
         """Nothing more arrives. Returns the names of parameters that were not filled.
 
-        `complete`: every tensor of the checkpoint arrived, so what was not written is padding. `check_open`,
-        called between two units of work on the host, raises once the update is dropped.
+        `complete`: every tensor of the checkpoint arrived, so the rest is padding. `check_open` raises once
+        the update is dropped; it is called between two units of work on the host.
         """
 
     @abstractmethod
     def swap(self) -> None:
-        """Make the staged version the live one, inside a pause of the scheduler. Queues it on a GPU."""
+        """Make the staged version live, inside a pause of the scheduler."""
 
     def load(self, path: str) -> bool:
         """Make a checkpoint directory the live model; False leaves that to vLLM's reload."""

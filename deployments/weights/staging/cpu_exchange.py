@@ -1,9 +1,8 @@
 """What a swap on a CPU exchanges: the memory of parameters and buffers, and what vLLM made from the weights.
 
-Modules and parameters stay the same objects, as the KV cache, the runner and kernels refer to them.
-Attributes that processing adds to a module or its attention kernel (functions and tensors that hold packed
-weights) are exchanged as references. They are found by comparing the live instance, before its first step,
-with one that was only constructed. Any other difference is refused.
+Modules and parameters stay the same objects: the KV cache, the runner and kernels refer to them. Attributes
+that processing adds (packed functions and tensors) are found by comparing the live instance, before its first
+step, with one that was only constructed. Any other difference is refused.
 """
 
 from collections.abc import Collection, Iterator
@@ -31,8 +30,6 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attribute:
-    """Of a module or its attention kernel, and of their counterpart."""
-
     live: Any
     twin: Any
     name: str
@@ -74,8 +71,8 @@ class Exchange:
         self._attributes: list[_Attribute] = []
 
     def collect(self, untouched: Collection[str]) -> None:
-        """The second instance is loaded: find what to exchange. The modules at the paths `untouched` keep
-        what they have. Raises ValueError, naming what does not fit."""
+        """The second instance is loaded: find what to exchange, except at the paths `untouched`. Raises
+        ValueError."""
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         attributes: list[_Attribute] = []
         problems: list[str] = []
@@ -146,7 +143,7 @@ def _compared(path: str, live: torch.nn.Module, twin: torch.nn.Module, problems:
 
 
 def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that differ from the counterpart's, as far as they can be compared."""
+    """The attributes that differ, as far as they can be compared."""
     ours, theirs = vars(live), vars(twin)
     ignored = _REGISTERED + (_KERNELS if type(live) is UnquantizedFusedMoEMethod else ())
     for name in (ours.keys() | theirs.keys()) - set(ignored):

@@ -1,7 +1,5 @@
-"""Staging on a CPU: a second instance of the model, loaded and packed while the engine decodes, and exchanged
-with the live one. Loading and packing are vLLM's own, as at start-up, so the result is what a fresh engine
-loads. The second instance has memory only during a round.
-"""
+"""Staging on a CPU: a second instance of the model, loaded and packed by vLLM while the engine decodes, and
+exchanged with the live one. It has memory only during a round."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,7 +62,7 @@ class BlankParameter:
 
 
 def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
-    """The parameters of a constructed instance, whose memory is freed."""
+    """The parameters of a constructed instance; their memory is freed."""
     blanks: dict[int, BlankParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -77,8 +75,7 @@ def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
 
 
 class CpuShadowStaging(Staging):
-    """For a model before its first step, and an instance that was only constructed. Raises ValueError if a
-    swap could not exchange the two, or memory does not suffice."""
+    """Raises ValueError if a swap could not exchange the instances, or memory does not suffice."""
 
     def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._vllm_config = vllm_config
@@ -198,7 +195,6 @@ def check_cpu_support(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
 
 
 def check_cpu_memory(vllm_config: VllmConfig, needed: int) -> None:
-    """Raises ValueError if a second version does not fit beside the KV cache, which is allocated later."""
     cache = vllm_config.cache_config.kv_cache_memory_bytes or 0
     available = get_memory_node_info().available_memory
     if needed + cache > available:

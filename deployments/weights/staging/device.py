@@ -1,10 +1,9 @@
-"""Staging on the device: a shadow of the live parameters, filled while the engine decodes.
+"""Staging on the device: a second instance of vLLM's model, filled while the engine decodes.
 
-The shadow is a second instance of vLLM's own model. A swap copies tensor over tensor: addresses stay, and
-captured CUDA graphs stay valid. How it is filled depends on what the model does after loading:
+A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid. It is filled
 
-    direct      nothing: by vLLM's loaders, and in later rounds by their recorded copies (`load_plan`)
-    layerwise   repacks or quantizes weights (online fp8, MLA, some MoE kernels): by vLLM's layerwise reload
+    direct      by vLLM's loaders, and in later rounds by their recorded copies (`load_plan`)
+    layerwise   by vLLM's layerwise reload, if the model processes weights after loading (fp8, MLA, some MoE)
 
 What a layer derives from its weights is swapped too, or the engine refuses to start (`derived`).
 """
@@ -33,8 +32,8 @@ from deployments.weights.wire.digest_definition import Findings
 
 
 class DeviceStaging(Staging):
-    """Built in the transfer engine's `__init__`: after the weights are loaded, before the KV cache is sized.
-    Raises ValueError if the model cannot be staged here, or memory does not suffice."""
+    """Built after the weights are loaded, before the KV cache is sized. Raises ValueError if it is not
+    possible."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         check_support(vllm_config, device, model)
@@ -126,7 +125,7 @@ class DeviceStaging(Staging):
             with self._config():
                 initialize_layerwise_reload(self._shadow)
             return
-        # Else a layer that receives nothing would keep its old weights unnoticed.
+        # Otherwise a layer that receives nothing would keep its old weights unnoticed.
         self._poison.apply()
 
     def _complete(self, complete: bool) -> list[str]:
@@ -173,7 +172,7 @@ class DeviceStaging(Staging):
             info.reset()
 
     def _config(self) -> AbstractContextManager[Any]:
-        # A global of all threads: set only where processing reads it.
+        # Process-wide: set only where processing reads it.
         return set_current_vllm_config(self._vllm_config) if self._layerwise else nullcontext()
 
 
@@ -185,7 +184,7 @@ def _is_optional(name: str) -> bool:
 def checkpoint_tensors(
     vllm_config: VllmConfig, model: torch.nn.Module, path: str
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a directory, which the model's configuration names from then on, as in vLLM's reload."""
+    """The tensors of a directory, which the model's configuration names from then on."""
     loader = get_model_loader(vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise ValueError(

@@ -1,5 +1,4 @@
-"""Staging in host memory: the tensors wait there and are loaded inside the pause by vLLM's layerwise reload.
-`replacing_all` adds what the reload leaves out, `reload_refusal` names what cannot be added."""
+"""Staging in host memory: the tensors wait there, and vLLM's layerwise reload loads them inside the pause."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,8 +53,7 @@ class HostStaging(Staging):
         return []
 
     def _check_tied(self) -> None:
-        """Raises ValueError if output embeddings that vLLM tied, because they were equal, differ from the
-        input embeddings: the last one loaded would be both."""
+        """Raises ValueError if embeddings that vLLM tied, because they were equal, now differ."""
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
@@ -108,9 +106,8 @@ def _copying_refusal(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
-    """Around vLLM's layerwise reload: what a CPU packed of the former weights is packed again. vLLM packs
-    experts only where it makes their kernel, which a reload keeps, and does not process tied output
-    embeddings."""
+    """Around vLLM's reload: packs again what it leaves out, which are experts (their kernel stays) and tied
+    heads."""
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
     kernels = [

@@ -1,9 +1,8 @@
 """The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders.
 
-Loaders are Python beside the thread that decodes. Most only copy views of received tensors to views of
-parameters; if a chunk's first load is nothing else, those copies are its plan, made in later rounds in a few
-calls, with the digests. At the end of the first round each target must hold the bytes of its source. Other
-chunks have no plan: vLLM loads them in every round.
+Loaders are Python beside the thread that decodes. If a chunk's first load only copies views of received
+tensors to views of parameters, those copies are its plan, made in later rounds in a few calls. At the end of
+the first round each target must hold the bytes of its source. Other chunks have no plan.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +44,6 @@ class _Plan:
 
 
 class LoadPlans:
-    """Used on the staging thread, under its stream."""
-
     def __init__(self) -> None:
         self._plans: dict[Chunk, _Plan] = {}
         self._unconfirmed: dict[Chunk, _Plan] = {}
@@ -102,7 +99,7 @@ class LoadPlans:
         self._unconfirmed = {}
 
     def refuse(self, chunks: set[Chunk]) -> None:
-        """A round left parameters unfilled: remove the plans of its chunks, which may be the cause."""
+        """A round left parameters unfilled: remove the plans of its chunks."""
         self.discard()
         suspects = chunks & self._plans.keys()
         self.refused |= dict.fromkeys(suspects, "a round with it left parameters unfilled")

@@ -1,7 +1,7 @@
-"""NaN where loading has not written yet: poison in the first and the last column of every parameter.
+"""NaN in the first and last column of every parameter shows where loading has not written yet.
 
-Shards are ranges of rows or whole tensors, so a missing one leaves poison. One launch writes it and one
-searches for it: torch's fused calls take one parameter at a time (4 ms at 8B).
+Shards are ranges of rows or whole tensors. One kernel writes and one searches: torch's fused calls take 4 ms
+at 8B.
 """
 
 import numpy as np

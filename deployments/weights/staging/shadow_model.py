@@ -71,8 +71,7 @@ def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
 
 @torch.no_grad()
 def fill(param: torch.Tensor) -> None:
-    """A weight loader: numbers eight times as large as vLLM's dummy weights, so that scales derived from them
-    differ, even as powers of two. Integers of one byte are packed weights; larger ones may be indices."""
+    """A weight loader: numbers eight times as vLLM's dummy weights, so that derived scales differ."""
     value = getattr(param, "dummy_weight_value", None)
     generator = torch.Generator(param.device).manual_seed(_SEED)
     if value is not None:
@@ -188,8 +187,7 @@ def _marked_memory() -> Iterator[None]:
 
 
 def _move_buffers(shadow: torch.nn.Module) -> None:
-    """Move all but the parameters out of the memory that sleeps: at level 2 its content is lost, and no round
-    sends it."""
+    """Move all but the parameters out of the memory that sleeps: level 2 loses it, and no round sends it."""
     parameters = {id(parameter) for parameter in shadow.parameters()}
     for tensor in reachable(shadow).tensors.values():
         if id(tensor) not in parameters:
@@ -197,8 +195,7 @@ def _move_buffers(shadow: torch.nn.Module) -> None:
 
 
 def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Equal if and only if nothing was processed. Buffers count by name only: attention sets its scales to 1
-    in place, in every model."""
+    """Equal if nothing was processed. Buffers count by name: attention sets its scales in place."""
     parameters = {name: parameter.data for name, parameter in model.named_parameters() if parameter.numel()}
     plain = {name: tensor for name, tensor in parameters.items() if tensor.is_cuda and tensor.is_contiguous()}
     digests = dict(zip(plain, digest_tensor(list(plain.values())).tolist(), strict=True)) if plain else {}

@@ -33,11 +33,11 @@ class StagedUpdate:
 
     state: StagingState = _NOTHING
     from_files: bool = False
-    offered: Offered = field(default_factory=dict)  # what arrived
+    offered: Offered = field(default_factory=dict)
     pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
 
-    names: list[str] = field(default_factory=list)  # tensors whose digests were compared
-    compared: list[Digests] = field(default_factory=list)  # and their digests
+    names: list[str] = field(default_factory=list)  # whose digests were compared
+    compared: list[Digests] = field(default_factory=list)
     checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # passed by all that arrived
 
     def note(self, **changes: Any) -> None:
@@ -61,7 +61,7 @@ class StagedUpdate:
         self.note(size_bytes=self.state.size_bytes + received.chunk.size_bytes)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Run a part of the update; what it raises becomes the outcome."""
+        """What the work raises becomes the outcome."""
         try:
             work()
         except TransferFailed as error:
@@ -73,7 +73,7 @@ class StagedUpdate:
             self.note(outcome=Outcome.REPLICA_FAILED, message=f"{type(error).__name__}: {error}")
 
     def compare_digests(self) -> None:
-        """`compare` the chunks since the last call, with one read-back, which also waits for the staging."""
+        """With one read-back for all chunks since the last call, which also waits for the staging."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -98,7 +98,7 @@ class StagedUpdate:
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:
-    """Raises ValueError, naming the tensors whose digests differ, or that hold NaN or infinity."""
+    """Raises ValueError for digests that differ, NaN and infinity."""
     corrupted = [
         f"{names[i]!r} was sent with digest {sent[i]:016x} and arrived with {found[i]:016x}"
         for i in np.flatnonzero(sent != found)

@@ -1,8 +1,7 @@
-"""What a replica can call in a vLLM worker, by `collective_rpc`, beyond vLLM's own calls. Arguments and
-results are JSON types.
+"""What a replica can call in a vLLM worker, beyond vLLM's own calls. Arguments and results are JSON types.
 
-    staging_*   the staged transports
-    native_*    vLLM's own engines (`staging: none`), which load into the live model, inside a pause
+staging_*   the staged transports
+native_*    vLLM's own engines (`staging: none`), which load into the live model, inside a pause
 """
 
 from pathlib import Path
@@ -37,12 +36,11 @@ class StagingWorkerExtension:
         return self.weight_transfer_engine.report_to(page)
 
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
-        """vLLM's `update_weights`, which returns at once; `staging_progress` reports on it.
+        """vLLM's `update_weights`, which returns at once.
 
         Args:
             payload: one for all workers, or a list with one for each.
             share: the part of the device's time that staging may take, in (0, 1].
-            begins: vLLM's `start_weight_update` comes first.
             retain_version: where `begins`, the first worker retains the tensors for the store.
         """
         self._prepare(share, begins, retain_version)
@@ -109,8 +107,8 @@ class StagingWorkerExtension:
                 self.model_runner.reload_weights(weights_path=path)
 
     def native_check_connected(self) -> None:
-        """Raises RuntimeError if vLLM's reload would not replace all weights, or its NCCL communicator is
-        disabled: it then reports success for broadcasts that never happened."""
+        """Raises RuntimeError if vLLM's reload would leave weights out, or its NCCL communicator is disabled
+        (then broadcasts do nothing and report success)."""
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
         group = getattr(self.weight_transfer_engine, "model_update_group", None)

@@ -1,4 +1,4 @@
-"""The thread on which a worker receives, beside the engine's own, and how much of the device it takes."""
+"""The thread on which a worker receives, beside the engine's own."""
 
 import time
 from collections.abc import Callable
@@ -16,8 +16,8 @@ _POLL_S = 0.0001
 
 
 class Throttle:
-    """Delays between chunks on a GPU. The cost per byte is that of the fastest chunk so far: others also
-    waited for their sender. The first one compiles kernels and has no delay."""
+    """Delays between chunks on a GPU, from the cost per byte of the fastest chunk so far. The first one
+    compiles kernels and has no delay."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class Throttle:
         self._since = self._clock()
 
     def delay_s(self, size_bytes: int) -> float:
-        """Seconds to wait after a chunk of this size, less the time spent waiting for it."""
+        """Seconds to wait after a chunk of this size."""
         elapsed = self._clock() - self._since
         per_byte = elapsed / max(size_bytes, 1)
         if self._per_byte is None:
@@ -44,7 +44,7 @@ class Throttle:
 
 
 class StagingThread:
-    """Runs what is submitted, in order: without gradients and, on a GPU, on a stream beside the engine's."""
+    """Runs work in order: without gradients and, on a GPU, on a stream beside the engine's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -99,8 +99,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
-        """The chunks of one payload, in order, on the staging thread. Raises TransferFailed if a peer is gone
-        or sent nothing in time, ValueError if the payload is wrong."""
+        """The chunks of one payload, in order, on the staging thread. Raises TransferFailed (a peer is gone
+        or silent) or ValueError (the payload is wrong)."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self._reading = None
@@ -111,7 +111,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.connect(init_info)
 
     def connected(self) -> ConnectState:
-        """Whether the last `init_transfer_engine` has completed, and how."""
         done = self._connecting.done()
         error = self._connecting.exception() if done else None
         if error is None:
@@ -188,8 +187,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return update.state
 
     def drop(self) -> None:
-        """Discard the update. `abort` may close the connection: not after reading a file, even if called
-        twice."""
+        """`abort` may close the connection, so not after reading a file, even if called twice."""
         self._update = None
         self.retained.begin()
         (self if self._reading is None else self._reading).abort()
@@ -292,7 +290,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
     """The configured staging. Raises ValueError if it is not possible for this model."""
-    # Not at the top: a trainer imports this module too, and vLLM's layers take five seconds to load.
+    # Imported late: trainers import this module too, and vLLM's layers take five seconds to load.
     from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
     from deployments.weights.staging.host import HostStaging
 
@@ -313,8 +311,7 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 
 def check_draft(vllm_config: VllmConfig) -> None:
-    """Raises ValueError if a draft model was loaded from the served checkpoint: updates would not reach it.
-    One with a checkpoint of its own is no part of a version, as the served model checks its proposals."""
+    """Raises ValueError if a draft was loaded from the served checkpoint: updates would not reach it."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _DRAFTS_WITHOUT_WEIGHTS:
         return

@@ -1,5 +1,4 @@
-"""What a worker reports to its replica: JSON types through vLLM's `collective_rpc`, or a page of shared
-memory, read without a call to the workers."""
+"""What a worker reports to its replica: through `collective_rpc`, or on a page of shared memory."""
 
 import mmap
 from dataclasses import dataclass, replace
@@ -15,8 +14,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectState:
-    """How far a worker is with joining the transfer group."""
-
     done: bool
     outcome: Outcome
     message: str = ""
@@ -25,8 +22,6 @@ class ConnectState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingState:
-    """How far a worker is with the update that it stages."""
-
     payloads_done: int
     size_bytes: int
     stage_s: float
@@ -64,8 +59,7 @@ _MAX_MESSAGE = 2000  # characters; JSON takes up to six bytes for each
 
 
 class ProgressPage:
-    """The last report of each worker of a replica. A slot has a sequence number (odd while it is written),
-    the report's length, and the report as JSON."""
+    """The last report of each worker: a sequence number (odd while it is written), the length, JSON."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._words = memoryview(mapping).cast("q")
@@ -98,7 +92,7 @@ class ProgressPage:
         self._words[word] += 1
 
     def read(self, index: int) -> StagingState | None:
-        """A worker's last report; None if there is none, or it is being written."""
+        """None if there is none, or it is being written."""
         word, start = self._slot(index)
         sequence = self._words[word]
         encoded = bytes(self._bytes[start : start + self._words[word + 1]])

@@ -1,7 +1,7 @@
 """Both halves of a transport that broadcasts over a group of ranks (`gloo`, `nccl`), except the group itself.
 
-Rank 0 is the publisher; each replica's workers have a range of ranks of their own, assigned by the ledger.
-A group belongs to one epoch: a lost peer breaks it for all members, and it is never reused.
+Rank 0 is the publisher; the ledger assigns each replica's workers a range of ranks. A group belongs to one
+epoch: a lost peer breaks it for all members, and it is never reused.
 
     publisher   pack chunk i+1   | broadcast chunk i
     worker      load chunk i     | receive chunk i+1
@@ -36,7 +36,7 @@ Check = Callable[[], None]  # raises to end a wait; called every few millisecond
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """Empty: the tensors were described when the group was formed."""
+    """The tensors were described when the group was formed."""
 
 
 @dataclass
@@ -51,11 +51,8 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
 
 
 class BroadcastGroup(Protocol):
-    """A group of ranks that broadcasts chunks from rank 0, in their order.
-
-    `start` and `wait` raise TransferFailed if a member is gone or exceeds the timeout, or if `abort` was
-    called.
-    """
+    """Broadcasts chunks from rank 0, in order. `start` and `wait` raise TransferFailed if a member is gone,
+    the time is over, or `abort` was called."""
 
     is_async: ClassVar[bool]  # `start` only queues the broadcast, so that the next one may be queued ahead
 
@@ -72,10 +69,10 @@ class BroadcastGroup(Protocol):
         """Wait until the broadcasts have finished; then the current stream may use the buffer."""
 
     def finish(self) -> None:
-        """All broadcasts of a round are done on this member."""
+        pass
 
     def abort(self) -> None:
-        """End every wait. Any thread may call it; the group cannot be used afterwards."""
+        """End every wait, from any thread; the group cannot be used afterwards."""
 
 
 Init = TypeVar("Init", bound=BroadcastTrainerInitInfo)
@@ -91,7 +88,7 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
 
     @abstractmethod
     def join(self, init_info: WorkerInit, check: Check) -> BroadcastGroup:
-        """Become a member; waits for the others. Raises TransferFailed."""
+        pass
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         self._aborted.set()
@@ -126,8 +123,6 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
 
 
 class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
-    """The base of the workers' halves."""
-
     init_info_cls = RendezvousInfo
     update_info_cls = BroadcastInfo
 
@@ -163,13 +158,11 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
 
 
 class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
-    """The base of the trainer's halves."""
-
     _group: BroadcastGroup | None = None
 
     @abstractmethod
     def open_group(self, info: RendezvousInfo, check: Check) -> BroadcastGroup:
-        """Open the rendezvous and become rank 0; waits for the others."""
+        pass
 
     def connect(self, init_info: Init) -> None:
         if not self.is_sender:
@@ -207,7 +200,7 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
             self.shutdown()
 
     def _broadcast(self, check: Check) -> None:
-        """Send all chunks. `check` raises once no replica receives any more."""
+        """`check` raises once no replica receives any more."""
         group, chunks = self._group, self.packer.chunks
         if group is None:
             raise TransferFailed("the transfer group is gone: connect again")

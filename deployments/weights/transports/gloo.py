@@ -141,8 +141,7 @@ def _from_rank_0() -> Any:
 
 
 def _own_address(master_address: str) -> str:
-    """The address of this host that the rendezvous host can reach. Gloo's default, what the host name
-    resolves to, is often unreachable in containers."""
+    """This host's address that the rendezvous host can reach; Gloo's default often is not, in containers."""
     if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

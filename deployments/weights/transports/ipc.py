@@ -1,14 +1,14 @@
 """Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
-Each trainer rank has a channel (`ipc_channel`), named by the GPU's UUID. The workers on that GPU open it when
-they connect; a worker on a GPU without a trainer rank opens another one's and copies each chunk to its own
-GPU first. A round is one payload:
+Each trainer rank has a channel (`ipc_channel`). Workers on its GPU open it when they connect; a worker on a
+GPU
+without a trainer rank opens another one's and copies each chunk to its own GPU first. A round is one payload:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors are published all at once: copying beside the digests is not faster. Every wait ends
-when the other side aborts or another trainer rank fails.
+The model's own tensors are published all at once. Every wait ends when the other side aborts or another
+trainer rank fails.
 """
 
 import threading
@@ -59,9 +59,8 @@ _ASK_S = 0.02
 class TrainerRanks:
     """One rank's view of the others during a round. Raises ValueError if a page is not on this host.
 
-    Rank 0 alone calls the fleet, and each rank waits for the workers that read from it. So each rank writes
-    into its own page, which all ranks map, that the round has ended or that it has failed. A killed rank
-    writes nothing: every wait keeps its deadline.
+    Rank 0 alone calls the fleet, so each rank writes into its own page, which all ranks map, that the round
+    has ended or that it has failed. A killed rank writes nothing: every wait keeps its deadline.
     """
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
@@ -77,8 +76,7 @@ class TrainerRanks:
         self._own[FAILED] = round_id
 
     def have_ended(self, round_id: int) -> bool:
-        """Whether rank 0 reports that all remaining replicas received everything. Raises TransferFailed if
-        another rank failed."""
+        """Whether all remaining replicas have everything. Raises TransferFailed if another rank failed."""
         if 0 in self._others and self._others[0][ENDED] == round_id:
             return True
         for rank, page in self._others.items():
@@ -87,7 +85,7 @@ class TrainerRanks:
         return False
 
     def finish(self, receiving: Future[None], round_id: int) -> None:
-        """On rank 0: wait for its call to the fleet, which has a deadline, and report the round's end."""
+        """On rank 0: wait for its call to the fleet and report the round's end."""
         while not wait([receiving], timeout=_ASK_S).done:
             self.have_ended(round_id)
         receiving.result()
@@ -121,8 +119,6 @@ class IpcTrainerInitInfo(TrainerInitInfo):
 
 
 class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateInfo]):
-    """The worker's half: reads the channel of one trainer rank."""
-
     init_info_cls = IpcInitInfo
     update_info_cls = IpcUpdateInfo
 
@@ -212,8 +208,6 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
 
 
 class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
-    """The trainer's half: on every trainer rank, for its own channel."""
-
     init_info_cls = IpcTrainerInitInfo
 
     _round_id = 0

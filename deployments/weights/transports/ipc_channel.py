@@ -1,9 +1,6 @@
-"""The channel of transport `ipc`, between a trainer rank and workers on the same host.
-
-A page of counters in shared memory, and GPU memory that the trainer rank shares: the model's own tensors,
-read in place, or two buffers for tensors that are gathered or cast. `Channel` describes it to the workers
-once.
-"""
+"""The channel of transport `ipc`, between a trainer rank and workers on the same host: a page of counters in
+shared memory, and GPU memory, which is the model's own tensors or two buffers for tensors that are gathered
+or cast."""
 
 import base64
 import mmap
@@ -87,16 +84,12 @@ BUFFERS = 2
 
 
 class TensorLocation(NamedTuple):
-    """Its place in the storages of `ResidentTensors`."""
-
     storage: int  # index
     offset_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBuffers:
-    """Buffers that the trainer rank fills in turn."""
-
     kind: Literal["buffers"] = "buffers"
     buffers: tuple[MemoryHandle, MemoryHandle]
 
@@ -176,10 +169,8 @@ _POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decodi
 
 
 class Page:
-    """The counters of a channel, in shared memory that the trainer rank and its workers map.
-
-    Each counter has one writer. PUBLISHED and TAKEN are `round << 32 | chunks`: a count of an aborted round
-    is never mistaken for the next round's. The other trainer ranks read ENDED and FAILED.
+    """The counters of a channel, in shared memory. Each has one writer. PUBLISHED and TAKEN are
+    `round << 32 | chunks`, so that a count of an aborted round is never mistaken for the next round's.
 
         ABANDONED   the last round that the trainer rank abandoned, or after which it closed the channel
         ENDED       the last round in which all remaining replicas received everything; rank 0's page
@@ -229,8 +220,8 @@ def _page_bytes(world_size: int) -> int:
 
 
 class SharedTensors:
-    """The trainer's side of channels without buffers: its n tensors, shared once, and the table of their
-    digests, written in each round."""
+    """The trainer's side of channels without buffers: its tensors, shared once, and the table of their
+    digests."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -300,9 +291,8 @@ class OpenedTensors:
 class LocalChunk:
     """On a worker of another GPU: a chunk is copied here before it is read.
 
-    Copies between GPUs run on a copy engine. A kernel that reads over the link, NCCL's too, holds
-    multiprocessors as long as the link takes (`benchmarks/RESULTS.md`, "A copy engine instead of NCCL").
-    Memory for one chunk is enough: readers of the previous one are queued ahead on the same stream.
+    Copy engines do it: a kernel that reads over the link holds multiprocessors meanwhile
+    (benchmarks/RESULTS.md, "A copy engine instead of NCCL").
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:

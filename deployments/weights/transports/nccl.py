@@ -4,8 +4,8 @@ A thread waits for NCCL only by polling, with a deadline, and queues nothing beh
 dead peer leaves no stream stuck. Before each broadcast the members synchronize on the host: a kernel blocked
 on a peer occupies SMs that the model needs.
 
-NCCL forms a communicator inside one call, which cannot be aborted and runs on a thread of its own. At a
-deadline its caller leaves the thread behind; a communicator that it returns later is aborted.
+NCCL forms a communicator inside one call, which cannot be aborted: it runs on a thread of its own, which is
+left behind at a deadline, and a communicator that it returns later is aborted.
 """
 
 import ctypes
@@ -48,8 +48,8 @@ Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]  # makes one o
 def create_in_time(
     create: Create, info: RendezvousInfo, rank: int, roll_call: RollCall, check: Check
 ) -> PyNcclCommunicator:
-    """The communicator of a group whose members have all joined the rendezvous. Raises ValueError if vLLM has
-    disabled it, TransferFailed if NCCL has not formed the group in time."""
+    """Forms the communicator once all have joined. Raises ValueError if vLLM has disabled it, TransferFailed
+    if NCCL has not formed the group in time."""
     attempt = _Attempt(create)
     try:
         # Not on the thread, which may never restore the environment.
@@ -124,7 +124,7 @@ class _Attempt:
             communicator.destroy()  # ncclCommAbort, given up after 5 s
 
     def problem(self) -> str:
-        """Why NCCL has not formed the group; empty if it has, or if something else than NCCL failed."""
+        """Why NCCL has not formed the group; empty if it has, or if something other than NCCL failed."""
         error = self.outcome.exception()
         # NCCL_CHECK has no finer class. A device fault is not a peer's fault.
         if not isinstance(error, RuntimeError) or isinstance(error, _OF_THE_DEVICE):
@@ -175,7 +175,6 @@ def by_unique_id(unique_id: bytes, world_size: int, rank: int, device: torch.dev
 
 @contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """No other work waits behind a collective."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         yield
 
@@ -222,7 +221,7 @@ _WARM_UP_BYTES = 4 << 20
 
 class NcclGroup:
     """A communicator with its own stream and two buffers, whose waits can be aborted. Raises ValueError if
-    NCCL does not work here or at a peer, TransferFailed if a member did not join."""
+    NCCL does not work, TransferFailed if a member did not join."""
 
     is_async: ClassVar[bool] = True
 
@@ -248,7 +247,6 @@ class NcclGroup:
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Check
     ) -> tuple[PrefixStore, Create]:
-        """The store that the members share, and what creates the communicator."""
         store = rendezvous_with_nccl(info, rank, check)
         return store, by_store(store, info.world_size, rank, device)
 
@@ -260,7 +258,6 @@ class NcclGroup:
 
     @property
     def counted(self) -> int:
-        """How many members count their started broadcasts in the store."""
         return self._world_size
 
     @property

@@ -3,8 +3,7 @@
     rank 0      asks the controller for the fleet's status ─┐
     all ranks   ◄── all_gather: who is connected, and to which epoch
 
-A rank that connected on its own would wait for the others forever. Each epoch needs a new connection, and a
-restarted controller has none.
+A rank that connected on its own would wait for the others forever.
 """
 
 from collections.abc import Callable
@@ -28,8 +27,6 @@ def gather_from_ranks(value: T) -> list[T]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTarget:
-    """The replicas that rank 0 found."""
-
     epoch: int
     workers: int  # the sum over all replicas
     changed: bool  # since the connection was made
@@ -48,8 +45,7 @@ def agree(
     """The replicas that all ranks must connect to; None if all connections are still good.
 
     Args:
-        find: asks the fleet; None on all ranks but 0, which raises what it raises.
-        connected: this rank has a connection that suits what it sends now.
+        find: asks the fleet; None on all ranks but 0.
         together: every rank calls this; else rank 0 alone.
 
     Raises FleetUnavailable if rank 0 cannot send.
@@ -73,5 +69,5 @@ def agree(
 
 
 def call_off(reason: str) -> None:
-    """On rank 0, where the others wait in `agree`: they raise FleetUnavailable."""
+    """On rank 0: the others, which wait in `agree`, raise FleetUnavailable."""
     gather_from_ranks(_RankState(connected=False, problem=reason))

@@ -41,8 +41,7 @@ class Transport:
     same_gpu: SameGpu = SameGpu.NO_GPU
     rendezvous: bool = False  # all members form one group of ranks, and a lost member breaks it
     chunk_bytes: int = 64 << 20  # default. On a GPU each chunk interrupts decoding, so chunks are large
-    # Default. Staging that pauses between chunks costs fewer tokens in all than staging at full speed, and
-    # slows decoding by less than a tenth (benchmarks/RESULTS.md).
+    # Pauses between chunks cost fewer tokens in all, and slow decoding by less than a tenth (RESULTS.md).
     staging_share: float = 1.0
 
     @property
@@ -102,16 +101,12 @@ class TrainerFacts:
 
     @property
     def world_size(self) -> int:
-        """The publisher (rank 0) and every worker of every replica."""
         return 1 + self.workers
 
 
 def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
-    """The name in vLLM's registry of a configured transport's receiver.
-
-    With staging "none" it is vLLM's own engine; with `VLLM_WIRE` what vLLM's trainer engine sends is staged.
-    Raises ValueError for no such transport, or if vLLM has no engine of that name.
-    """
+    """vLLM's name of a configured transport's receiver: with staging "none" vLLM's own engine, with
+    `VLLM_WIRE` one that stages what vLLM's trainer engine sends. Raises ValueError."""
     found = TRANSPORTS.get(transport)
     if found is None:
         raise ValueError(f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}")

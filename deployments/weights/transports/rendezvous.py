@@ -5,9 +5,8 @@ failure.
     workers     probe the address until it is open ─────────┤
     all ranks   set their payload, wait for all others   ◄──┘
 
-torch's own ways to form a group also wait for the members, but cannot be aborted. They are called after this,
-when no member is missing. The calls of a store block as long as its host hangs, so each is made on a thread
-of its own, for which no caller waits longer than its deadline.
+torch's own ways to form a group cannot be aborted: they are called after this, when no member is missing. A
+store's calls block as long as its host hangs, so each is made on a thread of its own.
 """
 
 import ipaddress
@@ -34,7 +33,7 @@ _FAILED = "failed"
 
 
 class GroupStore(Protocol):
-    """torch's stores; each call may raise RuntimeError."""
+    """Each call may raise RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -46,9 +45,9 @@ class GroupStore(Protocol):
 class RollCall:
     """One member's part in finding out who is missing.
 
-    When one member of a collective transfer hangs, all others fail without knowing who hung. So each member
-    that has failed says so in the group's store; those that still wait see it, and do the same. Members that
-    stay silent are missing, unless they have finished the broadcast in which the others wait.
+    When one member hangs, all others fail without knowing who. So each member that has failed says so in the
+    group's store; those that still wait see it, and do the same. Members that stay silent, and have not
+    finished the broadcast in question, are missing.
     """
 
     def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
@@ -70,8 +69,8 @@ class RollCall:
         self._talk.wake.set()
 
     def missing(self, started: int, check: Callable[[], None] = lambda: None) -> tuple[int, ...]:
-        """Report a failure, wait for the others, and return the ranks that are missing: none if all answered,
-        or if the store cannot be reached. `started`: broadcasts so far, with the one that failed."""
+        """Report a failure, wait for the others, and return the ranks that are missing; none if the store is
+        gone too. `started`: broadcasts so far, with the one that failed."""
         deadline = time.monotonic() + self._limit_s
         self._talk.ask(started, deadline)
         while not self._talk.answered.wait(_ANSWER_POLL_S) and time.monotonic() < deadline + self._limit_s:
@@ -141,8 +140,6 @@ _BACKLOG = 4096
 
 @dataclass(kw_only=True)
 class RendezvousInfo(DescribedTensors, WeightTransferInitInfo):
-    """Where the group forms, and the sender's parameters, on which both sides must agree."""
-
     master_address: str
     master_port: int
     rank_offset: int  # the rank of a replica's first worker
@@ -153,7 +150,7 @@ class RendezvousInfo(DescribedTensors, WeightTransferInitInfo):
 def rendezvous(
     info: RendezvousInfo, rank: int, check: Callable[[], None], payload: str = ""
 ) -> tuple[PrefixStore, list[str]]:
-    """Wait until all members have joined: the store that they share, and the payload of each, by rank.
+    """Wait until all members have joined: their store, and the payload of each, by rank.
 
     `check`, called every few milliseconds, raises to end the wait. Raises TransferFailed after `timeout_s`,
     which names those that did not join.
@@ -178,8 +175,6 @@ def meet(meeting: "Meeting", check: Callable[[], None]) -> PrefixStore:
 
 
 class Meeting:
-    """One member's part."""
-
     first_rank = 0  # the lowest that announces itself
 
     def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
@@ -229,7 +224,7 @@ class Meeting:
         )
 
     def finish(self, store: TCPStore) -> None:
-        """All members have joined."""
+        pass
 
     def wait_for(self, reached: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
         while not reached():
@@ -249,8 +244,8 @@ def probe(info: RendezvousInfo) -> bool:
 def _listening(info: RendezvousInfo) -> int | None:
     """A listening socket for the store; None: the store makes its own, for IPv6 and IPv4.
 
-    The store looks up the name of each peer. No hosts file has ::ffff:127.0.0.1, so it asked a name server:
-    one that did not answer stalled a rendezvous for 5 s.
+    The store looks up each peer's name: ::ffff:127.0.0.1 is in no hosts file, and a slow name server took 5
+    s.
     """
     try:
         ipaddress.IPv4Address(info.master_address)

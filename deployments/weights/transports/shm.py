@@ -1,8 +1,7 @@
 """Transport `shm`: processes of one host, CPU. One named segment of shared memory per chunk.
 
-The publisher writes a chunk into a segment and sends its name. Every replica maps the same pages, so a
-version is in host memory once for all of them. Mappings outlive the name, which is removed once all replicas
-have opened the segment.
+Every replica maps the same pages, so a version is in host memory once. Mappings outlive the name, which is
+removed once all replicas have opened the segment.
 """
 
 import mmap
@@ -28,7 +27,7 @@ from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """Empty: a payload has everything that its receiver needs."""
+    """A payload has everything that its receiver needs."""
 
 
 @dataclass
@@ -49,8 +48,6 @@ class ShmTrainerInitInfo(TrainerInitInfo):
 
 
 class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """The worker's half: maps the segment of each payload."""
-
     init_info_cls = ShmInitInfo
     update_info_cls = ShmUpdateInfo
     one_payload = False

@@ -3,8 +3,7 @@
     not packed    one call with a handle for each tensor; the trainer keeps them until the update has finished
     packed        a call for each piece, all with the handle of one buffer, which the trainer then overwrites
 
-So each call copies what it brought before it returns, and nothing refers to the trainer's memory after the
-last one: the trainer gets it back when torch counts no more users.
+Each call copies what it brought before it returns: the trainer gets its memory back after the last one.
 """
 
 from collections.abc import Iterator
@@ -34,8 +33,6 @@ Handle = tuple[Any, ...]
 
 
 class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCWeightTransferUpdateInfo]):
-    """The worker's half of vLLM's `ipc`."""
-
     init_info_cls = IPCWeightTransferInitInfo
     update_info_cls = IPCWeightTransferUpdateInfo
 

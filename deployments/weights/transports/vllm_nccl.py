@@ -3,10 +3,8 @@
     not packed    a broadcast for each tensor, at its place in a chunk of ours
     packed        a broadcast for each piece of vLLM's
 
-A broadcast is queued only when the previous chunk is staged. Its kernel occupies the device until the trainer
-sends: with one queued ahead, an H200 produced no token for 120 s beside a stalled trainer. (Staging allocates
-memory and loads kernels, and the driver likely makes these, and the engine, wait for that kernel. Our own
-`nccl` synchronizes all members on the host first.)
+A broadcast is queued only when the previous chunk is staged: its kernel occupies the device until the trainer
+sends, and with one queued ahead an H200 produced no token for 120 s beside a stalled trainer.
 
 The trainer cannot be told that a peer is gone: it waits in its broadcast until it is killed. The workers
 leave the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported only
@@ -50,8 +48,8 @@ UNIQUE_ID = "broadcast_from/0/0"  # the key of vLLM's `StatelessProcessGroup` fo
 class VllmMeeting(Meeting):
     """How a worker joins the group of vLLM's trainer engine. `payloads` are the workers', from rank 1.
 
-    The trainer (rank 0) opens vLLM's store, waits until all members have connected, and leaves NCCL's unique
-    id there. The workers also announce themselves to each other: NCCL would wait for a missing one forever.
+    The trainer (rank 0) opens vLLM's store and leaves NCCL's unique id there. The workers also announce
+    themselves to each other: NCCL would wait for a missing one forever.
     """
 
     unique_id = b""
@@ -111,7 +109,7 @@ class VllmNcclGroup(NcclGroup):
         return store, by_unique_id(meeting.unique_id, info.world_size, rank, device)
 
     def warm_up(self) -> None:
-        """Nothing: vLLM's communicator has run its own collective."""
+        """vLLM's communicator has run its own collective."""
 
     @property
     def counted(self) -> int:
@@ -119,8 +117,6 @@ class VllmNcclGroup(NcclGroup):
 
 
 class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo]):
-    """The worker's half of vLLM's `nccl`."""
-
     init_info_cls = NCCLWeightTransferInitInfo
     update_info_cls = NCCLWeightTransferUpdateInfo
     timeout_s = DEFAULT_TIMEOUT_S  # limits every wait for a peer; vLLM's trainer states none

@@ -48,13 +48,12 @@ def nccl_pieces(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: f
 
 
 def one_piece(names: Names, dtype_names: Names, shapes: Shapes) -> tuple[Chunk, ...]:
-    """All tensors in one piece. As `nccl_pieces`."""
     return nccl_pieces(names, dtype_names, shapes, inf)
 
 
 @cached_layout(_CACHED_LAYOUTS)
 def separate_tensors(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Tensors that come by themselves, gathered into aligned chunks of our own. As `nccl_pieces`."""
+    """Tensors that come by themselves, gathered into aligned chunks of our own."""
     chunks = plan_chunks(parse(names, dtype_names, shapes), chunk_bytes)
     return tuple(_piece(chunk.entries, chunk.table_offset) for chunk in chunks)
 
@@ -65,10 +64,8 @@ def _piece(entries: Sequence[Entry], size_bytes: int) -> Chunk:
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
 def is_aligned(piece: Chunk) -> bool:
-    """Whether each tensor can be read in place: it begins at a multiple of its element's and a word's size.
-
-    vLLM's packing does not align: an odd number of bfloat16 elements moves what follows by half a float32.
-    """
+    """Whether each tensor can be read in place. vLLM's packing does not align: an odd number of bfloat16
+    elements moves what follows by half a float32."""
     return all(entry.offset % _unit(entry) == 0 for entry in piece.entries)
 
 

@@ -70,9 +70,9 @@ class ResidentSource(Protocol):
 class ChunkPacker:
     """The chunks of a source, and their content in each round.
 
-    Tensors that a source makes in each pass are packed as it yields them. Resident tensors are the model's
-    own memory: the work of a chunk, with a cast, is prepared once, and a round is a few launches without
-    Python code for each tensor. Raises ValueError if they are not those that the source declares.
+    Resident tensors are the model's own memory: the work of a chunk, with a cast, is prepared once, and a
+    round is a few launches without Python code for each tensor. Others are packed as the source yields them.
+    Raises ValueError if they are not those that the source declares.
     """
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
@@ -102,8 +102,8 @@ class ChunkPacker:
         self._pass = iter(self._source) if self.resident is None else iter(())
 
     def pack(self, index: int, block: torch.Tensor) -> None:
-        """Write chunk `index`, in order, with its digests into a block (uint8 [chunk.size_bytes]); on a GPU
-        this is only queued. Raises ValueError if the source yields what it did not declare."""
+        """Write chunk `index`, in order, with its digests into a block (uint8 [chunk.size_bytes]). Raises
+        ValueError if the source yields what it did not declare."""
         chunk = self.chunks[index]
         if self.resident is None:
             pack(chunk, self._pass, block)
@@ -150,8 +150,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
     def trainer_init(
         cls, init_info: Init, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Connect to the fleet, on every trainer rank. Raises ValueError if the transport cannot work here,
-        TransferFailed if a peer did not join."""
+        """Connect to the fleet, on every trainer rank. Raises ValueError or TransferFailed."""
         if source is None:
             raise ValueError(f"transport {init_info.backend!r} needs a WeightSource, got None")
         engine = cls(
@@ -190,7 +189,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         return True
 
     def prepare(self) -> None:
-        """Work that can be done before the replicas know of the round."""
+        pass
 
     @abstractmethod
     def transfer(self, calls: ThreadPoolExecutor) -> None:

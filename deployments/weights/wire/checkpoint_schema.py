@@ -23,11 +23,8 @@ def mismatches(
     *,
     complete: bool,
 ) -> list[str]:
-    """Why `offered` (dtype and shape by name) does not fit the model, one sentence per tensor. `complete`:
-    also report missing tensors.
-
-    A floating-point tensor may have any floating-point dtype: the model's loader casts it.
-    """
+    """Why `offered` (dtype and shape by name) does not fit the model, one sentence per tensor; any
+    floating-point dtype fits another. `complete`: also report missing tensors."""
     found = []
     for name, (dtype, shape) in offered.items():
         spec = expected.get(name)
@@ -41,7 +38,6 @@ def mismatches(
 
 
 def missing(expected: Schema, offered: Container[str]) -> list[str]:
-    """One sentence for each tensor of the model that is not in `offered`."""
     found = [f"{name!r} is missing" for name in expected if name not in offered]
     if found:
         found[0] += " (a version has every tensor of the checkpoint: take from it what is not trained)"
@@ -49,7 +45,6 @@ def missing(expected: Schema, offered: Container[str]) -> list[str]:
 
 
 def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> list[str]:
-    """One sentence for each tensor of `offered` that was received before in the same round."""
     # Key views: this runs for each of 20 thousand tensors in the hot path.
     return [
         f"{name!r} came twice in this round; is another publisher sending too?"

@@ -53,8 +53,7 @@ class Chunk:
 
 
 def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk_bytes: int) -> list[Chunk]:
-    """The chunks, of at most `chunk_bytes` or one larger tensor each, of tensors (name, dtype, shape) in
-    their order."""
+    """The chunks, of at most `chunk_bytes` or one larger tensor each, of tensors (name, dtype, shape)."""
     chunks: list[Chunk] = []
     entries: list[Entry] = []
     end = 0
@@ -93,8 +92,7 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Tenso
 
 @dataclass(kw_only=True)
 class DescribedTensors:
-    """The tensors of every round, in their order. Sent once per connection: a mixture of experts has 20
-    thousand."""
+    """The tensors of every round. Sent once per connection: a mixture of experts has 20 thousand."""
 
     names: list[str]
     dtype_names: list[str]
@@ -102,7 +100,6 @@ class DescribedTensors:
     chunk_bytes: int
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """The layout of a round. Raises ValueError."""
         return layout(self.names, self.dtype_names, self.shapes, self.chunk_bytes)
 
 
@@ -133,13 +130,12 @@ def cached_layout(size: int) -> Callable[[Plan], Plan]:
 
 @cached_layout(_CACHED_LAYOUTS)
 def layout(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """The chunks of the tensors that `describe` described. Raises ValueError as `parse`."""
     return tuple(plan_chunks(parse(names, dtype_names, shapes), chunk_bytes))
 
 
 def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """The inverse of `describe`. Raises ValueError if the lists differ in length, a name occurs twice, a
-    dtype is unknown, or a shape is none."""
+    """The inverse of `describe`. Raises ValueError for lists of different lengths, a name twice, an unknown
+    dtype, or no shape."""
     if not len(names) == len(dtype_names) == len(shapes):
         raise ValueError(
             "names, dtype_names and shapes must have one entry per tensor, "
@@ -169,8 +165,8 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Write the chunk's tensors, the next ones of `tensors`, and their digests into `block` (uint8
-    [chunk.size_bytes]). Raises ValueError if the source yields a tensor that it did not declare."""
+    """Write the chunk's tensors, the next ones of `tensors`, and their digests into `block`. Raises
+    ValueError if the source yields a tensor that it did not declare."""
     copies = []
     for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))

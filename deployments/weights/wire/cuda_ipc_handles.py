@@ -13,8 +13,8 @@ _MIN_HANDLE_BYTES = 32  # a pickled handle may share parts with earlier ones
 
 
 def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
-    """A CUDA IPC handle, as `torch.multiprocessing.reductions.reduce_tensor` returns it, in JSON types.
-    Raises ValueError."""
+    """A handle, as `torch.multiprocessing.reductions.reduce_tensor` returns it, in JSON types. Raises
+    ValueError."""
     try:
         (_, size, stride, offset, _, dtype, device, memory, size_bytes, offset_bytes, _, counter,
          counter_offset, event, sync) = handle  # fmt: skip
@@ -53,11 +53,9 @@ def _text(handle: bytes) -> str:
 
 
 def encode_handles(handles: Any, limit: int | None = None) -> Any:
-    """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list with one for each tensor.
-
-    Raises ValueError if they are no handles by GPU UUID, or more than `limit` bytes can hold: a pickle can
-    name one object any number of times.
-    """
+    """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list with one for each tensor. Raises
+    ValueError if they are none, or more than `limit` bytes can hold (a pickle can name one object many
+    times)."""
     parts = handles if isinstance(handles, list) else [handles]
     count = 0
     for part in parts:
@@ -77,7 +75,7 @@ def _uuid(gpu: Any) -> str:
 
 
 def encode_payload(payload: Any) -> Any:
-    """A payload of vLLM's trainer engines with its IPC handles in JSON types; any other payload unchanged."""
+    """A payload with its IPC handles in JSON types; any other payload unchanged."""
     if isinstance(payload, list):
         return [encode_payload(part) for part in payload]
     if not isinstance(payload, dict) or payload.get(_HANDLES) is None:
@@ -86,7 +84,7 @@ def encode_payload(payload: Any) -> Any:
 
 
 def decode_payload(payload: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `encode_payload`, as vLLM's IPC engine expects it. Raises ValueError."""
+    """The inverse of `encode_payload`. Raises ValueError."""
     handles = payload.get(_HANDLES)
     if handles is None:
         return payload

@@ -1,8 +1,5 @@
-"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`.
-
-`digest_definition` defines a digest. On a GPU the work is only queued, and a tensor of more than 16 GiB
-raises ValueError.
-"""
+"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, where the
+work is only queued, and a tensor of more than 16 GiB raises ValueError."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -37,19 +34,14 @@ def signed(digests: Sequence[int]) -> torch.Tensor:
 
 
 def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
-    """Digests, and which tensors hold NaN or infinity; the tensors are contiguous and on one device.
-
-    On a GPU, dtypes whose NaN the exponent alone does not show (float8, float64) are never reported.
-    """
+    """Digests, and which tensors hold NaN or infinity; the tensors are contiguous and on one device. On a GPU
+    float8 and float64 are never reported."""
     return prepare_inspection(tensors, ())()
 
 
 def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
-    """`inspect` as a function to call in every round, which also makes `copies`.
-
-    On a GPU the kernel makes a copy as it reads, if it is of a whole tensor, or fills a tensor of the list
-    with float32 values. The others are made before.
-    """
+    """`inspect` as a function to call in every round, which also makes `copies`: on a GPU in the same kernel,
+    if it is of a whole tensor."""
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, lambda: _host_findings(tensors))
     from deployments.weights.wire.digest_cuda import CudaInspection, is_castable, is_fusable
@@ -69,10 +61,7 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
 
 
 def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], torch.Tensor]:
-    """`digest_tensor` as a function to call in every round, which also makes `copies`.
-
-    On a host it does not look for NaN, which reads all tensors once more: the receiver does that.
-    """
+    """As `prepare_inspection`, without the search for NaN, which the receiver makes."""
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, lambda: digest_tensor(tensors))
     inspection = prepare_inspection(tensors, copies)
@@ -80,7 +69,7 @@ def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> 
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile what `prepare_inspection` runs on a GPU: the first round would wait a second for it."""
+    """Compile the GPU kernels, for which the first round would wait a second."""
     if device.type != "cuda":
         return
     number, wide, *targets = (torch.zeros(8, dtype=kind, device=device) for kind in _WARMED_UP)

@@ -1,8 +1,7 @@
-"""What a model derives from its weights and keeps beside its parameters: found, and brought along by a swap.
+"""What a model derives from its weights and keeps beside its parameters, brought along by a swap.
 
-Three states are compared: the live instance, its shadow, and the shadow loaded again, each with other
-weights. What is equal in all is constant. What differs must follow the weights, so a second load has to renew
-it.
+The live instance, its shadow and the shadow loaded again have different weights. What is equal in all three
+is constant; what differs must be renewed by a second load.
 """
 
 from collections.abc import Mapping
@@ -41,8 +40,7 @@ class Moving:
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """Find what must follow the weights. `layerwise`: rounds process them after loading. Raises ValueError,
-    naming what cannot follow, and why."""
+    """Find what must follow the weights. Raises ValueError, naming what cannot follow, and why."""
     before, after = first.derivable, second.derivable
     found = [*differing(live, first), *differing(live, second), *differing(first, second)]
     if layerwise:  # renewed objects may be equal by chance
@@ -87,8 +85,7 @@ def classify(live: Observation, first: Observation, second: Observation, *, laye
 
 
 def keep_constants(live: Observation, moving: Moving, device: torch.device) -> None:
-    """Move the live model's constants out of the memory that sleeps, whose content level 2 loses. Before
-    anything is captured: addresses change."""
+    """Move constants out of the memory that sleeps (level 2 loses it), before anything is captured."""
     for path in live.tensors.keys() - set(moving.tensors):
         tensor = live.tensors[path].object()
         if tensor is not None and tensor.device == device:

@@ -15,8 +15,6 @@ Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """A tensor as it was at one moment."""
-
     layout: Layout
     address: int
     digest: int
@@ -69,12 +67,10 @@ def observe(model: torch.nn.Module) -> Observation:
 
 
 def changed_tensors(one: Observation, other: Observation) -> list[AccessPath]:
-    """The paths of tensors beside the parameters that are in both and differ."""
     return changed(one.derivable, other.derivable)
 
 
 def differing(one: Observation, other: Observation) -> list[AccessPath]:
-    """The paths of everything beside the parameters that is in both and differs."""
     return changed_tensors(one, other) + [
         path for path, n in one.numbers.items() if path in other.numbers and not same(n, other.numbers[path])
     ]
@@ -90,7 +86,6 @@ def layout_of(tensor: Any) -> Layout:
 
 
 def other_layout(name: str, live: Layout, second: Layout) -> str:
-    """The reason to refuse a tensor whose counterpart in the second instance has another layout."""
     (dtype, shape, stride, device), (dtype_2, shape_2, stride_2, device_2) = live, second
     return (
         f"{name!r} is {dtype} {list(shape)} {stride} on {device} and in the second instance "

@@ -52,13 +52,13 @@ class Pairs:
 
 
 def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
-    """Pair every parameter and buffer once, however many names it has (tied weights). Raises ValueError,
-    naming those without a counterpart of their own and of the same layout."""
+    """Pair every parameter and buffer once, tied ones too. Raises ValueError, naming those without a
+    counterpart."""
     shadows = dict(named_tensors(shadow))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs, problems = Pairs(), []
-    seen: dict[Place, str] = {}  # names by the live tensor
-    owners: dict[Place, str] = {}  # and by the shadow's
+    seen: dict[Place, str] = {}  # by the live tensor
+    owners: dict[Place, str] = {}  # by the shadow's
     for name, live in named_tensors(model):
         twin = shadows.get(name)
         if twin is None:

@@ -1,7 +1,7 @@
 """Everything a model computes with: the tensors and numbers reachable from it, and the path to each.
 
 vLLM's layers keep what they derive from weights in attributes, lists, quantization methods, kernels, wrappers
-of other libraries, closures and floats. In another instance of the model the path leads to the same thing.
+of other libraries, closures and floats.
 """
 
 import functools
@@ -25,8 +25,6 @@ Number = bool | int | float | complex
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """`owner.name`."""
-
     name: str
 
     def get(self, owner: Any) -> Any:
@@ -43,8 +41,6 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """`owner[key]`."""
-
     key: Hashable
 
     def get(self, owner: Any) -> Any:
@@ -105,7 +101,6 @@ class Reachable:
     closed: dict[AccessPath, str] = field(default_factory=dict)
 
 
-# Never holders of weights.
 _LEAVES = (
     type,
     types.ModuleType,
@@ -134,7 +129,6 @@ _OTHER = (
     "torch.distributed",
     "torch.utils.hooks",
 )
-# Where Python's callables hold what they call.
 _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
     (types.FunctionType, ("__closure__", "__defaults__", "__kwdefaults__")),
     (types.CellType, ("cell_contents",)),
