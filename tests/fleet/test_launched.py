@@ -3,6 +3,7 @@
 One replica is killed while rounds follow each other.
 """
 
+import json
 import re
 import signal
 import subprocess
