@@ -12,25 +12,21 @@ would end those of other users too. Ray 2.60's own means do not suffice:
 import errno
 import importlib.util
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from app.command.ports import PortBlock, free_ports
+from app.command.runs import MARK, keep_logs_only, marked_processes, new_run
 
-MARK = "SLIPSTREAM_CLUSTER"
-# Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
-CLUSTER_DIRECTORY = Path("/tmp")
 APPLICATIONS = "/api/serve/applications/"
 # Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
 _NODE_ADDRESS = "127.0.0.2"
@@ -66,7 +62,7 @@ class LocalCluster:
         self.mark = uuid.uuid4().hex
         self.address = f"http://127.0.0.1:{dashboard_port}"
         self._dashboard_port = dashboard_port
-        self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir=CLUSTER_DIRECTORY))
+        self.directory = new_run(self.mark)
         self._ports = PortBlock()
         self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
@@ -148,8 +144,8 @@ class LocalCluster:
         except httpx.HTTPError as error:
             print(f"Serve did not shut down ({error!r}); killing it", file=sys.stderr)
 
-    def stop(self, *, keep_logs: bool) -> None:
-        """End every process of this cluster, in any state; returns when they are gone."""
+    def stop(self) -> None:
+        """End every process of this cluster, in any state; returns when they are gone. Its logs stay."""
         self._client.close()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()  # `ray start --block` stops its children
@@ -158,8 +154,7 @@ class LocalCluster:
         if self._head is not None:
             _wait(self._head, 1)
         self._ports.close()
-        if not keep_logs:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        keep_logs_only(self.directory)
 
     def _end_processes(self) -> None:
         """End every process that carries the mark, by SIGKILL if SIGTERM does not."""
@@ -241,19 +236,6 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
             else:
                 reason = f"cannot be opened on {host}: expected an address and a port that this user may take"
             raise ClusterError(f"port {port} ({purpose}) {reason} ({error.strerror})") from error
-
-
-def marked_processes(mark: str) -> Iterator[int]:
-    """Ids of the other live processes that inherited this mark."""
-    wanted = f"{MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                yield int(entry.name)
-        except OSError:  # it has exited, or belongs to another user
-            continue
 
 
 def _send(pid: int, number: signal.Signals) -> None:

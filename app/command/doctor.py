@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
-from app.command.cluster import CLUSTER_DIRECTORY
 from app.command.machine import NotEnough
+from app.command.runs import CLUSTER_DIRECTORY
 from app.settings.config import AppConfig
 from app.settings.models import resolve_model
 from app.settings.section import Device

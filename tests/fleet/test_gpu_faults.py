@@ -12,7 +12,7 @@ import pytest
 import torch
 from ray import serve
 
-from app.command.cluster import MARK, marked_processes
+from app.command.runs import MARK, marked_processes
 from tests.fleet.deployed import Fleet
 from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
 from tests.fleet.losing import a_round_that_hangs, members, wait_for_another

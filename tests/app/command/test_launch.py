@@ -17,14 +17,13 @@ import pytest
 import yaml
 
 from app.command.cluster import (
-    MARK,
     ClusterError,
     LocalCluster,
-    marked_processes,
     require_free_port,
 )
 from app.command.launch import changes, environment, read_status, why_not_started
 from app.command.ports import free_ports
+from app.command.runs import MARK, marked_processes
 from app.command.submit import submit, why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
@@ -91,7 +90,7 @@ def cluster_that_answers(*answers: tuple[int, str]) -> tuple[LocalCluster, list[
         return httpx.Response(status, text=text)
 
     cluster = LocalCluster(dashboard_port=1, environment={})
-    cluster.directory.rmdir()
+    shutil.rmtree(cluster.directory)
     cluster._client = httpx.Client(base_url="http://serve", transport=httpx.MockTransport(answer))
     cluster.require_alive = lambda: None  # type: ignore[method-assign]
     return cluster, asked
@@ -180,6 +179,11 @@ class Launched:
             found |= {entry.partition("=")[2] for entry in entries if entry.startswith(f"{MARK}=")}
         return found
 
+    def logs(self) -> Path:
+        """What the launcher printed at the start."""
+        (directory,) = re.findall(r"^Logs: (\S+)", self.output.read_text(), re.MULTILINE)
+        return Path(directory)
+
     def wait_for(self, text: str, timeout_s: float = 450) -> None:
         deadline_s = time.monotonic() + timeout_s
         while text not in self.output.read_text():
@@ -235,7 +239,8 @@ def test_a_stopped_fleet_leaves_no_process_behind(
     fleet.process.send_signal(number)
     assert fleet.process.wait(120) == 0
     assert list(marked_processes(mark)) == []
-    assert fleet.output.read_text().rstrip().endswith("Stopped")
+    assert fleet.output.read_text().rstrip().endswith(f"Stopped; logs are in {fleet.logs()}")
+    assert fleet.logs().is_dir() and not list(fleet.logs().parent.glob("sockets"))
 
 
 @pytest.mark.serve
@@ -247,9 +252,7 @@ def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: 
     text = fleet.output.read_text()
     assert "the fleet could not be started" in text
     assert "RuntimeError: no weights here" in text
-    (logs,) = re.findall(r"logs are in (/tmp/slip-\w+)", text)
-    assert (Path(logs) / "session_latest" / "logs").is_dir()
-    shutil.rmtree(logs)
+    assert f"logs are in {fleet.logs()}" in text and fleet.logs().is_dir()
 
 
 @pytest.mark.slow

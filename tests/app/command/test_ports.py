@@ -60,7 +60,7 @@ def test_nothing_of_haproxy_is_where_another_cluster_has_it() -> None:
         assert all("GRPC" in name for name in fixed - set(one)), "gRPC is not served"
     finally:
         for cluster in clusters:
-            cluster.stop(keep_logs=False)
+            cluster.stop()
 
 
 def _is_port(name: str) -> bool:

@@ -46,7 +46,7 @@ def test_a_node_that_ray_gave_up_is_started_again(gives_up: str, capsys: pytest.
     try:
         cluster.start()
     finally:
-        cluster.stop(keep_logs=False)
+        cluster.stop()
     assert capsys.readouterr().out == "Ray took more than its own 30 s to start: restarting it\n"
 
 
@@ -59,7 +59,7 @@ def test_a_node_that_hangs_is_started_again(
     try:
         cluster.start()
     finally:
-        cluster.stop(keep_logs=False)
+        cluster.stop()
     assert capsys.readouterr().out == "Ray does not respond: restarting it\n"
 
 
@@ -69,4 +69,4 @@ def test_any_other_end_is_an_error_at_once() -> None:
         with pytest.raises(ClusterError, match=r"Ray has stopped .*\nno such option"):
             cluster.start()
     finally:
-        cluster.stop(keep_logs=False)
+        cluster.stop()

@@ -1,0 +1,119 @@
+"""`slipstream logs`: what the processes of a run wrote, and what they write now."""
+
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+
+from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs
+
+PERIOD_S = 0.5
+_ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # how Ray begins a worker's output
+_HEAD_BYTES = 1000
+_JOB = "job-driver-"
+_FILES = ("worker-*.err", "worker-*.out", f"{_JOB}*.log")
+
+
+class Part(StrEnum):
+    CONTROLLER = "controller"
+    REPLICA = "replica"
+    TRAINER = "trainer"
+    ROUTER = "router"
+    JOB = "job"
+
+
+_ACTORS = {
+    Part.CONTROLLER: re.compile(r"ServeReplica:.*:controller"),
+    Part.REPLICA: re.compile(r"ServeReplica:.*:rollout"),
+    Part.TRAINER: re.compile(r"ServeReplica:.*:trainer|TrainerWorkerActor"),
+    Part.ROUTER: re.compile(r"ServeReplica:.*:router"),
+}
+
+
+def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: bool) -> int:
+    """Print the end of each process's output, and with `follow` what is added; returns the exit status.
+
+    Args:
+        directory: a run's logs; None: those of the newest run on this machine.
+    """
+    if directory is None:
+        directory = next((logs_of(run) for run in runs()), CLUSTER_DIRECTORY / "slip-*")
+    if not directory.is_dir():
+        print(
+            f"slipstream: expected the logs of `slipstream serve` in {directory}, got none; Ray's dashboard "
+            "shows those of a cluster that was started otherwise",
+            file=sys.stderr,
+        )
+        return 1
+    try:
+        if not print_logs(directory, part, last, _ticks(follow)):
+            print(f"slipstream: {directory} has no log of the {part or 'fleet'}", file=sys.stderr)
+            return 1
+    except KeyboardInterrupt:  # the usual end of --follow
+        pass
+    return 0
+
+
+def print_logs(directory: Path, part: Part | None, last: int, ticks: Iterable[object]) -> bool:
+    """Print at each tick what is new, `last` lines of each process at the first one; returns whether there
+    was anything. A process that starts meanwhile is included."""
+    positions: dict[Path, int] = {}
+    shown: Path | None = None
+    for number, _ in enumerate(ticks):
+        for path, title in _outputs(directory, part):
+            lines, positions[path] = _new_lines(path, positions.get(path, 0))
+            if number == 0:
+                lines = lines[max(0, len(lines) - last) :]
+            if lines and path != shown:
+                print(f"==> {title} <==")
+                shown = path
+            for line in lines:
+                print(line)
+        sys.stdout.flush()
+    return shown is not None
+
+
+def _outputs(directory: Path, part: Part | None) -> Iterator[tuple[Path, str]]:
+    """Each process's files, oldest process first, and what they are called."""
+    paths = [each for pattern in _FILES for each in directory.glob(pattern)]
+    for path in sorted(paths, key=lambda path: _process(path).zfill(10)):
+        found = _part_of(path)
+        if found is not None and part in (None, found):
+            yield path, f"{found} {_process(path)}"
+
+
+def _process(path: Path) -> str:
+    """The process id of a worker, the id of a job."""
+    return path.stem.removeprefix(_JOB) if path.name.startswith(_JOB) else path.stem.rpartition("-")[2]
+
+
+def _part_of(path: Path) -> Part | None:
+    if path.name.startswith(_JOB):
+        return Part.JOB
+    with path.open("rb") as file:
+        actor = _ACTOR.search(file.read(_HEAD_BYTES))
+    if actor is None:
+        return None
+    name = actor[1].decode(errors="replace")
+    return next((part for part, pattern in _ACTORS.items() if pattern.fullmatch(name)), None)
+
+
+def _new_lines(path: Path, position: int) -> tuple[list[str], int]:
+    """The complete lines after a position in bytes, and where they end."""
+    with path.open("rb") as file:
+        file.seek(position)
+        written = file.read()
+    complete = written[: written.rfind(b"\n") + 1]
+    lines = complete.decode(errors="replace").split("\n")[:-1]
+    return [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))], position + len(
+        complete
+    )
+
+
+def _ticks(follow: bool) -> Iterator[None]:
+    yield
+    while follow:
+        time.sleep(PERIOD_S)
+        yield
