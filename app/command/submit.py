@@ -11,6 +11,7 @@ import asyncio
 import getpass
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.client import calls
-from app.client.announcement import QUIET_S
 from app.client.connection import FleetClient, FleetError, without_credentials
 from app.client.program_options import LOCAL_URL
+from app.client.run_display import EVENTS, STATUS_S, Display
 from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
 
 _JOB = (sys.executable, "-m", "app.jobs")
@@ -68,6 +69,8 @@ def submission(arguments: Sequence[str], *, url: str, token_file: str | None = N
     """
     variables = {
         "SLIPSTREAM_URL": url,
+        EVENTS: "1",
+        "COLUMNS": str(shutil.get_terminal_size().columns),  # of the curve
         "PYTHONUNBUFFERED": "1",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
     }
@@ -107,8 +110,9 @@ def submit(arguments: Sequence[str]) -> int:
     made = submission(arguments, url=url, token_file=os.environ.get("SLIPSTREAM_TOKEN_FILE"))
 
     async def run() -> int:
-        async with RayJobs(dashboard()) as jobs:
-            return await run_job(jobs, made, _print)
+        with Display() as display:
+            async with RayJobs(dashboard()) as jobs:
+                return await run_job(jobs, made, display.line)
 
     try:
         return asyncio.run(run())
@@ -120,12 +124,8 @@ def submit(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
 async def run_job(
-    jobs: Jobs, made: Submission, show: Show, *, quiet_s: float = QUIET_S, retry_s: float = RETRY_S
+    jobs: Jobs, made: Submission, show: Show, *, quiet_s: float = STATUS_S, retry_s: float = RETRY_S
 ) -> int:
     """Submit the job and show its output to its end. A signal stops the job, and so does output that
     nobody takes.

@@ -4,6 +4,7 @@ import sys
 import time
 
 from app.client.announcement import announced
+from app.client.run_display import STATUS_S
 
 
 def run() -> int:
@@ -13,7 +14,7 @@ def run() -> int:
         from app.jobs import grpo
     else:
         # torch, reasoning-gym: seconds, and a minute from a cold disk
-        with announced("RL job: loading its programs"):
+        with announced("RL job: loading its programs", STATUS_S):
             from app.jobs import grpo
     return grpo.run(began)
 

@@ -94,7 +94,7 @@ class GroupQueue:
 
     capacity: int
     max_staleness: int
-    dropped: list[int] = field(default_factory=list)  # problem numbers
+    dropped: list[int] = field(default_factory=list)  # problem numbers; the learner empties it
     _waiting: deque[Group] = field(default_factory=deque)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 

@@ -17,23 +17,24 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from app.client import calls
+from app.client import calls, run_display
 from app.client.announcement import announced
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
 from app.client.program_options import parse
+from app.client.run_display import STATUS_S, Output
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.learning import learn, publish_best, resume
 from app.jobs.metrics import Tracker, open_trackers, reward_curve
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
-from app.jobs.progress import Progress
 from app.jobs.run import Run, produce
 from app.jobs.task_groups import run_beside
 from app.jobs.training import PATIENCE_S, Training
 from deployments.protocol.responses import TrainerStatus
 
 REQUEST_TIMEOUT_S = 900.0
+STATUS_CHECK_S = 0.5
 
 
 async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
@@ -89,62 +90,71 @@ async def prepared(
     options: JobOptions,
     environments: tuple[Environment, Environment],
     path: Path,
+    output: Output,
     began: float,
 ) -> Run:
     """A new run, or the one to resume, against this fleet."""
-    with announced("RL job: asking the fleet for its model and its trainer"):
+    with announced("RL job: asking the fleet for its model and its trainer", STATUS_S):
         policy, version = await require_fleet(client, options)
-    run = Run(options, *environments, policy, path, version, tell, began)
+    run = Run(options, *environments, policy, path, version, output, began)
     if options.resume:  # a trainer in the middle of a step answers after it
-        with announced(f"RL job: continuing {path}, asking the trainer what it has done"):
+        with announced(f"RL job: continuing {path}, asking the trainer what it has done", STATUS_S):
             await resume(run, metrics.records(path))
     return run
 
 
 async def loop(run: Run, trackers: Sequence[Tracker] = ()) -> None:
     """Learn while producers sample, to the last step."""
-    with Progress(steps=run.options.steps, done=run.step, state=run.state) as progress:
-        run.say = progress.say
-        producers = [produce(run) for _ in range(run.options.groups_in_flight)]
-        await run_beside(learn(run, progress, trackers), [*producers, progress.watch()])
-        await publish_best(run)
+    producers = [produce(run) for _ in range(run.options.groups_in_flight)]
+    await run_beside(learn(run, trackers), [*producers, show_status(run)])
+    await publish_best(run)
+
+
+async def show_status(run: Run) -> None:
+    """Show where the run is; runs until cancelled."""
+    while True:
+        run.output.status(run.status())
+        await asyncio.sleep(STATUS_CHECK_S)
 
 
 async def main(options: JobOptions, began: float) -> None:
     """Run the job; `began` is when its process started, on the monotonic clock."""
     end_on_signals()
-    with announced("RL job: loading the task"):
+    with announced("RL job: loading the task", STATUS_S):
         learned, held_out = options.load_environments()
     path = record_file(options)
     trackers = open_trackers(options.log or (), path)
+    out = run_display.output()
     async with AsyncFleetClient.connect(
         options.url,
         token_from(),
         timeout_s=REQUEST_TIMEOUT_S,
         patience_s=PATIENCE_S,
-        say=tell,
+        say=out.line,
         max_connections=options.groups_in_flight * options.answers_per_group + 4,
     ) as client:
-        run = await prepared(client, options, (learned, held_out), path, began)
+        run = await prepared(client, options, (learned, held_out), path, out, began)
         async with AsyncExitStack() as stack:
             for environment in [learned] if held_out is learned else [learned, held_out]:
                 await stack.enter_async_context(environment.running())
             address, _ = without_credentials(options.url)
-            tell(f"GRPO on {run.policy.model} at {address} from version {run.version}; metrics in {path}")
+            out.line(f"GRPO on {run.policy.model} at {address} from version {run.version}; metrics in {path}")
             try:
                 await loop(run, trackers)
             except asyncio.CancelledError:
-                tell(f"stopped after step {run.step} of {options.steps}; --resume continues the run")
+                out.line(f"stopped after step {run.step} of {options.steps}; --resume continues the run")
                 raise
             finally:
-                show_curve(path)
+                out.close()
+                out.line(summary(path))
                 for tracker in trackers:
                     tracker.close()
 
 
-def show_curve(path: Path) -> None:
+def summary(path: Path) -> str:
+    """The rewards of a run as a curve, and where its record is."""
     curve = reward_curve(metrics.records(path)) if path.exists() else ""
-    tell(f"{curve}\nmetrics in {path}" if curve else f"metrics in {path}")
+    return f"{curve}\nmetrics in {path}" if curve else f"metrics in {path}"
 
 
 def end_on_signals() -> None:
@@ -154,10 +164,6 @@ def end_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, task.cancel)
-
-
-def tell(line: str) -> None:
-    print(line, flush=True)
 
 
 def run(began: float) -> int:

@@ -17,7 +17,6 @@ from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, trajectories
 from app.jobs.metrics import Pending, StepRecord, Tracker
 from app.jobs.policy import Moved, Unanswered
-from app.jobs.progress import Progress
 from app.jobs.run import Positions, Run
 from app.jobs.training import StepLost, Training, last_publish
 from trainers.trajectory import Trajectory
@@ -25,7 +24,7 @@ from trainers.trajectory import Trajectory
 STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
 
 
-async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> None:
+async def learn(run: Run, trackers: Sequence[Tracker]) -> None:
     """Step after step until the wanted number is done."""
     done, run.unrecorded = run.unrecorded, None
     while done is not None or run.step < run.options.steps:
@@ -33,8 +32,8 @@ async def learn(run: Run, progress: Progress, trackers: Sequence[Tracker]) -> No
         done = None
         metrics.append(run.path, record)
         track(run, trackers, record)
-        progress.advance()
-        run.say(record.line())
+        run.recent.append(record)
+        run.say(record.line(run.options.steps, run.left_s()))
         if (caution := record.caution()) is not None:
             run.say(caution)
 
@@ -56,7 +55,7 @@ async def learn_once(run: Run) -> StepRecord:
     batch = trajectories(groups, run.options.advantage)
     run.positions.consume([group.number for group in groups] + run.queue.dropped)
     record = recorded(run, groups, [*groups, *run.filtered], waited_s=time.monotonic() - began)
-    run.filtered = []
+    run.filtered, run.queue.dropped, run.unanswered = [], [], 0
     if batch:  # else there is nothing to learn or publish
         record = await trained(run, batch, record)
     record = await finished(run, record)
@@ -90,6 +89,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         groups=len(groups),
         groups_with_signal=sum(group.has_signal for group in groups),
         groups_dropped=len(run.queue.dropped),
+        unanswered=run.unanswered,
         groups_filtered=len(sampled) - len(groups),
         answer_tokens_mean=sum(g.tokens for g in groups) / sum(len(g.rollouts) for g in groups),
         tokens_per_s=0.0,

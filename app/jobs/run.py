@@ -2,17 +2,18 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from app.client.run_display import Output, RunStatus
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, GroupQueue, Rollout
 from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
-from app.jobs.training import Say
 from trainers.advantages import overlong_penalty
 
 LEFT_OUT = 50  # batches of problems without an answer, after which the job gives up
@@ -62,14 +63,16 @@ class Run:
     policy: Policy
     path: Path  # the record
     version: int  # the newest that the learner knows to be served
-    say: Say = print
+    output: Output
     started: float = field(default_factory=time.monotonic)
     step: int = 0
     trained: int = 0  # the trainer's newest step that this job has published
     unrecorded: StepRecord | None = None  # the next step, if a job that was killed has published it
     positions: Positions = field(default_factory=Positions)
     filtered: list[Group] = field(default_factory=list)  # groups without signal since the last step
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))  # of this process
     left_out: int = 0  # problems in a row
+    unanswered: int = 0  # problems left out since the last step
     generated_tokens: int = 0
     in_flight: int = 0  # problems
     doing: str = "waiting for answers"
@@ -81,13 +84,34 @@ class Run:
         self.queue = GroupQueue(self.options.groups_per_step, self.options.max_staleness)
         self.sampling.set()
 
-    def state(self) -> str:
-        filtered = f", {len(self.filtered)} without signal" if self.filtered else ""
+    def say(self, line: str) -> None:
+        self.output.line(line)
+
+    def left_s(self) -> float | None:
+        """Until the last step, at the pace of the recent ones; None before the first."""
+        if not self.recent:
+            return None
+        pace_s = sum(record.step_s for record in self.recent) / len(self.recent)
+        return max(0, self.options.steps - self.recent[-1].step) * pace_s
+
+    def status(self) -> RunStatus:
         rollouts = self.in_flight * self.options.answers_per_group
-        ready = f"{len(self.queue)} of {self.options.groups_per_step} groups ready{filtered}"
-        return (
-            f"step {self.step + 1} of {self.options.steps}: {self.doing}; {self.in_flight} prompts in flight "
-            f"({rollouts} rollouts), {ready}, version {self.version}, {time.monotonic() - self.started:.0f} s"
+        detail = [
+            f"{len(self.queue)} of {self.options.groups_per_step} groups ready",
+            f"{self.in_flight} prompts in flight ({rollouts} rollouts)",
+            *([f"{len(self.filtered)} left out with equal rewards"] if self.filtered else []),
+            *([f"{len(self.queue.dropped)} left out as too stale"] if self.queue.dropped else []),
+            *([f"{self.unanswered} left out without an answer"] if self.unanswered else []),
+        ]
+        return RunStatus(
+            step=min(self.step + 1, self.options.steps),
+            steps=self.options.steps,
+            doing=self.doing,
+            detail=", ".join(detail),
+            version=self.version,
+            elapsed_s=time.monotonic() - self.started,
+            reward=self.recent[-1].reward if self.recent else None,
+            left_s=self.left_s(),
         )
 
 
@@ -103,6 +127,7 @@ async def produce(run: Run) -> None:
             run.say(f"problem {number} is left out: {error}")
             run.positions.consume([number])
             run.left_out += 1
+            run.unanswered += 1
             if run.left_out >= LEFT_OUT * run.options.groups_per_step:
                 raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
             continue

@@ -183,7 +183,7 @@ def test_a_signal_stops_a_running_job_and_the_weights_stay(
 ) -> None:
     output = tmp_path / "output"
     with submitter(launched, output, "rl", *options(launched, tmp_path)) as job:
-        until(lambda: "\nstep   2 " in output.read_text() or job.poll(), JOB_S, "the second step")
+        until(lambda: "\nstep   2 of" in output.read_text() or job.poll(), JOB_S, "the second step")
         assert job.poll() is None, output.read_text()
         (name,) = live_jobs(launched)
         status, refusal = said(launched, "rl", "--steps", "1")

@@ -12,6 +12,7 @@ import httpx
 
 from app.client.connection import AsyncFleetClient
 from app.client.program_options import parse
+from app.client.run_display import Display
 from app.jobs import metrics
 from app.jobs.environments.environment import Single
 from app.jobs.groups import Rollout
@@ -167,8 +168,10 @@ async def run_job(
     environment = Single(CountingTask())
     async with fleet.client() as client:
         environments = (environment, Single(CountingTask(held_out)))
-        run = await prepared(client, options, environments, path, time.monotonic())
+        run = await prepared(client, options, environments, path, Display(), time.monotonic())
         if seen is not None:
-            run.held_out = Watched(environment, lambda: seen.append(f"{run.state()} {run.sampling.is_set()}"))
+            run.held_out = Watched(
+                environment, lambda: seen.append(f"{run.status().line()} {run.sampling.is_set()}")
+            )
         await asyncio.wait_for(loop(run, trackers), 20)
     return metrics.records(path)

@@ -12,6 +12,7 @@ import pytest
 
 from app.client.connection import AsyncFleetClient, FleetError
 from app.client.program_options import parse
+from app.client.run_display import Display
 from app.jobs.environments.environment import Single
 from app.jobs.grpo import require_fleet
 from app.jobs.options import JobOptions
@@ -203,7 +204,7 @@ def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
     options = parse(JobOptions, [])
     policy = Policy(client=FakeFleet().client(), model="m", max_tokens=1)
     environment = Single(CountingTask())
-    run = Run(options, environment, environment, policy, tmp_path / "m", version=4, in_flight=6)
-    shown = run.state()
-    assert "step 1 of 20: waiting for answers; 6 prompts in flight (48 rollouts), 0 of 12 groups" in shown
+    run = Run(options, environment, environment, policy, tmp_path / "m", 4, Display(), in_flight=6)
+    shown = run.status().line()
+    assert "step 1 of 20: waiting for answers; 0 of 12 groups ready, 6 prompts in flight (48 rollo" in shown
     assert "version 4" in shown

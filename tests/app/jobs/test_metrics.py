@@ -73,8 +73,12 @@ def test_a_truncated_last_line_does_not_spoil_the_next_one(kept: int, tmp_path: 
 
 
 def test_a_record_is_a_line_for_a_person() -> None:
-    line = record(3).line()
-    assert line.startswith("step   3  reward 0.500  version 7  staleness 1.0  100 tokens/s  loss +0.1250")
+    made = replace(record(3), groups_dropped=4, groups_filtered=5, unanswered=6)
+    line = made.line(20, left_s=150)
+    assert line.startswith(
+        "step   3 of 20  reward 0.500  version 7  staleness 1.0  100 tokens/s  loss +0.1250"
+    )
+    assert "1.5 s, 2 min left  left out: 6 with equal rewards, 4 too stale, 6 unanswered  '6 + 2 = 8'" in line
 
 
 @pytest.mark.parametrize(("share", "spoken_of"), [(None, False), (0.5, False), (0.017, True), (0, True)])
@@ -97,7 +101,7 @@ def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_finite_loss_is_shown() -> None:
-    assert "loss none" in replace(record(1), trainer={"loss": None, "skipped": True}).line()
+    assert "loss none" in replace(record(1), trainer={"loss": None, "skipped": True}).line(2, None)
 
 
 @pytest.mark.parametrize("wanted", list(Tracking))
@@ -129,4 +133,7 @@ def test_the_curve_of_a_run_is_drawn_without_colours() -> None:
     pytest.importorskip("plotext")
     drawn = reward_curve([replace(record(step), reward=step / 4) for step in (1, 2, 3)])
     assert "0.75" in drawn and "0.25" in drawn and "\x1b" not in drawn
+    assert drawn.splitlines()[-1].split() == ["1", "2", "3"], "there is no step 1.5"
+    drawn = reward_curve([replace(record(step), reward=step / 4) for step in range(1, 31)])
+    assert drawn.splitlines()[-1].split() == ["1", "5", "9", "13", "17", "21", "25", "29"]
     assert reward_curve([record(1)]) == ""
