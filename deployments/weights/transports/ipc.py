@@ -1,8 +1,8 @@
 """Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
 Each trainer rank has a channel (`ipc_channel`). Workers on its GPU open it when they connect; a worker on a
-GPU
-without a trainer rank opens another one's and copies each chunk to its own GPU first. A round is one payload:
+GPU without a trainer rank opens another one's and copies each chunk to its own GPU first. A round is one
+payload:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
