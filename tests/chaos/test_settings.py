@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from app.settings.config import parse_config
-from tests.chaos.faults import Phase, cases, sample
+from tests.chaos.faults import Phase, cases
 from tests.chaos.launching import SETTINGS
 from tests.fleet.deployed import merged, settings
 
@@ -16,10 +16,3 @@ def test_cases_have_names_of_their_own_and_cover_every_phase() -> None:
     every = cases()
     assert len({case.name for case in every}) == len(every)
     assert {case.phase for case in every} == set(Phase)
-
-
-def test_the_sample_depends_on_the_seed_alone_and_has_different_targets() -> None:
-    every = cases()
-    first = sample(every, 3, "12")
-    assert sample(every, 3, "12") == first != sample(every, 3, "13")
-    assert len({case.targets for case in first}) == 3

@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.command.deploy import read_serve_file
-from app.settings.config import parse_config
-from app.settings.section import ConfigError
 from app.settings.security import read_tokens
 from deployments.controller.journal import NAME, Journal, JournalError
 from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
@@ -27,7 +23,6 @@ from deployments.protocol.routing import demand_of
 from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
 from deployments.weights.store.versions import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
-from deployments.weights.wire.cuda_ipc_handles import decode_payload
 from trainers.trajectory import parse_trajectories
 
 EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "60"))
@@ -104,14 +99,6 @@ HANDLE = objects_with(
 )
 
 
-@pytest.mark.slow
-@given(st.dictionaries(st.text(max_size=3), HANDLE | JSON, max_size=2) | JSON)
-@fuzzed
-def test_ipc_handles(handles: Any) -> None:
-    with suppress(ValueError):
-        decode_payload({"ipc_handles": handles})
-
-
 @given(
     JSON.map(json.dumps)
     | st.binary(max_size=60)
@@ -177,55 +164,6 @@ def test_journals(lines: list[bytes], at: int, damage: bytes) -> None:
         Path(directory, NAME).write_bytes(content)
         with suppress(JournalError):
             Journal(Path(directory)).close()
-
-
-FIELDS = [
-    "model",
-    "engine",
-    "weights",
-    "router",
-    "trainer",
-    "store",
-    "security",
-    "device",
-    "placement",
-    "state_dir",
-]
-SECTION = st.dictionaries(
-    st.sampled_from(
-        ["num_replicas", "extra", "env", "host", "token_file", "transport", "path", "keep", "lease_s"]
-    ),
-    JSON,
-    max_size=4,
-)
-
-
-@pytest.mark.slow
-@given(JSON | st.dictionaries(st.sampled_from(FIELDS), SECTION | JSON, max_size=6))
-@fuzzed
-def test_configurations(data: Any) -> None:
-    with suppress(ConfigError):
-        parse_config(data)
-
-
-@pytest.mark.slow
-@given(
-    st.text(max_size=60)
-    | st.dictionaries(
-        st.sampled_from(["http_options", "applications"]),
-        st.dictionaries(st.sampled_from(["host", "port"]), JSON, max_size=2)
-        | st.lists(st.dictionaries(st.sampled_from(["args", "name"]), JSON, max_size=2), max_size=2)
-        | JSON,
-        max_size=2,
-    ).map(yaml.safe_dump)
-)
-@fuzzed
-def test_serve_files(text: str) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory, "serve.yaml")
-        file.write_text(text, encoding="utf-8", errors="replace")
-        with suppress(ConfigError):
-            read_serve_file(file)
 
 
 # -- answers of an engine --------------------------------------------------------------------------

@@ -151,13 +151,6 @@ async def test_refused_request_is_sent_to_another_replica() -> None:
         assert (await client.post("/whole", content=b"x")).headers["x-slipstream-replica"] == "a"
 
 
-async def test_replica_lost_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
-    async with service("a") as (_, router, client):
-        text = (await client.get("/stream?events=2&break=1")).text
-        assert text.rstrip().split("\n\n")[-1].startswith('data: {"error": {"type": "replica_unavailable"')
-        assert router.in_flight == 0
-
-
 async def test_demand_that_is_not_met_is_a_conflict() -> None:
     async with service("a") as (_, _, client):
         answer = await client.get("/text", headers={"x-min-weight-version": "8"})

@@ -4,7 +4,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.deployments.routed_fleet import Fleet, service
@@ -115,18 +114,6 @@ async def test_client_cannot_ask_for_a_part() -> None:
             "/v1/completions", json={"prompt": "a"}, headers={"x-slipstream-part": "5,5"}
         )
         assert answer.json()["choices"][0]["index"] == 0
-
-
-async def test_list_counts_as_a_whole() -> None:
-    async with service("a", "b", max_body_bytes=10_000, max_sequences=15, max_in_flight=1) as (
-        fleet,
-        _,
-        client,
-    ):
-        answer = await client.post("/v1/completions", json={"prompt": PROMPTS, "n": 2})
-        assert answer.status_code == 400 and "got 16" in answer.json()["error"]["message"]
-        assert (await client.post("/v1/completions", json={"prompt": PROMPTS})).status_code == 200
-        assert [len(lists) for lists in asked_of(fleet).values()] == [1, 1], "and has one place"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -257,17 +244,3 @@ async def test_client_disconnect_aborts_all_parts() -> None:
             await anext(answer.aiter_raw())
         await until(lambda: [each.completions.cancelled for each in fleet.engines.values()] == [1, 1])
         await until(lambda: router.in_flight == 0)
-
-
-async def test_request_that_is_cancelled_before_its_answer_ends_all_parts() -> None:
-    async with service("a", "b", **ROOM) as (fleet, router, _):
-        # Serve cancels the router's task when the client of an answer that has not begun goes away.
-        transport = httpx.ASGITransport(app=router)
-        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as direct:
-            asked = {"prompt": ["slow", *PROMPTS[:6], "slow"]}
-            waiting = asyncio.create_task(direct.post("/v1/completions", json=asked))
-            await until(lambda: all(each.completions.bodies for each in fleet.engines.values()))
-            await asyncio.sleep(0.05)
-            waiting.cancel()
-            await until(lambda: [each.completions.cancelled for each in fleet.engines.values()] == [1, 1])
-            assert router.in_flight == 0

@@ -150,18 +150,6 @@ def test_each_token_is_moved_by_its_own_advantage(tmp_path: Path) -> None:
     assert after.logprobs[0] > answer.logprobs[0] and after.logprobs[1] < answer.logprobs[1]
 
 
-def test_a_learner_restarted_without_moments_continues_its_schedule(tmp_path: Path) -> None:
-    policy = tiny.policy(tmp_path)
-    straight, second = Learner(policy, CONFIG), Learner(policy, CONFIG)
-    batch = on_policy(policy, ANSWERS)
-    straight.step(batch)
-    straight.step(batch)
-    second.restart(1, keep_moments=False)
-    metrics = second.step(batch)
-    assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(0.5e-3)
-    assert second.step(batch)["learning_rate"] == straight.step(batch)["learning_rate"]
-
-
 def test_a_restarted_learner_has_the_configured_rate_in_every_step(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
     batch = on_policy(policy, ANSWERS)

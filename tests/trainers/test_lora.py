@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load, load_file
 
 from tests.trainers import tiny
@@ -170,20 +169,6 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left"):
         assert policy.adapter is not None
         policy.adapter.write(tmp_path / "adapter")
-
-
-def test_files_of_the_same_tensors_are_the_same_bytes(tmp_path: Path) -> None:
-    adapter = adapted(tmp_path).adapter
-    assert adapter is not None
-    metadata = {"fleet_id": "a \u00fc", "trainer_step": "1"}
-    first = adapter.files(dtype=torch.bfloat16, metadata=metadata)
-    # safetensors itself orders them anew in each call.
-    assert all(equal(adapter.files(dtype=torch.bfloat16, metadata=metadata), first) for _ in range(8))
-    (tmp_path / TENSORS).write_bytes(first[TENSORS].numpy())
-    with safe_open(tmp_path / TENSORS, framework="pt") as tensors:
-        assert tensors.metadata() == {"format": "pt", **metadata}
-        for name in adapter.tensors():
-            assert torch.equal(tensors.get_tensor(name), adapter.tensors()[name].bfloat16())
 
 
 def adapted_rank(rank: int, directory: Path) -> None:

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from tests.trainers import tiny
 from trainers.learner import Learner
-from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=16)
@@ -68,8 +67,3 @@ def test_checkpointing_changes_no_number(tmp_path: Path, kind: str, lora: LoraCo
     for _, made in others:
         assert all(torch.equal(left, right) for left, right in zip(expected, made, strict=True))
     assert all(kept < all_kept / 2 for kept, _ in others)
-
-
-def test_an_unknown_dtype_of_products_is_refused() -> None:
-    with pytest.raises(ValidationError, match="compute_dtype"):
-        TrainerConfig(compute_dtype="float16")

@@ -100,13 +100,6 @@ def test_the_blocks_of_a_line_are_those_that_torch_finds(groups: list[tuple[int,
             assert left.dtype == right.dtype and torch.equal(left, right)
 
 
-def test_lines_are_full() -> None:
-    answers = [tiny.trajectory((p,), tuple([2] * length)) for p in range(40) for length in (3, 5, 7, 9, 40)]
-    plan = plan_lines(answers, token_budget=100)
-    tokens = 40 * (1 + 3 + 5 + 7 + 9 + 40)
-    assert len(plan) <= 1.1 * tokens / 100
-
-
 def test_a_long_prompt_is_repeated_only_for_completions_that_are_longer() -> None:
     answers = [tiny.trajectory((3,) * 50, (4,) * length) for length in (20, 20, 20)]
     answers.append(tiny.trajectory((5,), (6,) * 20))

@@ -91,14 +91,6 @@ def test_resident_tensors_equal_those_of_an_iteration_and_change_with_the_model(
         assert tensor.untyped_storage().data_ptr() in own
 
 
-def test_resident_tensors_have_the_dtype_before_the_cast() -> None:
-    source = ParameterSource(tiny.model("qwen3"), dtype=torch.bfloat16)
-    resident = source.resident()
-    assert resident is not None and {tensor.dtype for tensor in resident} == {torch.float32}
-    for (name, yielded), tensor in zip(source, resident, strict=True):
-        assert torch.equal(tensor.to(torch.bfloat16), yielded), name
-
-
 def test_a_replaced_parameter_makes_a_new_resident_list() -> None:
     model = tiny.model("qwen3")
     source = ParameterSource(model)

@@ -79,10 +79,6 @@ def test_tokens_are_sorted_by_staleness() -> None:
     assert found["rollout_kl_staleness_0"] == 0.0
 
 
-def test_a_version_newer_than_the_trainers_own_is_not_stale() -> None:
-    assert metrics(tokens([-1.0], versions=[9]), published=7)["staleness_max"] == 0
-
-
 def test_the_engines_are_compared_under_the_same_weights_alone() -> None:
     batch = tokens([-1.0] * 3, rollout=[-1.1, -0.7, -5.0], versions=[7, 7, 6], lengths=[3])
     found = metrics(batch, published=7)

@@ -1,6 +1,5 @@
 import json
 import struct
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -95,29 +94,9 @@ def test_a_completion_to_imitate_needs_tokens_alone() -> None:
         imitated({"prompt_token_ids": [1]})
 
 
-def test_a_trajectory_written_as_json_is_read_again() -> None:
-    (read,) = parse(GOOD | {"loss_mask": [False, True], "advantage": [0, 0.5], "constrained": [True, False]})
-    assert read.constrained == (True, False)
-    assert parse(json.loads(json.dumps(asdict(read)))) == [read]
-    assert parse(json.loads(json.dumps(asdict(parse(GOOD)[0])))) == parse(GOOD)
-
-
-def test_a_missing_field_is_named() -> None:
-    with pytest.raises(ValueError, match="logprobs: Field required"):
-        parse({name: value for name, value in GOOD.items() if name != "logprobs"})
-
-
 def test_every_problem_is_counted_and_the_first_are_named() -> None:
     with pytest.raises(ValueError, match=r"trajectory 0.*trajectory 2: .*; and 7 more"):
         parse(*[GOOD | {"advantage": float("nan")}] * 10)
-
-
-@pytest.mark.parametrize("entries", [None, {}, "abc", 3])
-def test_anything_but_a_list_is_refused(entries: object) -> None:
-    with pytest.raises(ValueError, match="non-empty list"):
-        parse_trajectories(entries, vocabulary_size=10, max_length=8)
-    with pytest.raises(ValueError, match="an empty list"):
-        parse()
 
 
 # -- batches as arrays say what the same batches say as objects ------------------------------------
@@ -225,12 +204,6 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], sentence: s
     arrays = load(to_bytes([ONE, OTHER])) | changes
     with pytest.raises(ValueError, match=sentence):
         from_bytes(save({name: each for name, each in arrays.items() if each is not None}))
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 64, to_bytes([ONE])[:-1]])
-def test_what_is_no_safetensors_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match="expected trajectories as arrays in the safetensors format"):
-        from_bytes(content)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])

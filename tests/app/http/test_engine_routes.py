@@ -118,13 +118,6 @@ async def test_refusal_of_the_controller_is_returned(
     assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict")
 
 
-async def test_fleet_is_awake_when_every_replica_is(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    controller.sleepers = {controller.serving[1]}
-    assert (await fleet.post("/wake_up")).json() == {"status": "sleeping", "tags": None}
-
-
 async def test_cache_that_one_replica_cannot_reset_is_no_success(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:

@@ -172,14 +172,6 @@ def test_hostile_pickle_is_refused_quickly_and_in_little_memory(kind: str) -> No
     assert peak < (64 << 20) + 100 * len(data)
 
 
-@pytest.mark.slow
-@given(st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
-def test_any_bytes_are_handles_or_refused(data: bytes) -> None:
-    with contextlib.suppress(InvalidRequest):
-        read_handles(base64.b64encode(P.PROTO + b"\4" + data + STOP).decode())
-
-
 OPCODES = st.sampled_from([opcode.code.encode("latin-1") for opcode in pickletools.opcodes])
 PIECES = st.one_of(
     OPCODES,
@@ -211,14 +203,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=10,
 )
-
-
-@pytest.mark.slow
-@given(JSON)
-@settings(max_examples=200, deadline=None)
-def test_any_payload_is_passed_on_or_refused(payload: Any) -> None:
-    with contextlib.suppress(InvalidRequest):
-        refuse_or_restrict(payload, allowed=True)
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])

@@ -138,13 +138,6 @@ async def test_world_size_counts_all_workers_or_those_of_one_replica(
     assert (await fleet.get(f"/get_world_size{query}")).json() == {"world_size": size}
 
 
-async def test_world_size_of_no_replicas_is_zero(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    controller.serving = ()
-    assert (await fleet.get("/get_world_size?include_dp=false")).json() == {"world_size": 0}
-
-
 async def test_weight_version_is_the_label_or_the_number(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:

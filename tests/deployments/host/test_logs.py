@@ -32,11 +32,6 @@ def test_an_answer_is_a_line_and_a_fault_keeps_its_trace(
     assert (record.levelname, record.getMessage(), bool(record.exc_info)) == (level, message, traced)
 
 
-def test_modules_that_share_it_filter_once() -> None:
-    filters = list(serve_logger().filters)
-    assert serve_logger().filters == filters
-
-
 CONFIGURED = """
 import logging.config, sys
 from contextlib import nullcontext

@@ -47,13 +47,6 @@ def test_every_route_of_vllm_is_passed_ours_or_refused_with_a_reason() -> None:
     assert PASSED.keys() | REFUSED.keys() <= {p for _, p in theirs} | {"/docs/oauth2-redirect"}
 
 
-def test_listed_routes_pass() -> None:
-    for path, methods in PASSED.items():
-        for method in methods:
-            require_passed(method, path.replace("{response_id}", "resp_0a-1"))
-            require_passed("OPTIONS", path)
-
-
 @pytest.mark.parametrize("path", [path for path in REFUSED if "{" not in path])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "post"])
 def test_routes_that_change_an_engine_are_refused_with_a_reason(method: str, path: str) -> None:

@@ -118,10 +118,3 @@ async def test_lost_controller_is_not_waited_for() -> None:
     fleet.contact = False
     assert await fleet.leave(lost_contact_s=0.2) < 1
     assert fleet.happened == ["stop with 1", "last report"]
-
-
-async def test_failed_replica_waits_for_nothing() -> None:
-    fleet = Fleet(running=1, releases=False)
-    fleet.failed = True
-    assert await fleet.leave() < 0.5
-    assert fleet.happened == ["stop with 1"]

@@ -112,15 +112,3 @@ async def test_engine_processes_that_do_not_exit_are_killed(
         assert "engine did not exit within 0.05 s, killing its processes" in caplog.messages
     finally:
         llm.ended.set()
-
-
-async def test_engine_stop_is_idempotent(process: BaseProcess) -> None:
-    """The follower stops a fenced engine; Serve, when it ends the replica, asks again."""
-    llm = HungLlm(process, shutdown_hangs=False)
-    engine = await engine_of(llm)
-    first = asyncio.create_task(engine.stop())
-    await asyncio.sleep(0)
-    first.cancel()
-    await engine.stop()
-    await engine.stop()
-    assert llm.shutdowns == 1

@@ -46,12 +46,6 @@ def test_engine_abort_route_does_not_pass(server: FastAPI) -> None:
         require_passed("POST", "/inference/v1/abort_requests")
 
 
-def test_development_routes_are_disabled(server: FastAPI) -> None:
-    """vLLM's development routes are not switched on: nothing but the list stands before those that are."""
-    paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
-    assert not paths & {"/collective_rpc", "/pause", "/update_weights", "/server_info", "/sleep"}
-
-
 def test_operator_can_disable_scale_out() -> None:
     spec = EngineSpec(
         model="m", served_model_name="m", backend="x", staging="host", arguments={"enable_scale_out": False}

@@ -56,11 +56,6 @@ def test_errors_have_the_fleets_format() -> None:
     assert own == {"error": {"message": "m", "type": "t", "detail": {}}}
 
 
-def test_body_that_is_no_json_object_is_unchanged() -> None:
-    for body in (b"plain", b"[1]", b""):
-        assert annotate_json(body, recorder(), 200) == body
-
-
 def test_stream_is_parsed_only_after_a_choice_has_finished() -> None:
     made = SpanRecorder(3)
     annotate = StreamAnnotator(made)
@@ -167,12 +162,6 @@ def test_log_probabilities_name_tokens_in_both_formats() -> None:
     assert named == [(17, "token_id:17", -0.5), (3, "token_id:3", -1.5)]
     alternatives = [each["token"] for each in choice["logprobs"]["content"][0]["top_logprobs"]]
     assert alternatives == ["token_id:17", "token_id:18"]
-
-
-def test_vllms_own_model_reads_the_answer() -> None:
-    answer = generated(request_id="a", model="tiny", created=1)
-    body = annotate_json(json.dumps(answer.model_dump()).encode(), SpanRecorder(4), 200)
-    assert GenerateTokensResponse.model_validate_json(body).choices == answer.choices
 
 
 def test_other_log_probabilities_are_unchanged() -> None:

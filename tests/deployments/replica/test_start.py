@@ -12,7 +12,7 @@ from unittest.mock import DEFAULT, AsyncMock, MagicMock
 import pytest
 import torch
 
-from deployments.protocol.errors import FleetUnavailable, JournalError
+from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import InitialWeights, JoinAnswer, Unloadable
 from deployments.replica import replica
 from deployments.replica.replica import Replica, find_first_weights
@@ -45,12 +45,6 @@ def stored(tmp_path: Path, version: int) -> JoinAnswer:
 
 
 UNUSED = InitialCheckpoint("/no/such/model")
-
-
-async def test_pinned_version_is_loaded(tmp_path: Path) -> None:
-    ask = Answers(FleetUnavailable("not yet"), stored(tmp_path, 4))
-    answer = await find_first_weights(ask, UNUSED, ask_again_s=0)
-    assert answer.version == 4 and ask.asked == [None, None]
 
 
 async def test_join_without_an_answer_is_repeated(tmp_path: Path) -> None:

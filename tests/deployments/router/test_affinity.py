@@ -89,16 +89,6 @@ def test_body_without_a_block_of_prompt_has_no_hashes(body: bytes) -> None:
     assert block_hashes(body) == []
 
 
-def test_name_inside_of_a_text_is_not_taken_for_the_prompt() -> None:
-    quoted = json.dumps({"user": 'he says "messages": ' + "x" * 1000, "n": 1}).encode()
-    assert block_hashes(quoted) == []
-
-
-@given(st.binary(max_size=2000))
-def test_any_body_has_bounded_hashes(body: bytes) -> None:
-    assert len(block_hashes(body)) <= len(BLOCK_ENDS)
-
-
 def test_work_is_bounded() -> None:
     """Bytes behind the limit change nothing: they are not read."""
     text = "a" * (2 * MAX_BYTES)
@@ -129,13 +119,6 @@ def test_each_replica_has_the_longest_beginning_that_it_was_sent() -> None:
     assert held(affinity, [*PROMPT, 105]) == {"long": 4, "short": 2}
     assert held(affinity, PROMPT[:1]) == {"long": 1, "short": 1}
     assert held(affinity, [9]) == held(affinity, []) == {}
-
-
-def test_longest_come_first() -> None:
-    affinity = Affinity()
-    for number in (2, 4, 1, 3):
-        send(affinity, f"r{number}", PROMPT[:number])
-    assert list(affinity.holders(PROMPT, 1)) == [(BLOCK_ENDS[n - 1], [f"r{n}"]) for n in (4, 3, 2, 1)]
 
 
 def test_prefixes_of_versions_are_separate() -> None:

@@ -64,13 +64,6 @@ def test_repetition_is_refused_for_ten_minutes() -> None:
     deadly.check(identity())
 
 
-@pytest.mark.parametrize("other", [identity(b"[]"), identity(path="/tokenize"), identity(method="PUT")])
-def test_another_request_is_not_refused(other: RequestIdentity) -> None:
-    deadly = DeadlyRequests(Clock())
-    refuse(deadly, identity())
-    deadly.check(other)
-
-
 def test_request_without_a_body_is_refused_but_not_remembered() -> None:
     deadly = DeadlyRequests(Clock())
     with pytest.raises(DeadlyRequest) as raised:
@@ -95,18 +88,6 @@ def test_memory_of_refused_requests_is_bounded() -> None:
     assert len(deadly) == 1
 
 
-def test_second_refusal_extends_the_quarantine() -> None:
-    clock = Clock()
-    deadly = DeadlyRequests(clock)
-    refuse(deadly, identity())
-    clock.now += 400
-    refuse(deadly, identity(b"other"))
-    refuse(deadly, identity())  # it was under way when its twin was refused
-    clock.now += 400
-    with pytest.raises(DeadlyRequest, match="refused for 200 s"):
-        deadly.check(identity())
-
-
 def test_stream_that_loses_two_replicas_is_refused() -> None:
     clock = Clock()
     deadly = DeadlyRequests(clock)
@@ -117,19 +98,6 @@ def test_stream_that_loses_two_replicas_is_refused() -> None:
     with pytest.raises(DeadlyRequest, match="refused for 600 s"):
         deadly.check(identity())
     deadly.check(identity(b"other"))
-
-
-def test_loss_of_a_stream_counts_for_ten_minutes() -> None:
-    clock = Clock()
-    deadly = DeadlyRequests(clock)
-    deadly.cut_off(identity(), "a")
-    deadly.lost(identity(), ["a"])  # its twin, which had not begun
-    with pytest.raises(DeadlyRequest, match=r"2 replicas were lost under this request \(a, b\)"):
-        deadly.lost(identity(), ["b"])
-    deadly.cut_off(identity(b"other"), "a")
-    clock.now += REFUSED_FOR_S
-    deadly.lost(identity(b"other"), ["b"])
-    assert not deadly.cut_off(identity(b"other"), "b")
 
 
 @pytest.mark.slow

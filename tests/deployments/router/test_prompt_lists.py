@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from deployments.router.prompt_lists import (
     BATCH_CHAT,
     COMPLETIONS,
-    MIN_SEQUENCES,
     MergedStream,
     PartFailed,
     Share,
@@ -72,14 +71,6 @@ def test_other_and_invalid_prompts_are_not_split(asked: dict[str, Any]) -> None:
     assert of(asked) is None
 
 
-def test_other_routes_are_not_divided() -> None:
-    asked = {"prompt": ["a", "b"]}
-    assert of(asked) is not None
-    assert of(asked, "/v1/completions/render") is None
-    assert of(asked, method="GET") is None
-    assert of({"messages": CHAT}, BATCH_CHAT) is None, "one conversation, which vLLM refuses"
-
-
 def sizes(prompts: int, answers: int, loads: dict[str, int]) -> dict[str, int]:
     return {share.replica_id: share.stop - share.start for share in split_prompts(prompts, answers, loads)}
 
@@ -99,21 +90,10 @@ def test_busy_replica_gets_less_and_a_very_busy_one_nothing() -> None:
     assert sizes(8, 1, {"a": 0, "b": 50}) == {}
 
 
-def test_small_lists_stay_together() -> None:
-    assert sizes(2 * MIN_SEQUENCES - 1, 1, {"a": 0, "b": 0}) == {}
-    assert sizes(2 * MIN_SEQUENCES, 1, {"a": 0, "b": 0}) == {"a": MIN_SEQUENCES, "b": MIN_SEQUENCES}
-    # Ten sequences are worth two replicas, not four.
-    assert len(sizes(10, 1, {"a": 0, "b": 0, "c": 0, "d": 0})) == 2
-
-
 def test_answers_to_a_prompt_stay_together() -> None:
     assert sizes(1, 64, {"a": 0, "b": 0}) == {}
     assert sizes(2, 64, {"a": 0, "b": 0, "c": 0}) == {"a": 1, "b": 1}
     assert sizes(3, 64, {"a": 0, "b": 0}) in ({"a": 2, "b": 1}, {"a": 1, "b": 2})
-
-
-def test_one_replica_or_none_gets_it_whole() -> None:
-    assert split_prompts(100, 1, {"a": 0}) == [] == split_prompts(100, 1, {})
 
 
 @pytest.mark.slow
@@ -189,10 +169,6 @@ def test_merged_stream_rewrites_only_events_about_the_whole() -> None:
         "weight_version": 8,
     }
     assert (done, nothing) == (b"data: [DONE]", b"")
-
-
-def test_without_usage_the_stream_ends_with_done_alone() -> None:
-    assert MergedStream(2).end() == b"data: [DONE]\n\n"
 
 
 def test_error_of_a_part_is_one_of_the_whole() -> None:

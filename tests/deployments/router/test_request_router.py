@@ -32,12 +32,6 @@ async def test_demand_in_the_arguments_decides() -> None:
     assert await chosen([old, new], None) == [[old, new]]
 
 
-async def test_replica_that_has_not_reported_yet_may_be_chosen() -> None:
-    unknown = replica("unknown")
-    fenced = replica("fenced", version=5, admitted=False, in_flight={})
-    assert await chosen([unknown, fenced], pending(Demand())) == [[unknown]]
-
-
 async def test_census_is_filled_in() -> None:
     census = Census()
     busy = replica("busy", version=5, admitted=True, in_flight={"r": 9})

@@ -13,7 +13,6 @@ from ray.serve.exceptions import BackPressureError
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
-from deployments.router.forwarding import MAX_REFUSALS
 from deployments.router.router_limits import RETRY_AFTER_S
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
@@ -59,29 +58,12 @@ async def test_replica_death_before_first_byte_is_retried(failure: bytes) -> Non
         assert fleet.router.in_flight == 0
 
 
-async def test_choice_knows_how_many_requests_are_at_each_replica() -> None:
-    async with scene(REFUSAL, OK) as fleet:
-        await fleet.client.get("/")
-        await fleet.client.get("/")
-        first, second, third, _ = fleet.handle.demands
-        assert (dict(first.in_flight), dict(second.in_flight)) == ({}, {"r0": 0})
-        assert dict(third.in_flight) == {"r0": 0, "r1": 0}
-
-
 async def test_when_every_replica_refuses_the_last_reason_is_in_the_answer() -> None:
     async with scene(REFUSAL, timeout_s=0.2) as fleet:
         with pytest.raises(FleetUnavailable, match=r"within 0\.2 s: it sleeps$") as raised:
             await fleet.client.get("/")
         assert raised.value.detail == {"retry_after_s": RETRY_AFTER_S}
         assert fleet.router.in_flight == 0
-
-
-@pytest.mark.slow
-async def test_request_remembers_the_last_refusals_only() -> None:
-    async with scene(*[REFUSAL] * (MAX_REFUSALS + 1), OK) as fleet:
-        assert (await fleet.client.get("/")).text == "ok"
-        last = fleet.handle.demands[-1].refused
-        assert last == tuple(f"r{index}" for index in range(1, MAX_REFUSALS + 1))
 
 
 async def test_back_pressure_of_serve_is_a_reason_to_try_again() -> None:

@@ -284,14 +284,6 @@ def test_a_server_stops_when_it_is_idle_and_when_its_owner_has_stopped(
     assert not owned.exists()
 
 
-def test_a_fork_can_set_its_title(environment: dict[str, str]) -> None:
-    environment[MODULES] = "setproctitle"
-    show = "print(open('/proc/self/cmdline').read())"
-    command = client("-c", f"import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); {show}")
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert output.stdout.startswith("VLLM::EngineCore")
-
-
 def test_what_multiprocessing_spawns_in_a_fork_is_a_fork_too(
     environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -191,14 +191,6 @@ async def test_failed_read_leaves_no_adapter(tmp_path: Path, adapters: EngineAda
     assert llm.loaded == {} and llm.reading == {}
 
 
-async def test_engine_without_lora_rejects_adapters(
-    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
-) -> None:
-    llm.vllm_config.lora_config = None
-    with pytest.raises(PayloadRejected, match="enable_lora"):
-        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
-
-
 async def test_repeated_load_changes_nothing(tmp_path: Path, adapters: EngineAdapters) -> None:
     one = adapter(save_tiny_adapter(tmp_path / "a", 1))
     await adapters.load(one)

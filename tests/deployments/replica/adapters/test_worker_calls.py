@@ -132,18 +132,6 @@ async def test_worker_on_another_host_makes_all_calls_go_through_vllm(
     assert await calls("name") == ["vllm", "vllm"]
 
 
-@pytest.mark.parametrize("turns", range(5))
-async def test_unused_connection_is_closed(calls: WorkerCalls, workers: Workers, turns: int) -> None:
-    workers.elsewhere, workers.turns = {0}, turns
-    await calls.connect()
-    await asyncio.to_thread(workers.threads[0].join, 20)
-    assert not workers.threads[0].is_alive()
-
-
-async def test_calls_before_connect_go_through_vllm(calls: WorkerCalls) -> None:
-    assert await calls("name") == ["vllm", "vllm"]
-
-
 async def test_wait_for_connections_has_a_deadline(
     calls: WorkerCalls, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CompilationMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from deployments.weights.staging.cpu_shadow import (
@@ -12,7 +12,6 @@ from deployments.weights.staging.cpu_shadow import (
     CpuShadowStaging,
     blank_parameters,
     check_cpu_memory,
-    cpu_shadow_staging,
 )
 from deployments.weights.wire.chunk_layout import plan_chunks
 
@@ -104,13 +103,6 @@ def test_a_second_copy_that_does_not_fit_is_refused_with_the_sizes() -> None:
         ValueError, match=r"^a second copy of the weights needs 1048576\.0 GiB, and the KV cache"
     ):
         check_cpu_memory(VllmConfig(), 1 << 50)
-
-
-def test_an_engine_that_compiles_is_refused(live: Model) -> None:
-    config = VllmConfig()
-    config.compilation_config.mode = CompilationMode.VLLM_COMPILE
-    with pytest.raises(ValueError, match="it is compiled"):
-        cpu_shadow_staging(config, live)
 
 
 class Tied(torch.nn.Module):

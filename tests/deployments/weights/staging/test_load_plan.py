@@ -148,15 +148,6 @@ def test_a_plan_that_left_parameters_unfilled_is_not_used_again(chunk: Chunk) ->
     assert not one_round(plans, chunk, 3, model.load)
 
 
-def test_plans_of_former_layouts_are_forgotten(chunk: Chunk) -> None:
-    plans, model = LoadPlans(), Model()
-    one_round(plans, chunk, 1, model.load)
-    plans.confirm({chunk})
-    assert len(plans) == 1
-    plans.confirm(set())
-    assert len(plans) == 0 and not one_round(plans, chunk, 2, model.load)
-
-
 def test_a_plan_is_prepared_again_where_its_memory_was_released(chunk: Chunk) -> None:
     plans, model = LoadPlans(), Model()
     one_round(plans, chunk, 1, model.load)

@@ -75,13 +75,6 @@ def test_vllm_has_the_native_engines_and_no_others(record: Transport) -> None:
     assert record.native is is_vllms
 
 
-@every_record
-def test_init_info_has_the_defaults_of_the_record(record: Transport) -> None:
-    info = trainer_init_info(record.backend, facts())
-    assert (info.backend, info.rank, info.chunk_bytes) == (record.backend, 0, record.chunk_bytes)
-    assert trainer_init_info(record.backend, facts(chunk_bytes=1 << 20)).chunk_bytes == 1 << 20
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_init_info_has_the_facts_of_the_connection(name: str) -> None:
     info = trainer_init_info(name, facts())
@@ -117,21 +110,6 @@ def test_buffers_of_vllms_ipc_engine_hold_the_largest_tensor() -> None:
 )
 def test_staging_selects_our_backend_or_vllms(transport: str, staging: str, name: str) -> None:
     assert backend(transport, staging) == name
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("x", "host"), r"^transport must be one of \['gloo', 'ipc', 'nccl', 'shm'\], got 'x'$"),
-        (("shm", "none"), r"^staging 'none' needs a transport of \['ipc', 'nccl'\], got 'shm'$"),
-        (("shm", "host", "vllm"), r"^wire 'vllm' needs a transport of \['ipc', 'nccl'\], got 'shm'$"),
-    ],
-)
-def test_unknown_backend_is_refused(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        backend(*arguments)
-    with pytest.raises(ValueError, match=r"^backend must be one of \['gloo', 'ipc', 'nccl', .*\], got 'x'$"):
-        trainer_init_info("x", facts())
 
 
 @pytest.mark.parametrize("name", ["ipc", "nccl"])

@@ -11,7 +11,6 @@ from deployments.weights.transports.vllm_packing import (
     nccl_pieces,
     one_piece,
     received_block,
-    separate_tensors,
 )
 from deployments.weights.wire.chunk_layout import describe
 
@@ -52,14 +51,6 @@ def test_the_pieces_are_those_of_vllms_packer(seed: int) -> None:
     ]
     for (name, tensor), (expected_name, expected) in zip(found, tensors, strict=True):
         assert name == expected_name and tensor.dtype == expected.dtype and torch.equal(tensor, expected)
-
-
-def test_the_same_metadata_gives_the_same_pieces() -> None:
-    """Load plans are found by them."""
-    metadata = describe([("a", torch.float32, (3, 2)), ("b", torch.bfloat16, (5,))])
-    assert nccl_pieces(**metadata, chunk_bytes=8)[1] is nccl_pieces(**metadata, chunk_bytes=8)[1]
-    assert one_piece(**metadata)[0] is one_piece(**metadata)[0]
-    assert separate_tensors(**metadata, chunk_bytes=8)[0] is separate_tensors(**metadata, chunk_bytes=8)[0]
 
 
 def test_memory_that_must_be_moved_to_be_read_is_never_taken_for_memory_of_before() -> None:

@@ -5,8 +5,6 @@ from hypothesis import strategies as st
 
 from deployments.weights.wire.chunk_layout import (
     ALIGNMENT,
-    describe,
-    layout,
     pack,
     packed_chunk,
     parse,
@@ -53,13 +51,6 @@ def test_only_a_tensor_with_a_chunk_of_its_own_may_exceed_the_chunk_size(
         assert len(chunk.entries) == 1 or last.offset + last.size_bytes <= chunk_bytes
 
 
-def test_a_description_can_be_parsed() -> None:
-    metadata = [("a.weight", torch.bfloat16, (2, 3)), ("b", torch.int8, ())]
-    description = describe(metadata)
-    assert description["dtype_names"] == ["bfloat16", "int8"]
-    assert parse(**description) == metadata
-
-
 @pytest.mark.parametrize(
     ("names", "dtypes", "shapes", "message"),
     [
@@ -81,16 +72,6 @@ def test_wrong_metadata_is_refused_with_what_was_expected(
     with pytest.raises(ValueError) as raised:
         parse(names, dtypes, shapes)
     assert str(raised.value) == message
-
-
-def test_the_same_description_has_the_same_chunks() -> None:
-    description = describe([("a", torch.float32, (2, 3)), ("b", torch.float32, (4,))])
-    assert layout(**description, chunk_bytes=1 << 20) == layout(**description, chunk_bytes=1 << 20)
-    assert layout(**description, chunk_bytes=1 << 20) != layout(**description, chunk_bytes=8)
-    with pytest.raises(
-        ValueError, match=r"^names, dtype_names and shapes must be lists of names and numbers: "
-    ):
-        layout([{}], ["float32"], [[2]], 8)  # type: ignore[list-item]
 
 
 def test_a_source_that_yields_what_it_did_not_declare_is_an_error() -> None:

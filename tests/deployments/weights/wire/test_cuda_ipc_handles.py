@@ -32,11 +32,6 @@ def test_a_payload_for_each_worker_is_encoded_one_by_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("payload", [{"names": ["a"]}, {"ipc_handles": None}])
-def test_a_payload_without_handles_is_unchanged(payload: dict[str, Any]) -> None:
-    assert encode_payload(payload) == payload and decode_payload(payload) == payload
-
-
 def test_what_is_no_handle_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^expected the 15 parts of a CUDA IPC handle, got a tuple of 2: "):
         encode_handle((1, 2))
