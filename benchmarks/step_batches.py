@@ -6,7 +6,7 @@ One fleet, and nothing is trained: the last token of each batch is outside of th
 reads and checks everything, refuses the batch and changes nothing. Three forms, each `--repeat` times, and
 the longest wait of `GET /fleet` meanwhile, which shares the router's process:
 
-    json      POST /train/step, the objects of `docs/guides/train.md`
+    json      POST /train/step, the objects of `docs/guides/losses.md`
     arrays    POST /train/step with `application/x-safetensors`, as the RL job sends it
     handle    the same bytes through a handle of the deployment, from a job in the cluster
 """

@@ -4,7 +4,7 @@
 
     def loss(tokens: LearnedTokens, config: LossConfig) -> TokenLosses: ...
 
-`docs/guides/train.md` says what a loss gets and returns, and how the trainer finds it.
+`docs/guides/losses.md` says what a loss gets and returns, and how the trainer finds it.
 """
 
 from trainers.losses import LearnedTokens, TokenLosses

@@ -61,7 +61,7 @@ class JobOptions:
     environment: Annotated[
         str | None,
         typer.Option(
-            help="calculator, verifiers (docs/guides/train.md), or package.module:factory, instead of --task"
+            help="instead of --task: calculator, verifiers (docs/guides/environments.md), package.module:name"
         ),
     ] = None
     environment_settings: Annotated[

@@ -92,8 +92,8 @@ class Verifiers:
     def __post_init__(self) -> None:
         if not Path(self.settings.python).exists():
             raise ValueError(
-                "verifiers runs in a Python of its own (docs/guides/train.md says how to make it): expected "
-                f"one at 'python', got {self.settings.python!r}"
+                "verifiers runs in a Python of its own (docs/guides/environments.md says how to make it): "
+                f"expected one at 'python', got {self.settings.python!r}"
             )
 
     @property

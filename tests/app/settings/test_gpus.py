@@ -93,7 +93,7 @@ def test_slots_are_what_replicas_and_ranks_share() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(Path("app/layouts").glob("*.yaml")), ids=lambda file: file.stem)
-def test_a_layout_needs_as_many_gpus_as_its_comment_and_the_readme_say(file: Path) -> None:
+def test_a_layout_needs_as_many_gpus_as_its_comment_and_the_page_say(file: Path) -> None:
     config = read_serve_file(file).config
     needed = total_gpus(config)
     check_gpus(config, [float(needed)])
@@ -101,7 +101,8 @@ def test_a_layout_needs_as_many_gpus_as_its_comment_and_the_readme_say(file: Pat
         check_gpus(config, [needed - 1.0])
     said = re.search(r"^# Needs (\d) GPUs? of \d+ GB", file.read_text(), re.MULTILINE)
     assert said is not None and int(said[1]) == needed
-    rows = (line.split("|")[1:3] for line in Path("README.md").read_text().splitlines() if ".yaml` |" in line)
+    page = Path("docs/guides/sizing.md").read_text()
+    rows = (line.split("|")[1:3] for line in page.splitlines() if ".yaml` |" in line)
     counts = {
         name: int(count)
         for names, numbers in rows

@@ -14,7 +14,7 @@ from app.settings.section import section_in
 SECTIONS = [name for name, field in AppConfig.model_fields.items() if section_in(field.annotation)]
 # A dotted lower-case name that begins with a section and is not a part of a path, a module's name or a call.
 _NAME = re.compile(rf"(?<![\w./-])((?:{'|'.join(SECTIONS)})(?:\.[a-z_][a-z0-9_]*)+)(?![\w(/]|\.[a-z])")
-_FILE = re.compile(r"\.(py|md|json|log|yaml|safetensors)$")
+_FILE = re.compile(r"\.(py|md|json|log|yaml|safetensors|svg)$")
 PAGES = [Path(name) for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "serve_config.yaml")] + [
     *sorted(Path("docs").rglob("*.md")),
     *sorted(Path("app/layouts").glob("*.yaml")),
