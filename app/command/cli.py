@@ -19,13 +19,34 @@ Json = Annotated[bool, typer.Option("--json", help="the fleet's own answer, for 
 Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, until Ctrl-C")]
 
 cli = typer.Typer(
-    help="Serve a model from a fleet, and update its weights while it serves.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # they would print local variables, such as the token
 )
 cli.add_typer(jobs.cli, name="jobs")
+settings = typer.Typer(
+    help="A configuration file: checked, with its defaults, and the settings' schema.", no_args_is_help=True
+)
+cli.add_typer(settings, name="config")
+ServeConfig = Annotated[Path, typer.Argument(metavar="FILE", help="a Serve config file")]
 # `app.jobs.options` parses the job's options; here they are passed on.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        print(f"slipstream {metadata.version('slipstream-rl')}")
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print it and exit")
+    ] = False,
+) -> None:
+    """Serve a model from a fleet, and update its weights while it serves."""
 
 
 @cli.command()
@@ -55,9 +76,33 @@ def examine(
     config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
 ) -> None:
     """Say whether this machine can run a fleet, and what to change; starts nothing."""
-    from app.command import launch
+    from app.command import checkup
 
-    raise typer.Exit(launch.examine(config))
+    raise typer.Exit(checkup.examine(config))
+
+
+@settings.command("check")
+def check_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
+    """Say what is wrong, as `serve` would."""
+    from app.command import configuration
+
+    raise typer.Exit(configuration.check(file))
+
+
+@settings.command("show")
+def show_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
+    """All settings under `args`, with their defaults."""
+    from app.command import configuration
+
+    raise typer.Exit(configuration.show(file))
+
+
+@settings.command("schema")
+def show_schema() -> None:
+    """The JSON schema of the settings under `args`."""
+    from app.command import configuration
+
+    raise typer.Exit(configuration.schema())
 
 
 @cli.command(context_settings=PASS_ON)
@@ -110,6 +155,21 @@ def logs(
 ) -> None:
     """What the processes of `slipstream serve` on this machine print; the last five runs are kept."""
     raise typer.Exit(show_logs(part, directory=directory, last=last, follow=follow))
+
+
+@cli.command()
+def chat(
+    url: Url = LOCAL_URL,
+    model: Annotated[str | None, typer.Option(help="or an adapter", show_default="the fleet's")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="per answer")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 0.7,
+    system: Annotated[str | None, typer.Option(help="the system message")] = None,
+) -> None:
+    """Talk with the fleet; the version of each answer is shown below it."""
+    from app.command.chat import ChatOptions, talk
+
+    options = ChatOptions(url=url, model=model, max_tokens=max_tokens, temperature=temperature, system=system)
+    raise typer.Exit(talk(options))
 
 
 @cli.command()

@@ -1,7 +1,7 @@
 """Checks before a start what would stop a fleet later: limits, shared memory, programs, variables.
 
 `slipstream serve` refuses what cannot work and adapts to what can, with a sentence for each; `slipstream
-doctor` prints the same and starts nothing.
+doctor` (`app.command.checkup`) prints the same and starts nothing.
 """
 
 import getpass
@@ -16,9 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
+from app.command import machine
 from app.command.machine import NotEnough
 from app.command.runs import CLUSTER_DIRECTORY
 from app.settings.config import AppConfig
+from app.settings.gpus import check_gpus
 from app.settings.models import resolve_model
 from app.settings.section import Device
 
@@ -62,19 +64,15 @@ def require_host(config: AppConfig, host: Host) -> None:
         raise NotEnough("this machine does not suffice:" + "".join(f"\n  - {each}" for each in found))
 
 
-def examine(config: AppConfig, address: str) -> int:
-    """`slipstream doctor`: print what a start would refuse or change; returns the exit status."""
-    home = use_a_home()
-    host = Host.here()
-    found = list(problems(config, host, version_bytes(config)))
-    _, lines = adapted(config, host, address)
-    for text in [*filter(None, [home]), *lines]:
-        print(f"note: {text}")
-    for text in found:
-        print(f"problem: {text}")
-    if not found:
-        print("This machine suffices")
-    return 1 if found else 0
+def require_gpus(config: AppConfig) -> None:
+    """Raises ConfigError or NotEnough if this machine lacks the GPUs or the driver."""
+    if config.device is not Device.CUDA:
+        return
+    if shutil.which("nvidia-smi") is None and Path("/dev/nvidiactl").exists():
+        return  # a container without the driver's programs; the cluster's GPUs are counted later
+    answer = machine.ask_gpus()
+    machine.check_gpus(answer)
+    check_gpus(config, [machine.count_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))], "a machine")
 
 
 def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[str]:

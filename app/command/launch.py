@@ -9,8 +9,6 @@
 A second Ctrl-C skips Serve's shutdown.
 """
 
-import os
-import shutil
 import signal
 import sys
 import time
@@ -28,9 +26,8 @@ from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require
 from app.command.deploy import ServeFile, read_serve_file
 from app.command.runs import logs_of
 from app.settings.config import AppConfig
-from app.settings.gpus import check_gpus
 from app.settings.models import is_offline, resolve_model
-from app.settings.section import ConfigError, Device
+from app.settings.section import ConfigError
 from deployments.host.shared_memory import remove_orphans
 from deployments.protocol.errors import JournalError
 
@@ -118,21 +115,10 @@ def serve(config: Path, dashboard_port: int) -> int:
     return 0
 
 
-def examine(config: Path) -> int:
-    """Print what would stop a fleet here; returns the exit status."""
-    try:
-        file = read_serve_file(config)
-        require_gpus(file.config)
-        return doctor.examine(file.config, file.host)
-    except (ConfigError, machine.NotEnough, ValueError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
-
-
 def _run(file: ServeFile, dashboard_port: int) -> None:
     if (line := doctor.use_a_home()) is not None:
         _print(line)
-    require_gpus(file.config)
+    doctor.require_gpus(file.config)
     resolve_model(file.config.model)
     doctor.use_all_files()
     host = doctor.Host.here()
@@ -160,17 +146,6 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
         cluster.stop()
         remove_orphans()
         _print(f"Stopped; logs are in {logs_of(cluster.directory)}")
-
-
-def require_gpus(config: AppConfig) -> None:
-    """Raises ConfigError or NotEnough if this machine lacks the GPUs or the driver."""
-    if config.device is not Device.CUDA:
-        return
-    if shutil.which("nvidia-smi") is None and Path("/dev/nvidiactl").exists():
-        return  # a container without the driver's programs; the cluster's GPUs are counted later
-    answer = machine.ask_gpus()
-    machine.check_gpus(answer)
-    check_gpus(config, [machine.count_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))], "a machine")
 
 
 def why_not_started(message: str) -> str:

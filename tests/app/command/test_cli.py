@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -167,6 +168,11 @@ def test_an_address_that_is_none_is_refused_in_a_sentence(address: str) -> None:
     result = CliRunner().invoke(cli, ["status", "--url", address])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("slipstream: ")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(cli, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"slipstream {metadata.version('slipstream-rl')}\n")
 
 
 @pytest.mark.slow
