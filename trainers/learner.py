@@ -13,7 +13,7 @@ from trainers.batching import TokenBatch, collate, plan_micro_batches, share_of_
 from trainers.losses import load_loss, policy_loss, token_weights
 from trainers.optimizer import build_optimizer, learning_rate_factor
 from trainers.output_head import TokenScores
-from trainers.settings import LearnerConfig
+from trainers.settings import DEFAULTS, LearnerConfig, StepSettings
 from trainers.step_metrics import Metrics, StepTotals
 from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
@@ -42,7 +42,8 @@ class Learner:
         has_penalty = config.loss.kl_coefficient != 0.0
         assert has_penalty == (reference is not None), "a KL penalty needs a reference, and nothing else does"
         self.policy = policy
-        self.config = config
+        self._deployed = config
+        self.config = config  # of the current step
         self.steps_done = 0
         self.reference = reference
         self._loss = load_loss(config.loss)
@@ -53,6 +54,26 @@ class Learner:
         self.optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
+
+    def apply(self, settings: StepSettings) -> None:
+        """Take these settings for the steps that follow. Raises ValueError, with everything as it was."""
+        config = settings.applied(self._deployed)
+        if config == self.config:
+            return
+        if config.loss.kl_coefficient != 0.0 and self.reference is None:
+            raise ValueError(
+                f"'loss.kl_coefficient': expected 0, got {config.loss.kl_coefficient} (the trainer was "
+                "deployed without a KL penalty, and has no reference model)"
+            )
+        if config.loss.name not in DEFAULTS and config.loss.name != self._deployed.loss.name:
+            raise ValueError(
+                f"'loss.name': expected one of {', '.join(DEFAULTS)}, got {config.loss.name!r} (a loss of "
+                "your own is loaded when the trainer is deployed)"
+            )
+        if config.loss != self.config.loss:
+            self._loss = load_loss(config.loss)
+        self.config = config
+        self._set_learning_rate()
 
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
@@ -80,18 +101,22 @@ class Learner:
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
         """Continue after `steps_done` optimizer steps of the current weights. Moments are kept, or zeros."""
-        factor = learning_rate_factor(self.config.optimizer)(steps_done)
         if not keep_moments:
             self.optimizer.state.clear()
-        rate = self.config.optimizer.learning_rate * factor
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        rates = [rate for _ in self.optimizer.param_groups]
-        self._schedule.load_state_dict(
-            self._schedule.state_dict() | {"last_epoch": steps_done, "_last_lr": rates}
-        )
         self.steps_done = steps_done
+        self._set_learning_rate()
         self._published_step = None
+
+    def _set_learning_rate(self) -> None:
+        """What the settings and the schedule make of it after `steps_done` steps."""
+        config, groups = self.config.optimizer, self.optimizer.param_groups
+        rate = config.learning_rate * learning_rate_factor(config)(self.steps_done)
+        for group in groups:
+            group["lr"] = rate
+        self._schedule.base_lrs = [config.learning_rate for _ in groups]
+        self._schedule.load_state_dict(
+            self._schedule.state_dict() | {"last_epoch": self.steps_done, "_last_lr": [rate for _ in groups]}
+        )
 
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]

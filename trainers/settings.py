@@ -203,6 +203,22 @@ class LearnerConfig(_Settings):
     such a mask."""
 
 
+class StepSettings(_Settings):
+    """What a step may have instead of the deployment's settings, for itself alone; None: the deployment's."""
+
+    learning_rate: PositiveFloat | None = None  # before the schedule's factor
+    loss: LossConfig | None = None
+    updates_per_step: PositiveInt | None = None
+    max_grad_norm: PositiveFloat | None = None
+
+    def applied(self, config: LearnerConfig) -> LearnerConfig:
+        """The settings of this step."""
+        given = {name: value for name, value in self if value is not None and name != "learning_rate"}
+        if self.learning_rate is not None:
+            given["optimizer"] = config.optimizer.model_copy(update={"learning_rate": self.learning_rate})
+        return config.model_copy(update=given)
+
+
 class LoraConfig(_Settings):
     """An adapter that is trained in place of the model's own weights."""
 

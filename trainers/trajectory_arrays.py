@@ -9,8 +9,12 @@ advantages         floats [N] or [T]  of each completion, or of each token
 loss_mask          booleans or integers [T]; optional
 constrained        booleans or integers [T]; optional
 weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
+
+The metadata may have `settings`: JSON of `trainers.settings.StepSettings`, what this step has instead of the
+deployment's learning rate, loss and so on.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -23,6 +27,7 @@ from safetensors.numpy import load, save
 from trainers.trajectory import Trajectory, VersionSpan
 
 MEDIA_TYPE = "application/x-safetensors"
+SETTINGS = "settings"  # in the metadata
 
 Array = npt.NDArray[np.generic]
 _KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
@@ -32,8 +37,12 @@ _MASKS = {"loss_mask": True, "constrained": False}  # defaults
 _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": "integers"}
 
 
-def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
-    """The arrays of a batch; fractions are rounded to float32."""
+def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) -> bytes:
+    """The arrays of a batch; fractions are rounded to float32.
+
+    Args:
+        settings: JSON of the step's `StepSettings`.
+    """
     lengths = [len(each.token_ids) for each in trajectories]
     arrays: dict[str, Array] = {
         "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
@@ -65,7 +74,17 @@ def to_bytes(trajectories: Sequence[Trajectory]) -> bytes:
     ]
     if spans:
         arrays["weight_versions"] = np.array(spans, np.int64)
-    return save(arrays)
+    return save(arrays, None if settings is None else {SETTINGS: settings})
+
+
+def settings_of(content: bytes) -> str | None:
+    """The settings beside a batch. Raises ValueError."""
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    try:
+        found: str | None = json.loads(header).get("__metadata__", {}).get(SETTINGS)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"expected trajectories as arrays in the safetensors format: {error}") from error
+    return found
 
 
 def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:

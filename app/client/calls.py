@@ -87,13 +87,14 @@ def disconnect() -> Call[None]:
 # -- the trainer -----------------------------------------------------------------------------------
 
 
-def step(trajectories: Sequence[Trajectory]) -> Call[Object]:
+def step(trajectories: Sequence[Trajectory], settings: str | None = None) -> Call[Object]:
+    """One optimizer step; `settings` is JSON of its `trainers.settings.StepSettings`."""
     from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy, which the launcher does without
 
     return Call(
         method="POST",
         path="/train/step",
-        content=to_bytes(trajectories),
+        content=to_bytes(trajectories, settings),
         headers={"content-type": MEDIA_TYPE},
         read=_object(),
         repeatable=False,

@@ -30,12 +30,12 @@ from deployments.weights.store.version_writer import CommittedVersion, VersionWr
 from deployments.weights.store.versions import Store
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
-from trainers.settings import LoraConfig, Strategy
+from trainers.settings import LoraConfig, StepSettings, Strategy
 from trainers.sources import ParameterSource
 from trainers.step_metrics import Metrics, drift
 from trainers.trained_policy import DTYPES, BaseOf, TrainedPolicy
 from trainers.trajectory import parse_trajectories
-from trainers.trajectory_arrays import from_bytes
+from trainers.trajectory_arrays import from_bytes, settings_of
 
 CHECKPOINTS_KEPT = 2  # the older one, in case the newest cannot be read
 STORED_TIMEOUT_S = 60.0
@@ -70,8 +70,10 @@ class TrainerRank:
             InvalidRequest: the batch is not valid, or does not fit in memory. Nothing changed.
         """
         self._checkpoints.wait_until_copied()
-        sampled = self._spec.config.loss.has_rollouts
         try:
+            given = settings_of(trajectories) if isinstance(trajectories, bytes) else None
+            settings = StepSettings() if given is None else StepSettings.model_validate_json(given)
+            sampled = settings.applied(self._spec.config).loss.has_rollouts
             parsed = parse_trajectories(
                 from_bytes(trajectories, sampled=sampled)
                 if isinstance(trajectories, bytes)
@@ -80,6 +82,7 @@ class TrainerRank:
                 max_length=self._policy.max_length,
                 sampled=sampled,
             )
+            self._learner.apply(settings)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         try:

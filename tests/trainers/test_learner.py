@@ -8,7 +8,7 @@ import torch
 from tests.trainers import tiny
 from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
 from trainers.learner import Learner
-from trainers.settings import LossConfig, OptimizerConfig
+from trainers.settings import LossConfig, OptimizerConfig, StepSettings
 from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import VersionSpan
 
@@ -174,3 +174,39 @@ def test_staleness_is_counted_from_what_the_trainer_published_last(tmp_path: Pat
     moved = learner.step([fresh], published=6)
     assert moved["staleness_mean"] == 1.0
     assert "staleness_mean" not in learner.step([fresh, old, unknown])
+
+
+def test_a_step_may_have_settings_of_its_own(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    batch = on_policy(policy, ANSWERS)
+    learner = Learner(policy, with_changes(optimizer=OptimizerConfig(learning_rate=1e-6)))
+    rates, ratios = [], []
+    for settings in (
+        StepSettings(),
+        StepSettings(learning_rate=0.25, updates_per_step=2),
+        StepSettings(loss=LossConfig(name="sft")),
+        StepSettings(),
+    ):
+        learner.apply(settings)
+        metrics = learner.step(batch)
+        rates.append(metrics["learning_rate"])
+        ratios.append(metrics.get("ratio_mean"))
+    assert rates == [1e-6, 0.25, 1e-6, 1e-6]
+    assert ratios[1] != pytest.approx(1.0), "of the second update"
+    assert learner.steps_done == 4
+    with pytest.raises(ValueError, match=r"'loss.kl_coefficient': expected 0, got 0.5 .* no reference model"):
+        learner.apply(StepSettings(loss=LossConfig(kl_coefficient=0.5)))
+    with pytest.raises(
+        ValueError, match=r"got 'os:system' \(a loss of your own is loaded when the trainer is"
+    ):
+        learner.apply(StepSettings(loss=LossConfig(name="os:system")))
+    assert learner.step(batch)["learning_rate"] == 1e-6
+
+
+def test_a_steps_rate_follows_the_deployments_schedule(tmp_path: Path) -> None:
+    policy = tiny.policy(tmp_path)
+    learner, batch = Learner(policy, CONFIG), on_policy(policy, ANSWERS)
+    deployed = [learner.step(batch)["learning_rate"] for _ in range(2)]
+    other = Learner(policy, CONFIG)
+    other.apply(StepSettings(learning_rate=10 * CONFIG.optimizer.learning_rate))
+    assert [other.step(batch)["learning_rate"] for _ in range(2)] == pytest.approx([10 * x for x in deployed])

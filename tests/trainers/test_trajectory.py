@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from safetensors.numpy import load, save
 
 from trainers.trajectory import Trajectory, VersionSpan, parse_trajectories
-from trainers.trajectory_arrays import from_bytes, to_bytes
+from trainers.trajectory_arrays import from_bytes, settings_of, to_bytes
 
 GOOD = {
     "prompt_token_ids": [1, 2],
@@ -218,3 +218,14 @@ def test_numbers_that_numpy_does_not_have_are_refused(dtype: str) -> None:
 def test_any_bytes_are_an_error_of_one_kind(content: bytes) -> None:
     with pytest.raises(ValueError, match="expected"):
         from_bytes(content)
+
+
+def test_settings_travel_beside_the_arrays() -> None:
+    batch = [Trajectory(prompt_token_ids=(1,), token_ids=(2,), logprobs=(-1.0,), advantage=0.5)]
+    sent = to_bytes(batch, '{"learning_rate": 0.5}')
+    assert from_bytes(sent) == batch
+    assert settings_of(sent) == '{"learning_rate": 0.5}'
+    assert settings_of(to_bytes(batch)) is None
+    for garbage in (b"", b"x" * 20, (2).to_bytes(8, "little") + b"[]"):
+        with pytest.raises(ValueError, match="in the safetensors format"):
+            settings_of(garbage)

@@ -23,6 +23,8 @@ from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
 from trainers.settings import LossConfig
 from trainers.trained_policy import TrainedPolicy
+from trainers.trajectory import parse_trajectories
+from trainers.trajectory_arrays import to_bytes
 
 
 @pytest.fixture
@@ -276,6 +278,17 @@ def test_a_warm_start_needs_tokens_alone(spec: TrainerSpec, controller: Controll
     bare = [{name: each[name] for name in ("prompt_token_ids", "token_ids")} for each in BATCH]
     first, second = worker.step(bare), worker.step(bare)
     assert second["loss"] < first["loss"] and "importance_mean" not in first
+
+
+def test_a_batch_brings_settings_for_its_own_step(spec: TrainerSpec, controller: ControllerInProcess) -> None:
+    worker = started(spec, controller)
+    batch = parse_trajectories(BATCH, vocabulary_size=1000, max_length=100)
+    sent = [BATCH, to_bytes(batch, '{"learning_rate": 0.125}'), to_bytes(batch)]
+    rates = [worker.step(each)["learning_rate"] for each in sent]
+    assert rates == pytest.approx([0.2e-3, 0.4 * 0.125, 0.6e-3]), "the spec warms up for four steps"
+    with pytest.raises(InvalidRequest, match="momentum"):
+        worker.step(to_bytes(batch, '{"momentum": 0.9}'))
+    assert worker.step(BATCH)["step"] == 4
 
 
 @pytest.mark.parametrize(("device", "threads"), [("cpu", 1), ("cuda", 3)])
