@@ -20,11 +20,12 @@ Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, unt
 
 cli = typer.Typer(
     no_args_is_help=True,
+    rich_markup_mode=None,  # twice as fast
     pretty_exceptions_enable=False,  # they would print local variables, such as the token
 )
 cli.add_typer(jobs.cli, name="jobs")
 settings = typer.Typer(
-    help="A configuration file: checked, with its defaults, and the settings' schema.", no_args_is_help=True
+    help="Check or show a configuration file. Describe the settings.", no_args_is_help=True
 )
 cli.add_typer(settings, name="config")
 ServeConfig = Annotated[Path, typer.Argument(metavar="FILE", help="a Serve config file")]
@@ -75,7 +76,7 @@ def deploy(
 def examine(
     config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
 ) -> None:
-    """Say whether this machine can run a fleet, and what to change; starts nothing."""
+    """What this machine lacks for a fleet, and what to do. Starts nothing."""
     from app.command import checkup
 
     raise typer.Exit(checkup.examine(config))
@@ -107,7 +108,7 @@ def show_schema() -> None:
 
 @cli.command(context_settings=PASS_ON)
 def rl(context: typer.Context) -> None:
-    """Submit the RL job to the running fleet; `slipstream rl --help` has the job's options."""
+    """Submit the RL job to the fleet; see `rl --help`."""
     from app.command import submit
 
     raise typer.Exit(submit.submit(context.args))
@@ -153,7 +154,7 @@ def logs(
         Path | None, typer.Option(help="what `serve` printed at its start", show_default="of the newest run")
     ] = None,
 ) -> None:
-    """What the processes of `slipstream serve` on this machine print; the last five runs are kept."""
+    """What processes of `slipstream serve` print. Those of the last five runs on this machine are kept."""
     raise typer.Exit(show_logs(part, directory=directory, last=last, follow=follow))
 
 
@@ -165,7 +166,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token")] = 0.7,
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
 ) -> None:
-    """Talk with the fleet; the version of each answer is shown below it."""
+    """Talk with the fleet. The version of each answer is shown below it."""
     from app.command.chat import ChatOptions, talk
 
     options = ChatOptions(url=url, model=model, max_tokens=max_tokens, temperature=temperature, system=system)

@@ -180,7 +180,7 @@ def test_help_imports_nothing_that_it_does_not_need() -> None:
     program = (
         "import sys; from typer.testing import CliRunner; from app.command.cli import cli\n"
         "assert not CliRunner().invoke(cli, ['--help']).exit_code\n"
-        "print({'httpx', 'pydantic', 'yaml', 'numpy', 'torch', 'ray', 'vllm'} & {*sys.modules})"
+        "print({'rich', 'httpx', 'pydantic', 'yaml', 'numpy', 'torch', 'ray', 'vllm'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
