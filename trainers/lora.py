@@ -44,6 +44,7 @@ class LoraAdapter:
             r=config.rank,
             lora_alpha=config.alpha,
             target_modules=_targets(model, config.target_modules),
+            exclude_modules=[name for name, decodes in _linear(model).items() if not decodes] or None,
         )
         model.requires_grad_(False)
         with torch.random.fork_rng(devices=()):
@@ -153,12 +154,18 @@ class LoraAdapter:
         return {key: sorted(value) if isinstance(value, set) else value for key, value in made.items()}
 
 
+def _linear(model: PreTrainedModel) -> dict[str, bool]:
+    """Names of the linear layers, and whether each is in the decoder, not in a vision tower."""
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    return {
+        name: id(module) in decoder
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not model.get_output_embeddings()
+    }
+
+
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str]:
-    output = model.get_output_embeddings()
-    linear = [
-        name for name, module in model.named_modules() if type(module) is nn.Linear and module is not output
-    ]
-    known = sorted({name.rpartition(".")[2] for name in linear})
+    known = sorted({name.rpartition(".")[2] for name, decodes in _linear(model).items() if decodes})
     if wanted is None:
         return known
     wrong = [name for name in wanted if name not in known]

@@ -258,9 +258,9 @@ def check_complete(
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    # Also listed where the configuration switches tying off, hence the second condition.
-    keys = frozenset(getattr(model, "all_tied_weights_keys", None) or {})
-    return keys if model.config.get_text_config().tie_word_embeddings else frozenset()
+    """Names of the parameters that are others under a second name. transformers decides by the configuration
+    of the whole model: that of its text part may say otherwise, or nothing (Qwen3-VL)."""
+    return frozenset(model.all_tied_weights_keys)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

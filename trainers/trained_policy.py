@@ -6,10 +6,10 @@ from typing import Any, Self, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from trainers.batching import TokenBatch
-from trainers.fsdp2 import empty_model, read_shards, shard_model
+from trainers.fsdp2 import empty_model, model_class, read_shards, shard_model
 from trainers.layers import prepare_layers, with_input_gradients
 from trainers.lora import LoraAdapter
 from trainers.output_head import OutputHead, TokenScores
@@ -116,7 +116,7 @@ class TrainedPolicy:
 
     @property
     def pad_token_id(self) -> int:
-        pad = self.model.config.get_text_config().pad_token_id
+        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         return pad if pad is not None and pad >= 0 else 0  # masked everywhere, so any valid id works
 
     @property
@@ -198,7 +198,10 @@ def _attends_to_all(model: PreTrainedModel) -> bool:
 
 
 def _whole(directory: Path, options: Mapping[str, Any]) -> PreTrainedModel:
-    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=options["trust_remote_code"])
+    model, info = model_class(config).from_pretrained(
+        directory, config=config, output_loading_info=True, **options
+    )
     _check_complete(info["missing_keys"], directory)
     return model
 
@@ -215,7 +218,7 @@ def _check_complete(missing: Collection[str], directory: Path) -> None:
 def _check_ties(model: PreTrainedModel, directory: Path) -> None:
     """transformers unties such weights with a warning, and vLLM ignores the second one: they would differ."""
     output = model.get_output_embeddings()
-    tied = model.config.get_text_config().tie_word_embeddings and type(model)._tied_weights_keys
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     if tied and output is not None and output.weight is not model.get_input_embeddings().weight:
         raise ValueError(
             f"{directory}: config.json says tie_word_embeddings, and the checkpoint stores an output matrix "

@@ -39,6 +39,7 @@ class Case:
 
 CASES = (
     Case("llama-tied"),
+    Case("qwen3-vl"),
     Case("qwen3-moe", {"activation_checkpointing": True}),
     # Other micro-batches, so other sums of rounded numbers; AdamW's first steps magnify the small ones.
     Case("llama", {"compute_dtype": "bfloat16", "activation_checkpointing": True}, 0.1),

@@ -85,8 +85,9 @@ def test_a_step_changes_the_adapter_and_nothing_else(tmp_path: Path) -> None:
     assert len(adapter) == 2 * 2 * 2 and sum(p.numel() for p in policy.parameters()) < 1000
 
 
-def test_all_linear_layers_but_the_output_are_adapted_by_default(tmp_path: Path) -> None:
-    policy = adapted(tmp_path, LoraConfig(name="math", rank=2))
+@pytest.mark.parametrize("kind", ["llama", "qwen2.5-vl"])
+def test_all_linear_layers_of_the_decoder_are_adapted_by_default(tmp_path: Path, kind: str) -> None:
+    policy = adapted(tmp_path, LoraConfig(name="math", rank=2), kind)
     assert policy.adapter is not None
     assert {name.rpartition(".")[2] for name in policy.adapter.modules()} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

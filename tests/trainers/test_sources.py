@@ -9,7 +9,7 @@ from tests.trainers import tiny
 from trainers.sources import ParameterSource, checkpoint_views, layer_groups
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", [*tiny.KINDS, *tiny.SEEING])
 def test_names_shapes_and_values_are_those_of_the_saved_checkpoint(tmp_path: Path, kind: str) -> None:
     model = tiny.model(kind)
     model.save_pretrained(tmp_path)

@@ -24,7 +24,7 @@ def alone(policy: TrainedPolicy, answer: Trajectory) -> torch.Tensor:
     return torch.log_softmax(logits[start - 1 : -1], -1).gather(-1, ids[0, start:, None]).squeeze(-1)
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", [*tiny.KINDS, *tiny.SEEING])
 @pytest.mark.parametrize("share", [False, True])
 def test_scores_of_a_padded_batch_equal_those_of_each_completion_alone(
     tmp_path: Path, kind: str, share: bool
@@ -50,7 +50,7 @@ def test_a_padded_batch_gives_finite_gradients(tmp_path: Path) -> None:
     assert all(bool(torch.isfinite(p.grad).all()) for p in policy.model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", [*tiny.KINDS, *tiny.SEEING])
 def test_weights_of_another_checkpoint_are_loaded_in_place(tmp_path: Path, kind: str) -> None:
     policy, other = tiny.policy(tmp_path / "a", kind), tiny.policy(tmp_path / "b", kind, seed=1)
     addresses = [p.data_ptr() for p in policy.model.parameters()]

@@ -8,10 +8,14 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from trainers.learner import Learner
@@ -33,6 +37,9 @@ SIZES = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+_VISION |= {"out_hidden_size": 16}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 
 
 def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
@@ -48,10 +55,23 @@ def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
         case "qwen3-moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts | sizes))
+        case "qwen3-vl":  # its text part says nothing of ties
+            vision = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+            text = {**sizes, "rope_parameters": _ROPE}
+            return Qwen3VLForConditionalGeneration(
+                Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True)
+            )
+        case "qwen2.5-vl":
+            vision = {**_VISION, "fullatt_block_indexes": [0]}
+            text = {**sizes, "rope_parameters": _ROPE}
+            return Qwen2_5_VLForConditionalGeneration(
+                Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+            )
     raise ValueError(kind)
 
 
 KINDS = ("llama", "llama-tied", "qwen3", "qwen3-moe")
+SEEING = ("qwen3-vl", "qwen2.5-vl")  # whole models: they have no causal model of the language part
 
 
 def policy(directory: Path, kind: str = "llama", seed: int = 0) -> TrainedPolicy:
