@@ -84,7 +84,7 @@ class Controller:
         self._poll_s = poll_s
         self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, Path(state_dir), max_versions)
         adapter_files = AdapterKeeper(
-            files, adapter_roots, ledger.adapter_ids, self._keeper.claim, clock=clock
+            files, adapter_roots, ledger.adapter_ids, self._keeper.check_owner, clock=clock
         )
         durable = DurableLedger(
             ledger,

@@ -181,7 +181,7 @@ class DurableLedger:
         if self._no_space is not None:
             raise FleetUnavailable(
                 f"the controller cannot record updates: {self._no_space}. Serving continues. "
-                "Free space on the disk of 'state_dir'",
+                "Free space on the disk of 'state_dir', or mount it again",
                 {"disk": self._no_space},
             )
 

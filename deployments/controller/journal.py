@@ -8,7 +8,8 @@ no memory is shared, so the file may be on a network file system.
 
 On a full disk, spare pages and a write-ahead log of constant length hold the ledger's own decisions (a member
 joins, is fenced, a round ends); publishers are refused. A file that is moved or removed while it is open is
-written again: a successor without it would start from the first checkpoint.
+written again: a successor without it would start from the first checkpoint. One whose disk was unmounted
+stays in use, and publishers are refused, because a successor would not find it.
 """
 
 import os
@@ -53,6 +54,7 @@ class Journal:
     def __init__(self, directory: Path, *, lock_wait_s: float = 0.0) -> None:
         self._path = directory / NAME
         self._file = -1
+        self.has_space = False  # whether what the ledger decides can be written on a full disk
         with self._named_errors():
             if not self._path.exists():
                 self._create(None)
@@ -75,7 +77,8 @@ class Journal:
                 self._db.executemany("INSERT INTO decisions VALUES (?, ?)", rows)
                 self._db.executemany("DELETE FROM decisions WHERE number = ?", superseded)
             self.stay()
-            self._look_at_space()
+            if not self._is_unmounted():
+                self._look_at_space()
 
     def reserve(self) -> str | None:
         """Reserve space for further decisions. Returns why there is none, for a person. Raises
@@ -83,6 +86,8 @@ class Journal:
         if self.has_space:
             return None
         with self._named_errors():
+            if self._is_unmounted():
+                return f"{self._path} is on a disk that is not mounted there any more: mount it again"
             try:
                 # A transaction that fits the log and not the file would block every checkpoint.
                 os.posix_fallocate(self._file, 0, os.fstat(self._file).st_size + RESERVE_BYTES)
@@ -109,12 +114,20 @@ class Journal:
                         "stop the fleet, and put back the one that is this fleet's"
                     )
                 return
+            if self._is_unmounted():
+                self.has_space = False
+                return
             db, file = self._db, self._file
             self._create(db)
             self._open(0.0)
             db.close()
             os.close(file)
             logger.error("%s was moved or removed while in use: it is written again", self._path)
+
+    def _is_unmounted(self) -> bool:
+        """Whether the open file is where it was, on a disk that is mounted elsewhere or not at all."""
+        held, place = os.fstat(self._file), next(each for each in self._path.parents if each.exists())
+        return not self._path.exists() and held.st_nlink > 0 and held.st_dev != place.stat().st_dev
 
     def close(self) -> None:
         if self._file >= 0:
@@ -197,8 +210,7 @@ class Journal:
         )
         free_bytes = os.fstat(self._file).st_size - (pages - spare) * page_bytes
         log_bytes = os.stat(f"{self._path}-wal").st_size
-        #: Whether what the ledger decides can be written on a full disk.
-        self.has_space: bool = free_bytes >= RESERVE_BYTES // 2 and log_bytes >= RESERVE_BYTES
+        self.has_space = free_bytes >= RESERVE_BYTES // 2 and log_bytes >= RESERVE_BYTES
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from deployments.weights.store.adapter_store import (
     Incomplete,
     until_complete,
 )
-from deployments.weights.store.owner import check_owner, claim
+from deployments.weights.store.owner import check_owner, claim, has_owner
 from deployments.weights.store.versions import Store
 
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
@@ -38,18 +38,18 @@ logger = serve_logger()
 class Removal(Generic[T]):
     """Removes what is no longer needed, off the critical path, one pass at a time.
 
-    `claim`, `listed` and `remove` run in a thread, `removable` on the event loop. `what` is named in the log.
+    All but `removable` run in a thread. `what` is named in the log.
     """
 
     def __init__(
         self,
         what: str,
-        claim: Callable[[], None],
+        check_owner: Callable[[], None],
         listed: Callable[[], T],
         removable: Callable[[T], Iterable[int]],
         remove: Callable[[int], object],
     ) -> None:
-        self._what, self._claim = what, claim
+        self._what, self._check_owner = what, check_owner
         self._listed, self._removable, self._remove = listed, removable, remove
         self._pass: asyncio.Task[None] | None = None
         self._problem: OSError | None = None
@@ -65,7 +65,7 @@ class Removal(Generic[T]):
     async def _run(self) -> None:
         before, self._problem = self._problem, None
         try:
-            await asyncio.to_thread(self._claim)  # an operator may have given the store to another fleet
+            await asyncio.to_thread(self._check_owner)  # an operator may have given the store away
             for each in self._removable(await asyncio.to_thread(self._listed)):
                 try:
                     with suppress(FileNotFoundError):  # already removed
@@ -93,18 +93,30 @@ class StoreKeeper:
         self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
         # A version that is being read stays until a later pass.
         self.removal = Removal(
-            "versions", self.claim, self._owners, lambda owned: ledger.removable(owned, keep), store.remove
+            "versions",
+            self.check_owner,
+            self._owners,
+            lambda owned: ledger.removable(owned, keep),
+            store.remove,
         )
 
+    def check_owner(self) -> None:
+        """Reads the disk. Raises JournalError: the store is not this fleet's any more."""
+        check_owner(self._store.directory, self._ledger.fleet_id)
+
     def claim(self) -> None:
-        """Make the store this fleet's, or check that it is. Reads the disk.
+        """Make the store this fleet's, or check that it is, when the controller starts. Reads the disk.
 
         Raises:
-            JournalError: it belongs to another fleet, has versions of one, or cannot be read or written.
+            JournalError: it belongs to another fleet, has versions of one, has none where this fleet stored
+                some, or cannot be read or written.
         """
         directory, fleet_id = self._store.directory, self._ledger.fleet_id
-        if check_owner(directory, fleet_id):
+        if has_owner(directory, fleet_id):
             return
+        stored = self._ledger.state.stored
+        if stored is not None and Path(stored.path).parent == directory and not self._store.list():
+            self.check_owner()
         if foreign := self._foreign():
             owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
             raise JournalError(
@@ -171,7 +183,7 @@ class AdapterKeeper:
     Args:
         roots: directories below which users' adapters are.
         needed: the ids whose files must stay.
-        claim: raises OSError unless the store is this fleet's.
+        check_owner: raises OSError unless the store is this fleet's.
         lag_s: how long to wait for incomplete files.
     """
 
@@ -180,14 +192,14 @@ class AdapterKeeper:
         directory: Path,
         roots: Sequence[Path],
         needed: Callable[[], set[int]],
-        claim: Callable[[], None],
+        check_owner: Callable[[], None],
         lag_s: float = LAG_S,
         clock: Callable[[], float] = time.monotonic,
         disk_s: float = DISK_S,
     ) -> None:
         self._store = AdapterStore(directory)
         self._roots = tuple(roots)
-        self._claim = claim
+        self._check_owner = check_owner
         self._lag_s = lag_s
         self._disk_s = disk_s
         self._clock = clock
@@ -195,7 +207,7 @@ class AdapterKeeper:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
         self.removal = Removal(  # asks again before each: one may be needed by then
             "adapters",
-            claim,
+            check_owner,
             self._store.ids,
             lambda ids: (each for each in ids if each not in needed()),
             self._store.remove,
@@ -214,7 +226,7 @@ class AdapterKeeper:
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
         copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
         try:
-            await self._on_disk(self._claim, path)
+            await self._on_disk(self._check_owner, path)
         except OSError as error:
             raise Conflict(str(error)) from error
         try:

@@ -145,7 +145,7 @@ class AdapterWorker(TrainerRank):
             return None
         started, step = time.perf_counter(), self._learner.steps_done
         default = self._store.directory / f"adapter-{self._file_name}-{step:06d}"
-        directory = directory_to_save(path, default)
+        directory = directory_to_save(path, default, self._check_owner)
         try:
             self._adapter.write(directory)
         except OSError as error:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.errors import InvalidRequest, JournalError
 from deployments.protocol.poll import InitialWeights, StoreResult
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, SavedCheckpoint
@@ -334,7 +334,7 @@ class TrainerWorker(TrainerRank):
         """
         started = time.perf_counter()
         default = self._store.directory / f"checkpoint-{self._learner.steps_done:06d}"
-        directory = directory_to_save(path, default)
+        directory = directory_to_save(path, default, self._check_owner)
         weights = {}
         for name, tensor in self._source(None):  # every rank gathers, rank 0 writes
             if self._rank == 0:
@@ -460,13 +460,20 @@ def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
     }
 
 
-def directory_to_save(path: str | None, default: Path) -> Path:
-    """The directory to write to, created if needed; `default` may have been written before.
+def directory_to_save(path: str | None, default: Path, check_owner: Callable[[], object]) -> Path:
+    """The directory to write to, created if needed; `default`, in the store, may have been written before.
+
+    Args:
+        check_owner: raises JournalError if the store is not this fleet's any more.
 
     Raises:
         InvalidRequest: it is not absolute, has files in it, or cannot be written.
     """
     if path is None:
+        try:
+            check_owner()
+        except JournalError as error:
+            raise InvalidRequest(str(error)) from error
         default.mkdir(parents=True, exist_ok=True)
         return default
     try:

@@ -31,12 +31,22 @@ class _Owner:
 _OWNERS = TypeAdapter(_Owner)
 
 
-def check_owner(directory: Path, fleet_id: str) -> bool:
-    """Whether the fleet has claimed the store; False if no fleet has.
+def check_owner(directory: Path, fleet_id: str) -> None:
+    """Called before anything is written to a store or removed from it: its controller has claimed it.
 
     Raises:
-        JournalError: it belongs to another fleet, or the file cannot be read.
+        JournalError: it is not the fleet's any more, or the file cannot be read.
     """
+    if not has_owner(directory, fleet_id):
+        raise JournalError(
+            f"{directory / OWNER} is not there, and this is fleet {fleet_id}'s store: is its disk mounted "
+            "on this host? Mount it, or move the store back; to begin an empty store, write that file: "
+            f'{{"fleet_id": "{fleet_id}"}}'
+        )
+
+
+def has_owner(directory: Path, fleet_id: str) -> bool:
+    """Whether the fleet has claimed the store; False if no fleet has. Raises as `check_owner` otherwise."""
     file = directory / OWNER
     try:
         text = file.read_bytes()

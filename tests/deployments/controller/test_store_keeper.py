@@ -20,8 +20,12 @@ HERE = Path(__file__).parent
 
 
 def write(store: Store, version: int, fleet_id: str | None = OURS) -> None:
-    with store.writing(VersionManifest(version=version, fleet_id=fleet_id, tensors={})):
-        pass
+    """It is there, whoever's the store is."""
+    directory = store.directory / f"v{version:08d}"
+    directory.mkdir(parents=True)
+    (directory / MANIFEST).write_text(
+        VersionManifest(version=version, fleet_id=fleet_id, tensors={}).encode()
+    )
 
 
 def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -> StoreKeeper:
@@ -29,6 +33,7 @@ def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -
     ledger = Ledger()
     newest = [Stored(version=stored, path="", label=None)] if stored else []
     ledger.recover([*decisions, *newest], 0.0, OURS)
+    claim(store.directory, OURS, Path("/state"))
     return StoreKeeper(store, ledger, Path("/state"), keep)
 
 
@@ -75,7 +80,6 @@ async def test_versions_of_another_fleet_are_not_counted_and_not_removed(tmp_pat
     store = Store(tmp_path / "store")
     for version in (10, 11, 12):
         write(store, version, "another")
-    claim(store.directory, OURS, Path("/state"))
     for version in (1, 2, 3):
         write(store, version)
     removing = keeper(store, keep=2, stored=3).removal
@@ -204,16 +208,43 @@ async def test_a_fleet_whose_store_was_given_to_another_leaves_it_alone(tmp_path
     await first.aclose()
 
 
-async def test_a_store_that_is_moved_away_stays_claimed(tmp_path: Path) -> None:
-    """What the fleet writes next is its own, as its journal is."""
+async def test_an_empty_directory_in_place_of_the_store_is_not_written_to(tmp_path: Path) -> None:
+    """As when its disk is unmounted: the versions are elsewhere, and come back."""
     fleet = Fleet(tmp_path)
+    await with_adapter(fleet, tmp_path)
+    await publish(fleet)
     fleet_id = (await fleet.controller.fleet()).fleet_id
-    (tmp_path / "store").rename(tmp_path / "away")
-    async with asyncio.timeout(5):
-        while not (tmp_path / "store" / OWNER).exists():
-            await asyncio.sleep(0.01)
-    assert fleet_id in (tmp_path / "store" / OWNER).read_text()
+    store = Store(tmp_path / "store")
+    write(store, 1, fleet_id)
+    await fleet.controller.stored(1, str(store.path_of(1)))
+    store.directory.rename(tmp_path / "away")
+    store.directory.mkdir()
+    fleet.controller._remove_old()
+    await fleet.controller._keeper.removal.aclose()
+    gone = rf"fleet.json is not there, and this is fleet {fleet_id}'s store: is its disk mounted"
+    with pytest.raises(Conflict, match=gone):
+        await fleet.controller.load_adapter("math", str(tmp_path / "adapter"), True)
+    second = VersionManifest(version=2, fleet_id=fleet_id, tensors={})
+    with pytest.raises(JournalError, match=gone), store.writing(second):
+        pass
+    assert not [*store.directory.iterdir()] and (await fleet.controller.fleet()).members[0].admitted
     await fleet.aclose()
+    with pytest.raises(JournalError, match=gone):  # its successor
+        Fleet(tmp_path)
+    store.directory.rmdir()
+    (tmp_path / "away").rename(store.directory)
+    fleet = Fleet(tmp_path)
+    with store.writing(second):
+        pass
+    await fleet.aclose()
+
+
+async def test_a_store_that_no_version_was_written_to_may_be_removed(tmp_path: Path) -> None:
+    for _ in range(2):
+        await Fleet(tmp_path).aclose()
+        (tmp_path / "store" / OWNER).unlink()
+    await Fleet(tmp_path).aclose()
+    assert (tmp_path / "store" / OWNER).exists()
 
 
 async def test_a_new_journal_is_refused_by_the_store_of_the_one_before(tmp_path: Path) -> None:

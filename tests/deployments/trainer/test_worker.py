@@ -137,8 +137,8 @@ def test_weights_are_cast_for_the_wire_and_the_store(
 def test_a_disk_that_fails_does_not_end_training(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
-    spec = replace(spec, store_dir=str(tmp_path / "seen otherwise on the trainer's host"))
     worker = started(spec, controller)
+    Path(spec.store_dir).rename(tmp_path / "away")
     Path(spec.store_dir).write_text("a file where a directory should be")
     worker.publish(None)
     assert worker.flush(30.0)
@@ -147,6 +147,7 @@ def test_a_disk_that_fails_does_not_end_training(
     assert status.store_problem.startswith("version 1 is not in the store: JournalError: ")
     assert "Not a directory" in str(controller.status.store_problem)
     Path(spec.store_dir).unlink()
+    (tmp_path / "away").rename(spec.store_dir)
     worker.publish(None)
     assert worker.flush(30.0)
     assert worker.store_status() == StoreStatus(stored_version=2, store_problem=None)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deployments.weights.store.checkpoint_files import INDEX, Checkpoint, check_files, confined, stated
+from deployments.weights.store.owner import claim
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import MANIFEST, Store
 from deployments.weights.wire.digest import digest
@@ -302,6 +303,8 @@ def test_router_reads_without_torch() -> None:
 
 
 def write(store: Store, tensors: dict[str, torch.Tensor], fleet_id: str | None = None) -> Path:
+    if fleet_id is not None:
+        claim(store.directory, fleet_id, Path("/state"))
     committed = CommittedVersion(version=3, label=None, fleet_id=fleet_id, tensors=tensors)
     return write_version(committed, store, lambda directory: None)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployments.protocol.errors import JournalError
-from deployments.weights.store.owner import OWNER, check_owner, claim
+from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner
 from deployments.weights.store.versions import Store, VersionManifest
 
 OURS, STATE = "ours", Path("/state")
@@ -43,10 +43,12 @@ def test_of_fleets_that_claim_a_store_at_once_one_succeeds(tmp_path: Path) -> No
 
 
 def test_its_fleet_claims_it_again_and_another_is_told_both_ids_and_what_to_do(tmp_path: Path) -> None:
-    assert not check_owner(tmp_path, OURS)
+    assert not has_owner(tmp_path, OURS)
+    with pytest.raises(JournalError, match=rf"fleet.json is not there, and this is fleet {OURS}'s store"):
+        check_owner(tmp_path, OURS)
     for _ in range(2):
         claim(tmp_path, OURS, STATE)
-    assert check_owner(tmp_path, OURS)
+    assert has_owner(tmp_path, OURS)
     for refused in (lambda: claim(tmp_path, "theirs", STATE), lambda: check_owner(tmp_path, "theirs")):
         with pytest.raises(
             JournalError,
@@ -62,7 +64,7 @@ def test_nobody_sees_a_claim_that_a_crash_could_leave_empty(
     seen, fsync = list[bool](), os.fsync
 
     def synced(descriptor: int) -> None:
-        seen.append(check_owner(tmp_path, OURS))
+        seen.append(has_owner(tmp_path, OURS))
         fsync(descriptor)
 
     monkeypatch.setattr("os.fsync", synced)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store.hub import copy_model_files
+from deployments.weights.store.owner import OWNER
 from deployments.weights.store.version_writer import (
     CommittedVersion,
     RetainedVersions,
@@ -98,7 +99,11 @@ def test_version_of_another_fleet_in_the_store_is_a_problem(store: Store) -> Non
         CommittedVersion(version=1, label=None, fleet_id=fleet_id, tensors={"w": torch.ones(2)})
         for fleet_id in ("b", "a")
     )
+    owner = store.directory / OWNER
+    owner.parent.mkdir(parents=True, exist_ok=True)
+    owner.write_text('{"fleet_id": "a"}')
     write_version(theirs, store, no_files)
+    owner.write_text('{"fleet_id": "b"}')
     with pytest.raises(ValueError, match=r"of fleet a and with digest .*; this is of fleet b and has"):
         write_version(mine, store, no_files)
 
