@@ -114,11 +114,15 @@ class Guard:
     def _refuse_other_pages(self, request: Request) -> None:
         """CSRF: a browser adds the credentials that it has stored for the fleet to any page's request."""
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
-        if origin is None:
+        scheme = request.headers.get("authorization", "").partition(" ")[0].lower()
+        if origin is None or (scheme == "bearer" and self._operator):  # which a browser never adds by itself
             return
         # DNS rebinding: without a token, a page whose name resolves to the fleet has the same origin.
         if urlsplit(origin).netloc != host or not (self._operator or _is_address(host)):
-            raise Forbidden(f"{request.url.path} is the operator's, and the web page {origin[:100]!r} is not")
+            raise Forbidden(
+                f"{request.url.path} is the operator's, and the web page {origin[:100]!r} is not: its host "
+                f"is not {host[:100]!r}. A proxy before the fleet must pass the header 'Host' on unchanged"
+            )
 
 
 class _Known:

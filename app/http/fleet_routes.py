@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Annotated
 
 from fastapi import Header, Query, Response
@@ -13,7 +14,7 @@ from ray.serve.exceptions import RayServeException
 
 from app.http.auth import Access
 from app.http.directory_publisher import DirectoryPublisher
-from app.http.prometheus import exposition
+from app.http.prometheus import LOAD, exposition, load_of
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
@@ -21,6 +22,7 @@ from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
     Event,
+    FleetLoad,
     FleetStatus,
     Health,
     History,
@@ -28,10 +30,10 @@ from deployments.protocol.responses import (
     Status,
 )
 from deployments.protocol.routing import MAX_SESSION_ID
-from deployments.router.scrape import Scraped
+from deployments.router.scrape import Scraped, dashboard
 
 EVENTS_WAIT_S = 10.0
-Scrape = Callable[[], Awaitable[Scraped]]
+Scrape = Callable[[Sequence[str]], Awaitable[Scraped]]  # gets the names of metrics; none: all
 
 
 class EventStream(StreamingResponse):
@@ -58,6 +60,7 @@ class FleetRoutes:
             GuardedRoute("GET", "/health", self.health, access=Access.OPEN),
             GuardedRoute("GET", "/fleet", self.fleet),
             GuardedRoute("GET", "/fleet/rounds", self.rounds),
+            GuardedRoute("GET", "/fleet/load", self.load),
             GuardedRoute("GET", "/fleet/events", self.events, head=False, response_class=EventStream),
             GuardedRoute("POST", "/fleet/publish", self.publish),
             GuardedRoute("POST", "/fleet/rollback", self.rollback),
@@ -79,9 +82,17 @@ class FleetRoutes:
         status: FleetStatus = await self._controller.fleet.remote()
         return status
 
-    async def rounds(self) -> History:
+    async def rounds(
+        self, after: Annotated[int, Query(ge=0, description="only rounds with a greater id")] = 0
+    ) -> History:
         """Rounds that ended, with their timings."""
-        return History(rounds=await self._controller.rounds.remote())
+        return History(rounds=await self._controller.rounds.remote(after))
+
+    async def load(self) -> FleetLoad:
+        """What each replica does now, as its engine counts it."""
+        scraped = await self._scrape(LOAD)
+        replicas = {name: load_of(text) for name, text in scraped.replicas.items() if text is not None}
+        return FleetLoad(at=time.time(), replicas=replicas, dashboard=dashboard())
 
     async def events(
         self,
@@ -131,7 +142,7 @@ class FleetRoutes:
         fleet: FleetStatus = await self._controller.fleet.remote()
         rounds: list[RoundReport] = await self._controller.rounds.remote()
         # In a thread: a replica has some thousand lines, and this event loop streams responses.
-        text = await asyncio.to_thread(exposition, fleet, rounds, await self._scrape())
+        text = await asyncio.to_thread(exposition, fleet, rounds, await self._scrape(()))
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _events(self, since: int) -> AsyncIterator[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -21,6 +21,7 @@ from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes, Scrape
 from app.http.openapi import Description
+from app.http.page_routes import page_routes
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
@@ -37,7 +38,6 @@ from deployments.protocol.passed_routes import require_passed, route_path
 from deployments.router.router import Router
 from deployments.router.router_limits import RouterLimits
 
-PAGE = Path(__file__).with_name("page.html")
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
 
@@ -111,7 +111,7 @@ def build_app(
         return JSONResponse(await description.document(request.app))
 
     own = [
-        GuardedRoute("GET", "/", page, response_class=HTMLResponse, include_in_schema=False),
+        *page_routes(),
         GuardedRoute("GET", "/openapi.json", openapi, access=Access.USER, include_in_schema=False),
         *routes,
     ]
@@ -135,11 +135,6 @@ def build_app(
     )
     app.state.guard, app.state.max_body_bytes = guard, max_body_bytes
     return app
-
-
-async def page() -> HTMLResponse:
-    """The web page, which fetches what it shows from the fleet's own routes."""
-    return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
 
 class _PassedOn:
@@ -182,8 +177,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     headers = {}
     if status == 503:
         headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
-    if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'  # browsers ask for it
+    if isinstance(error, Unauthorized) and "x-requested-with" not in request.headers:
+        # Browsers ask for it. The page, which sends that header, asks itself.
+        headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'
     if error.status == 405:
         headers["allow"] = ", ".join(error.detail["allow"])
     return JSONResponse(error.body(), status_code=status, headers=headers)

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import FleetStatus
+from deployments.protocol.responses import FleetStatus, ReplicaLoad
 from deployments.router.scrape import Scraped
 
 SERVE = "ray_serve_"
@@ -40,6 +40,25 @@ def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scrap
     registry = CollectorRegistry()
     registry.register(families)
     return generate_latest(registry).decode()
+
+
+GENERATED, KV_CACHE = "vllm:generation_tokens_total", "vllm:kv_cache_usage_perc"
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE)
+
+
+def load_of(text: str) -> ReplicaLoad:
+    """The load of a replica, over its engines, from the metrics `LOAD`."""
+    found: dict[str, list[float]] = {name: [] for name in LOAD}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.get(sample.name, []).append(sample.value)
+    return ReplicaLoad(
+        generated_tokens=int(sum(found[GENERATED])),
+        running=int(sum(found[RUNNING])),
+        waiting=int(sum(found[WAITING])),
+        kv_cache_use=max(found[KV_CACHE], default=0.0),
+    )
 
 
 class _Families(Collector):

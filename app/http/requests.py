@@ -21,6 +21,8 @@ from pydantic import (
 from deployments.protocol.engine_state import InFlight, SleepTag
 from trainers.trajectory import Trajectory
 
+MAX_SAMPLE = 4000  # characters of a rollout
+
 
 class OwnBody(BaseModel):
     """The body of a route that only Slipstream has."""
@@ -72,6 +74,21 @@ class PublishBody(OwnBody):
     after: int | None = (
         None  # replace this version, which is not the trainer's; publish only if it is committed
     )
+
+
+class RolloutBody(OwnBody):
+    text: str = Field(max_length=MAX_SAMPLE)
+    reward: float
+    versions: list[Annotated[tuple[int, int], Strict(False)]] = []  # (version, tokens)
+
+
+class ReportBody(OwnBody):
+    """A step of a job, for the page: its own figures, and some of its rollouts."""
+
+    run: str = Field(min_length=1, max_length=200)
+    step: int
+    values: dict[str, float | int | bool | None] = Field(max_length=200)
+    rollouts: list[RolloutBody] = Field(default=[], max_length=16)
 
 
 class SaveBody(OwnBody):

@@ -1,13 +1,24 @@
 """`/train/...`: the trainer deployment over HTTP."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from app.http.requests import PublishBody, SaveBody, StepBody
+from fastapi import Query
+
+from app.http.requests import PublishBody, ReportBody, SaveBody, StepBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import AdapterReport, SavedCheckpoint, StepMetrics, TrainerStatus
+from deployments.protocol.responses import (
+    AdapterReport,
+    RolloutSample,
+    SavedCheckpoint,
+    Status,
+    StepEntry,
+    StepLog,
+    StepMetrics,
+    TrainerStatus,
+)
 from trainers.trajectory_arrays import MEDIA_TYPE
 
 
@@ -23,6 +34,8 @@ class TrainRoutes:
             GuardedRoute("POST", "/train/publish", self.publish, large=True),
             GuardedRoute("POST", "/train/save", self.save, large=True),
             GuardedRoute("GET", "/train/status", self.status),
+            GuardedRoute("GET", "/train/steps", self.steps),
+            GuardedRoute("POST", "/train/report", self.report),
         ]
 
     async def step(self, body: StepBody) -> StepMetrics:
@@ -52,6 +65,23 @@ class TrainRoutes:
         """Steps done, the version published last, and what the trainer does now."""
         status: TrainerStatus = await self._handle().status.remote()
         return status
+
+    async def steps(
+        self, after: Annotated[float, Query(ge=0, description="only what was entered after this time")] = 0.0
+    ) -> StepLog:
+        """Steps of the trainer, and what jobs reported of theirs, since the trainer started."""
+        log: StepLog = await self._handle().steps.remote(after)
+        return log
+
+    async def report(self, body: ReportBody) -> Status:
+        """What a job wants the page to show of its step: figures, and some rollouts."""
+        samples = [
+            RolloutSample(text=each.text, reward=each.reward, versions=each.versions)
+            for each in body.rollouts
+        ]
+        entry = StepEntry(run=body.run, step=body.step, values=body.values, rollouts=samples)
+        await self._handle().report.remote(entry)
+        return Status(status="reported")
 
     def _handle(self) -> Any:
         if self._trainer is None:

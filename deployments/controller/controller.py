@@ -358,10 +358,10 @@ class Controller:
         async with self._durable.answer(asks=True):
             return self._ledger.health()
 
-    async def rounds(self) -> list[RoundReport]:
-        """Rounds that ended, oldest first."""
+    async def rounds(self, after: int = 0) -> list[RoundReport]:
+        """Rounds that ended, oldest first; only those with a greater id than `after`."""
         async with self._durable.answer(asks=True):
-            return self._ledger.history()
+            return self._ledger.history(after)
 
     async def events(self, since: int = 0, wait_s: float = 0.0) -> list[Event]:
         """Events with a greater id than `since`; waits for the first one, at most `wait_s` seconds."""

@@ -12,6 +12,7 @@ the health check fail; the next process recovers from what is written.
 """
 
 import asyncio
+import time
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -132,7 +133,8 @@ class DurableLedger:
         self._log_lines = LogLines()
         journal = open_journal(state_dir)
         self._last_now = clock()
-        self._ledger.recover(journal.recovered, self._last_now, uuid.uuid4().hex)
+        wall = time.time() - self._last_now
+        self._ledger.recover(journal.recovered, self._last_now, uuid.uuid4().hex, wall)
         journal.append(self._ledger.take_decisions())
         journal.reserve()
         self._waits = Waits()

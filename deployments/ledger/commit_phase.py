@@ -17,6 +17,7 @@ from deployments.ledger.state import (
     PendingCall,
     PendingDrain,
     Round,
+    RoundPart,
     RoundPhase,
     State,
     classify,
@@ -42,6 +43,7 @@ def decide(state: State, current: Round) -> None:
     """The point of no return: durable before any replica learns of it."""
     current.left_behind |= {each.replica_id: each.reason for each in current.participants if each.out}
     current.participants = tuple(current.remaining())
+    current.committed_at = state.now
     state.decide(
         Committed(
             round_id=current.round_id,
@@ -71,6 +73,8 @@ def resume(state: State, decision: Committed) -> None:
         label=decision.label,
         epoch=state.epoch,
         opened_at=state.now,
+        part_since=state.now,
+        committed_at=state.now,
         participants=tuple(member for member in members if member is not None),
         connection=None,
         commit=decision.commit,
@@ -246,8 +250,16 @@ def weights_replaced(state: State) -> None:
 # -- a round's phases, and what is kept of it -------------------------------------------------
 
 
+_PARTS = {
+    RoundPhase.VERIFYING: RoundPart.VERIFY,
+    RoundPhase.DRAINING: RoundPart.DRAIN,
+    RoundPhase.COMMITTING: RoundPart.COMMIT,
+}
+
+
 def enter(state: State, current: Round, phase: RoundPhase, reason: str = "") -> None:
     current.phase = phase
+    current.go_on(_PARTS.get(phase, current.part), state.now)
     state.record(
         "round",
         round_id=current.round_id,
@@ -273,14 +285,15 @@ def abort(state: State, current: Round, error: SlipstreamError) -> None:
 
 def _end(state: State, current: Round, phase: RoundPhase, reason: str) -> RoundReport:
     enter(state, current, phase, reason)
-    report = _report(current, phase, reason, state.now)
+    report = _report(state, current, phase, reason)
     state.decide(Ended(report=report))
     keep(state, report)
     state.round, state.last_round_end = None, state.now
     return report
 
 
-def _report(current: Round, phase: RoundPhase, reason: str, now: float) -> RoundReport:
+def _report(state: State, current: Round, phase: RoundPhase, reason: str) -> RoundReport:
+    committed_at = current.committed_at
     out = {member.replica_id: member.reason for member in current.participants if member.out}
     return RoundReport(
         round_id=current.round_id,
@@ -289,7 +302,11 @@ def _report(current: Round, phase: RoundPhase, reason: str, now: float) -> Round
         epoch=current.epoch,
         phase=phase.value,
         reason=reason,
-        duration_s=now - current.opened_at,
+        duration_s=state.now - current.opened_at,
+        opened_at=state.wall + current.opened_at,
+        committed_at=None if committed_at is None else state.wall + committed_at,
+        publisher=current.publisher,
+        parts={part.value: spent for part, spent in current.parts.items()},
         verification=current.verification,
         checks=current.checks,
         digest=current.digest,

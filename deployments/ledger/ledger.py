@@ -338,8 +338,15 @@ class Ledger:
         taken, self.state.decisions = self.state.decisions, []
         return taken
 
-    def recover(self, decisions: Iterable[Decision], now: float, new_fleet_id: str = "fleet") -> None:
-        """Fold an earlier process's decisions, or none, into this new ledger; they may name the fleet."""
+    def recover(
+        self, decisions: Iterable[Decision], now: float, new_fleet_id: str = "fleet", wall: float = 0.0
+    ) -> None:
+        """Fold an earlier process's decisions, or none, into this new ledger; they may name the fleet.
+
+        Args:
+            wall: what to add to `now` for seconds since 1970, which are in the reports.
+        """
+        self.state.wall = wall
         recovery.recover(self._at(now), decisions, new_fleet_id)
         self.advance(now)
 
@@ -364,8 +371,8 @@ class Ledger:
     def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
         return stored_versions.removable(self.state, on_disk, keep)
 
-    def history(self) -> list[RoundReport]:
-        return list(self.state.history)
+    def history(self, after: int = 0) -> list[RoundReport]:
+        return [report for report in self.state.history if report.round_id > after]
 
     def events_since(self, event_id: int) -> list[Event]:
         return self.state.events.since(event_id)

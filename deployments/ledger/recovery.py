@@ -92,6 +92,7 @@ def _abort(state: State, round_id: int) -> None:
         phase=RoundPhase.ABORTED.value,
         reason=commit_phase.CONTROLLER_RESTARTED,
         duration_s=0.0,
+        opened_at=state.wall + state.now,
     )
     commit_phase.keep(state, report)
     state.decide(decisions.Ended(report=report))

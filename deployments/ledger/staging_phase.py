@@ -19,6 +19,7 @@ from deployments.ledger.state import (
     PendingCall,
     PendingDrain,
     Round,
+    RoundPart,
     RoundPhase,
     State,
     Verdict,
@@ -68,6 +69,8 @@ def open_round(state: State, options: RoundOptions, connection: Connection | Non
         label=None,
         epoch=state.epoch,
         opened_at=state.now,
+        part_since=state.now,
+        publisher="" if state.publisher.lease is None else state.publisher.lease.publisher,
         participants=tuple(members),
         connection=connection,
         commit=config.commit,
@@ -118,6 +121,7 @@ def _eligible(state: State) -> list[Member]:
 def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingCall:
     current = _open_round(state, round_id)
     parts = _split(payload, current.participants)
+    current.go_on(RoundPart.STAGE, state.now)
     current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
 
     def receive(member: Member) -> Receive:
@@ -186,9 +190,8 @@ def abort(state: State, current: Round, error: SlipstreamError) -> None:
     in_place = any(member.updates_in_place for member in current.participants)
     if current.file_bytes is None and not in_place:
         publisher_session.break_connection(state, current.connection, current.round_id)
-    for call in state.pending:
-        if call.name == Receive.name and call.round_id == current.round_id:
-            call.waiting.clear()  # also those that waited for a drain and were never queued
+    for call in _receives(state, current):
+        call.waiting.clear()  # also those that waited for a drain and were never queued
     membership.forget_drain(state, drain_of_round(current.round_id))
 
 
@@ -245,12 +248,11 @@ def _check_quorum(state: State, current: Round) -> None:
 
 def _collective_receive(state: State, current: Round) -> PendingCall | None:
     """The pending receive over a communicator, which is of no use without one of its members."""
-    if not current.collective:
-        return None
-    receiving = (
-        call for call in state.pending if call.name == Receive.name and call.round_id == current.round_id
-    )
-    return next(receiving, None)
+    return next(iter(_receives(state, current)), None) if current.collective else None
+
+
+def _receives(state: State, current: Round) -> list[PendingCall]:
+    return [call for call in state.pending if call.name == Receive.name and call.round_id == current.round_id]
 
 
 def _decide(state: State, current: Round) -> None:
@@ -302,6 +304,8 @@ def _answered(state: State, call: PendingCall) -> None:
     if current is None or current.round_id != call.round_id or current.decided:
         return  # it ended before the last answer came
     current.record(call)
+    if current.part is RoundPart.STAGE and not _receives(state, current):
+        current.go_on(RoundPart.SEND, state.now)
     verdict = classify(call)
     error: SlipstreamError
     if current.file_bytes is not None and (verdict.rejected or verdict.transfer_failed):

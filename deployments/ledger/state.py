@@ -288,6 +288,17 @@ class RoundPhase(StrEnum):
     ABORTED = "aborted"
 
 
+class RoundPart(StrEnum):
+    """What a round waits for; see `RoundReport.parts`."""
+
+    OPEN = "open"
+    SEND = "send"
+    STAGE = "stage"
+    VERIFY = "verify"
+    DRAIN = "drain"
+    COMMIT = "commit"
+
+
 DECIDED = (RoundPhase.COMMITTING, RoundPhase.RELEASING, RoundPhase.COMMITTED)
 
 
@@ -316,6 +327,11 @@ class Round:
     swapping: set[Member] = field(default_factory=set)  # `together`: COMMIT is waited for
     staged: dict[str, Staged] = field(default_factory=dict)  # replica id -> report
     swapped: dict[str, Swapped] = field(default_factory=dict)
+    publisher: str = ""
+    committed_at: float | None = None
+    part: RoundPart = RoundPart.OPEN  # what it waits for
+    part_since: float = 0.0
+    parts: dict[RoundPart, float] = field(default_factory=lambda: dict.fromkeys(RoundPart, 0.0))  # seconds
     decided_for: int = 0  # participants of a decision that a restart resumes; some may be fenced since
     drained: bool = False  # `in_flight: wait`: no request runs
     not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> running requests
@@ -340,6 +356,10 @@ class Round:
 
     def remaining(self) -> list[Member]:
         return [member for member in self.participants if member.alive]
+
+    def go_on(self, part: RoundPart, now: float) -> None:
+        self.parts[self.part] += now - self.part_since
+        self.part, self.part_since = part, now
 
     def record(self, call: PendingCall) -> None:
         for replica_id, answer in call.answers.items():
@@ -476,6 +496,7 @@ class State:
     store_dir: str | None  # None: replicas write no versions
     desired: DesiredReplicas
     now: float = 0.0
+    wall: float = 0.0  # `now` + `wall` is seconds since 1970
     decisions: list[Decision] = field(default_factory=list)  # not durable yet
     events: EventLog = field(default_factory=EventLog)
 

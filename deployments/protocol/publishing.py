@@ -50,6 +50,13 @@ class RoundReport:
     phase: str  # committed | aborted
     reason: str  # why it aborted, else empty
     duration_s: float
+    opened_at: float = 0.0  # seconds since 1970, as `committed_at`
+    committed_at: float | None = None  # when the commit was decided; None: it was not
+    publisher: str = ""  # who held the lease
+    # Seconds by what the round waited for, in this order; their sum is `duration_s`. open: the publisher,
+    # before its first payload. send: the publisher, between payloads. stage: replicas, which receive.
+    # verify: their digests. drain: running requests. commit: until the last replica has swapped.
+    parts: Mapping[str, float] = field(default_factory=dict)
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
     digest: str | None = None  # over all tensors by checkpoint name; None: vLLM's own engines, not computed

@@ -126,6 +126,23 @@ class History:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    generated_tokens: int  # since its engine started
+    running: int  # requests
+    waiting: int
+    kv_cache_use: float  # 0 to 1; of the fullest engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLoad:
+    """What replicas do now; one that does not answer in time is left out."""
+
+    at: float  # seconds since 1970
+    replicas: Mapping[str, ReplicaLoad]
+    dashboard: str | None  # the address of Ray's dashboard on the head node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterList:
     """Retired, live and loading versions of adapters; each group oldest first."""
 
@@ -220,6 +237,33 @@ class ChecksumComparison:
 # -- /train ----------------------------------------------------------------------------------------
 
 StepMetrics = Mapping[str, float | int | bool | None]  # one optimizer step; None: not a finite number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSample:
+    """One rollout of a step, to be looked at."""
+
+    text: str
+    reward: float
+    versions: Sequence[tuple[int, int]]  # (version, tokens), in the order in which they were sampled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEntry:
+    """A step of the trainer itself, or of the job that drives it, which also knows rewards."""
+
+    run: str  # the job's name for its run; empty: the trainer's own
+    step: int
+    values: StepMetrics
+    rollouts: Sequence[RolloutSample] = ()
+    at: float = 0.0  # seconds since 1970; each entry has a greater one than those before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """The newest steps since the trainer started, oldest first."""
+
+    steps: Sequence[StepEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

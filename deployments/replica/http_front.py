@@ -66,7 +66,7 @@ async def _listen(receive: Receive, messages: deque[Message], disconnected: Call
 
 
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
-METRICS = "/metrics"  # vLLM's; the router merges those of all replicas
+METRICS = ("/metrics", "/metrics/")  # vLLM's; the router merges those of all replicas, or selects some
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
@@ -123,7 +123,7 @@ class ReplicaFront:
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
             return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
-        if scope["method"] == "GET" and scope["path"] == METRICS:
+        if scope["method"] == "GET" and scope["path"] in METRICS:
             return await self._app(scope, receive, send)  # in every state; not a client's request
         task = asyncio.current_task()
         assert task is not None

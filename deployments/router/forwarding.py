@@ -115,10 +115,12 @@ class Forwarder:
     async def loads(self, demand: Demand) -> dict[str, int]:
         return (await self._census(demand)).loads
 
-    async def metrics(self) -> Scraped:
-        """The metrics of every replica, whether it may answer requests or not, and of every node."""
+    async def metrics(self, names: Sequence[str] = ()) -> Scraped:
+        """The metrics of every replica, whether it may answer requests or not, and of every node; with
+        `names` only these, of replicas."""
         known = (await self._census(Demand())).metadata
-        return await scrape(self._probe_session(), {name: ReplicaEndpoint(**known[name]) for name in known})
+        replicas = {name: ReplicaEndpoint(**known[name]) for name in known}
+        return await scrape(self._probe_session(), replicas, names)
 
     async def forward(
         self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits

@@ -7,7 +7,7 @@ see no update, fence or crash. A list of prompts is split over replicas (`parts`
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from urllib.parse import quote
@@ -145,8 +145,9 @@ class Router:
         finally:
             self.in_flight -= 1
 
-    async def metrics(self) -> Scraped:
-        return await self._forwarder.metrics()
+    async def metrics(self, names: Sequence[str] = ()) -> Scraped:
+        """The Prometheus metrics of every replica and every node; with `names` only these, of replicas."""
+        return await self._forwarder.metrics(names)
 
     async def close(self) -> None:
         await self._forwarder.close()

@@ -1,9 +1,10 @@
 """Collects the Prometheus metrics of every replica and of Ray's agent on every node."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 import ray
@@ -26,23 +27,29 @@ class Scraped:
 async def scrape(
     session: aiohttp.ClientSession,
     replicas: Mapping[str, ReplicaEndpoint],
+    names: Sequence[str] = (),
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Scraped:
+    """Ask all at once; takes `timeout_s` at most. With `names` only these metrics, of replicas alone."""
     deadline = asyncio.get_running_loop().time() + timeout_s
+    # vLLM selects names at this address only.
+    path = f"{PATH}/?{urlencode([('name[]', name) for name in names])}" if names else PATH
 
     async def ask(address: str, key: str | None = None) -> str | None:
         headers = {} if key is None else {KEY_HEADER.decode(): key}
         try:
             async with (
                 asyncio.timeout_at(deadline),
-                session.get(f"http://{address}{PATH}", headers=headers) as answer,
+                session.get(f"http://{address}{path}", headers=headers) as answer,
             ):
                 return await answer.text() if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError):
             return None
 
     async def ask_nodes() -> dict[str, str | None]:
+        if names:
+            return {}
         try:
             async with asyncio.timeout_at(deadline):
                 addresses = await asyncio.to_thread(_agents)
@@ -68,3 +75,9 @@ def _agents() -> list[str]:
         for node in nodes
         if node["Alive"] and node["MetricsExportPort"] > 0
     ]
+
+
+def dashboard() -> str | None:
+    """The address of Ray's dashboard, on the head node; None without one."""
+    node = ray._private.worker._global_node
+    return None if node is None else node.webui_url or None

@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import contextvars
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import JsonValue
@@ -26,6 +28,8 @@ from deployments.protocol.responses import (
     AdapterReport,
     FleetStatus,
     SavedCheckpoint,
+    StepEntry,
+    StepLog,
     StepMetrics,
     TrainerStatus,
 )
@@ -153,6 +157,28 @@ async def watch(
             logger.debug("cannot check the fleet: %s", error)
 
 
+class StepHistory:
+    """The newest steps, for whoever looks on. Rollouts are kept for the last few."""
+
+    def __init__(
+        self, steps: int = 2000, with_rollouts: int = 10, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._entries: deque[StepEntry] = deque(maxlen=steps)
+        self._with_rollouts = with_rollouts
+        self._clock = clock
+
+    def add(self, entry: StepEntry) -> None:
+        """Append a step, with a greater time than that of the step before, also if the clock is set back."""
+        entries = self._entries
+        last = entries[-1].at if entries else 0.0
+        entries.append(replace(entry, at=round(max(self._clock(), last + 0.001), 3)))
+        if len(entries) > self._with_rollouts:
+            entries[-1 - self._with_rollouts] = replace(entries[-1 - self._with_rollouts], rollouts=())
+
+    def after(self, at: float) -> list[StepEntry]:
+        return [entry for entry in self._entries if entry.at > at]
+
+
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
 
@@ -181,6 +207,7 @@ class Trainer:
         self._queue = SerialQueue()
         self._calls = CallServer(self)
         self._last_step: StepMetrics = {}
+        self._history = StepHistory()
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
         plan = None if slots is None else await retried(lambda: slots.plan.remote(), "slots")
@@ -275,6 +302,14 @@ class Trainer:
         """
         return await self._queue.run("save", lambda: self._save(path))
 
+    async def report(self, entry: StepEntry) -> None:
+        """What a job says of its step; kept until this trainer exits, for `steps`."""
+        self._history.add(entry)
+
+    async def steps(self, after: float = 0.0) -> StepLog:
+        """The steps that were entered after this time."""
+        return StepLog(steps=self._history.after(after))
+
     async def status(self) -> TrainerStatus:
         """Answered at once, also during a step. Raises FleetUnavailable if rank 0 does not answer."""
         store = await self._group.store_status()
@@ -329,6 +364,7 @@ class Trainer:
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"
         self._step, self._last_step = int(step), metrics
+        self._history.add(StepEntry(run="", step=self._step, values=metrics))
         return metrics
 
     async def _save(self, path: str | None) -> SavedCheckpoint:

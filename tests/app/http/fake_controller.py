@@ -180,9 +180,9 @@ class FakeController:
         await self._enter("health")
         return self._scene.ledger.health()
 
-    async def rounds(self) -> list[RoundReport]:
+    async def rounds(self, after: int = 0) -> list[RoundReport]:
         await self._enter("rounds")
-        return self.reports
+        return self._scene.ledger.history(after)
 
     def _ask(self, name: str, *args: Any, **options: Any) -> Any:
         if name == "send":

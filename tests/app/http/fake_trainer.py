@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from deployments.protocol.errors import Conflict, InvalidRequest, OtherStep, RoundAborted
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import AdapterReport, SavedCheckpoint, TrainerStatus
+from deployments.protocol.responses import AdapterReport, SavedCheckpoint, StepEntry, StepLog, TrainerStatus
 from tests.app.http.fake_status import report
 
 STATUS = TrainerStatus(
@@ -83,6 +83,13 @@ class FakeTrainer:
     async def save(self, path: str | None) -> SavedCheckpoint:
         self.received.append(path)
         return SavedCheckpoint(path="/tmp/checkpoint" if path is None else path, step=3, save_s=0.25)
+
+    async def report(self, entry: StepEntry) -> None:
+        self.received.append(entry)
+
+    async def steps(self, after: float) -> StepLog:
+        entries = [each for each in self.received if isinstance(each, StepEntry)]
+        return StepLog(steps=[each for each in entries if each.step > after])
 
     async def status(self) -> TrainerStatus:
         if self._adapts:

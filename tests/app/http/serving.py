@@ -34,7 +34,7 @@ class FakeRouter:
         await JSONResponse(self._answer(scope["path"]))(scope, receive, send)
 
 
-async def no_metrics() -> Scraped:
+async def no_metrics(names: Sequence[str]) -> Scraped:
     return Scraped()
 
 

@@ -32,7 +32,6 @@ USERS_ROUTES = [
     ("POST", "/inference/v1/generate"),
 ]
 OPERATORS_ROUTES = [
-    ("GET", "/"),
     ("GET", "/fleet"),
     ("GET", "/fleet/rounds"),
     ("GET", "/fleet/events"),
@@ -120,8 +119,10 @@ async def test_without_tokens_everything_is_open() -> None:
 
 async def test_browser_is_told_to_ask_for_it() -> None:
     async with client(FakeController(), token=OPERATOR) as fleet:
-        answer = await fleet.get("/")
+        answer = await fleet.get("/fleet")
+        by_page = await fleet.get("/fleet", headers={"x-requested-with": "Slipstream"})
     assert answer.status_code == 401 and answer.headers["www-authenticate"].startswith("Basic realm=")
+    assert by_page.status_code == 401 and "www-authenticate" not in by_page.headers, "the page asks itself"
     assert answer.json()["error"]["type"] == "unauthorized"
     assert "needs the operator's token" in answer.json()["error"]["message"]
 
@@ -159,6 +160,19 @@ async def test_another_origin_cannot_drive_the_fleet(
         headers = {"host": host, "origin": origin} | (basic(token) if token else {})
         assert (await fleet.post("/pause", headers=headers)).status_code == expected
         assert (await fleet.get("/fleet", headers=headers)).status_code == 200
+
+
+async def test_page_behind_a_proxy_that_changes_the_host_needs_the_token_in_its_requests() -> None:
+    """A browser adds Basic credentials by itself, and never a Bearer token."""
+    async with client(FakeController(), token=OPERATOR) as fleet:
+        headers = {"host": "127.0.0.1:8000", "origin": "https://rl.example"}
+        answer = await fleet.post("/pause", headers=headers | basic(OPERATOR))
+        assert answer.status_code == 403
+        assert "must pass the header 'Host' on unchanged" in answer.json()["error"]["message"]
+        assert (await fleet.post("/pause", headers=headers | bearer(OPERATOR))).status_code == 200
+        assert (await fleet.post("/pause", headers=headers | bearer("other"))).status_code == 401
+    async with client(FakeController()) as fleet:
+        assert (await fleet.post("/pause", headers=headers | bearer("any"))).status_code == 403
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -269,7 +283,7 @@ def address() -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", [with_requests, with_httpx, with_aiohttp])
 def test_routes_take_the_token_of_the_address(address: str, ask: Client) -> None:
-    for path in ("/v1/models", "/fleet", "/train/status", "/"):
+    for path in ("/v1/models", "/fleet", "/train/status"):
         assert ask("GET", f"http://x:{QUOTED['operator']}@{address}{path}") == 200
         assert ask("GET", f"http://x:{QUOTED['user']}@{address}{path}") == (
             200 if path == "/v1/models" else 403

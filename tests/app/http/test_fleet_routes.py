@@ -1,4 +1,5 @@
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from safetensors.torch import save_file
 
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
+from app.http.prometheus import LOAD
 from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import FilePart
-from deployments.protocol.responses import Event
+from deployments.protocol.responses import Event, ReplicaLoad
+from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.serving import client, no_metrics
@@ -39,6 +42,29 @@ async def test_status_and_the_history_are_the_controllers() -> None:
         assert (await fleet.get("/fleet")).json() == expected
         expected = [json.loads(json.dumps(asdict(each))) for each in controller.reports]
         assert (await fleet.get("/fleet/rounds")).json() == {"rounds": expected}
+        assert (await fleet.get("/fleet/rounds?after=2")).json() == {"rounds": expected}
+        assert (await fleet.get("/fleet/rounds?after=3")).json() == {"rounds": []}
+        assert (await fleet.get("/fleet/rounds?after=x")).status_code == 400
+
+
+async def test_load_is_what_the_engines_of_each_replica_count() -> None:
+    asked: list[str] = []
+
+    async def scrape(names: Sequence[str]) -> Scraped:
+        asked.extend(names)
+        engines = "".join(
+            f'vllm:generation_tokens_total{{engine="{engine}"}} 100.0\n'
+            f'vllm:num_requests_running{{engine="{engine}"}} 2\n'
+            f'vllm:kv_cache_usage_perc{{engine="{engine}"}} 0.{engine}5\n'
+            for engine in (1, 2)
+        )
+        return Scraped(replicas={"a": engines, "late": None})
+
+    handle = Handle(FakeController())
+    load = await FleetRoutes(handle, None, DirectoryPublisher(handle, ()), scrape).load()
+    two = ReplicaLoad(generated_tokens=200, running=4, waiting=0, kv_cache_use=0.25)
+    assert (load.replicas, load.dashboard) == ({"a": two}, None)
+    assert asked == [*LOAD]
 
 
 async def test_rollback_needs_a_version(tmp_path: Path) -> None:

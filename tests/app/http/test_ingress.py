@@ -1,10 +1,5 @@
 """The routes together: what is ours, what is a replica's, and the shape of every error."""
 
-import ast
-import json
-import re
-from pathlib import Path
-
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
@@ -38,26 +33,6 @@ async def test_route_of_ours_with_another_method_goes_nowhere() -> None:
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["message"] == "/pause: expected POST, got 'GET'"
     assert controller.calls == []
-
-
-async def test_page_is_ours() -> None:
-    async with client(FakeController()) as fleet:
-        answer = await fleet.get("/")
-    assert answer.status_code == 200 and "<title>Slipstream</title>" in answer.text
-
-
-def test_page_shows_every_kind_of_event() -> None:
-    """A browser's EventSource drops events of a kind that nobody listens for."""
-    recorded = {
-        call.args[0].value
-        for file in Path("deployments/ledger").rglob("*.py")
-        for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "record"
-        if call.args and isinstance(call.args[0], ast.Constant)
-    }
-    assert {"round", "adapter", "drain_expired"} <= recorded
-    listened = re.search(r"const kinds = (\[.*?\]);", Path("app/http/page.html").read_text())
-    assert listened is not None and recorded <= set(json.loads(listened[1]))
 
 
 @pytest.mark.parametrize("detail", [{}, {"retry_after_s": 3.4}])

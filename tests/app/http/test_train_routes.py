@@ -45,6 +45,25 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
     assert trainer.received == [[TRAJECTORY], "step 1", None, "/data/x", None]
 
 
+async def test_what_a_job_reports_of_a_step_is_among_the_steps() -> None:
+    trainer = FakeTrainer()
+    told = {"text": "4", "reward": 1.0, "versions": [[3, 5], [4, 2]]}
+    body = {"run": "grpo-1", "step": 2, "values": {"reward": 0.5, "loss": None}, "rollouts": [told]}
+    async with client(FakeController(), trainer=trainer) as fleet:
+        assert (await fleet.post("/train/report", json=body)).json() == {"status": "reported"}
+        (step,) = (await fleet.get("/train/steps")).json()["steps"]
+        assert step == {**body, "at": 0.0}
+        assert (await fleet.get("/train/steps?after=2")).json() == {"steps": []}
+        for wrong, message in (
+            ({"run": ""}, "run: expected"),
+            ({"values": {"reward": "high"}}, "values: expected"),
+            ({"rollouts": [told] * 17}, "rollouts: expected"),
+            ({"rollouts": [told | {"text": "x" * 5000}]}, "rollouts: expected"),
+        ):
+            refused = await fleet.post("/train/report", json=body | wrong)
+            assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(message)
+
+
 @pytest.mark.parametrize("media_type", ["application/x-safetensors", "Application/X-Safetensors; charset=x"])
 async def test_batch_of_arrays_reaches_the_trainer_as_it_is(media_type: str) -> None:
     trainer, headers = FakeTrainer(), {"content-type": media_type}

@@ -179,6 +179,43 @@ def test_a_report_has_the_figures_of_each_replica() -> None:
     assert report.replicas == {"r0": figures, "r1": figures}
 
 
+def test_a_report_says_when_and_by_whom_and_its_parts_add_up() -> None:
+    scene = Scene(replicas=2)
+    scene.ledger.state.wall = 1e9
+    scene.connect(publisher="me")
+    scene.now += 1
+    round_id = scene.open()
+    for before_send, receiving in ((2, 4), (8, 16)):
+        scene.now += before_send
+        call = scene.send(round_id)
+        scene.now += receiving
+        scene.poll()
+        assert call.done
+    scene.now += 32
+    closed = scene.close(round_id)
+    scene.now += 64
+    scene.poll(1)  # they verify
+    scene.poll(1, only=scene.replicas[:1])
+    scene.poll(1, only=scene.replicas[1:])  # decided
+    scene.now += 128
+    scene.poll(10)
+    report = report_of(closed)
+    assert report.parts == {"open": 2, "send": 40, "stage": 20, "verify": 64, "drain": 0, "commit": 128}
+    assert report.duration_s == sum(report.parts.values())
+    assert (report.opened_at, report.committed_at) == (1e9 + 101, 1e9 + 101 + 126)
+    assert report.publisher == "me"
+
+
+def test_an_aborted_round_says_what_it_waited_for() -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    round_id = scene.open()
+    scene.now += 3
+    scene.ledger.abort_round(scene.token, round_id, "changed my mind", scene.now)
+    report = scene.ledger.history()[-1]
+    assert report.parts["open"] == report.duration_s == 3 and report.committed_at is None
+
+
 def test_a_round_is_verified_with_its_publisher_only_if_every_replica_has_compared() -> None:
     scene = Scene(replicas=2)
     scene.replicas[1].compares = False

@@ -3,11 +3,18 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
+from fastapi import FastAPI
+from prometheus_client import Gauge
+from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from deployments.calls.http_server import HttpServer
 from deployments.protocol.routing import ReplicaEndpoint
+from deployments.replica.http_front import ReplicaFront
 from deployments.router.scrape import scrape
 from tests.deployments.routed_fleet import service
 
@@ -54,6 +61,30 @@ async def test_those_that_answer_in_time_are_there_and_the_others_are_named() ->
             scraped = await scrape(session, endpoints, timeout_s=2.0)
     assert scraped.replicas == {"r0": "a 1\n", "r1": None, "r2": None, "r3": None, "gone": None}
     assert scraped.nodes == {}, "there is no cluster here"
+
+
+async def test_vllm_is_asked_for_some_metrics_alone() -> None:
+    registry = get_prometheus_registry()
+    made = [Gauge(name, "", registry=registry) for name in ("vllm:wanted", "vllm:other")]
+    app = FastAPI()
+    attach_router(app)  # vLLM's
+    front = ReplicaFront(
+        app,
+        replica_id="a",
+        admit=AsyncMock(),
+        refusal=lambda: "asleep",
+        version=lambda: 0,
+    )
+    server = HttpServer(front, "127.0.0.1")
+    try:
+        async with aiohttp.ClientSession() as session:
+            endpoint = ReplicaEndpoint(address=server.address, key=front.key)
+            (text,) = (await scrape(session, {"a": endpoint}, ["vllm:wanted"])).replicas.values()
+    finally:
+        await server.close()
+        for each in made:
+            registry.unregister(each)
+    assert text is not None and "vllm:wanted 0.0" in text and "vllm:other" not in text
 
 
 async def test_router_asks_all_replicas_also_those_that_refuse_requests() -> None:

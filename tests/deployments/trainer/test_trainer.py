@@ -9,11 +9,12 @@ import pytest
 from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
 from deployments.protocol.poll import InitialWeights, Verify
 from deployments.protocol.publishing import RoundOptions
-from deployments.protocol.responses import FleetStatus, MemberStatus, RoundStatus
+from deployments.protocol.responses import FleetStatus, MemberStatus, RolloutSample, RoundStatus, StepEntry
 from deployments.trainer.spec import PUBLISHER, LoadedTrainer
 from deployments.trainer.trainer import (
     CONFIRMATIONS,
     SerialQueue,
+    StepHistory,
     check_version_0,
     is_lost,
     is_starved,
@@ -75,6 +76,24 @@ async def test_a_call_that_has_begun_continues_when_its_caller_disconnects(
         "the caller of 'step' disconnected; the trainer continues with it",
         "a call whose caller disconnected has failed: out of memory",
     ]
+
+
+# -- the steps that were done ----------------------------------------------------------------------
+
+
+def test_each_step_is_told_once_though_the_clock_is_set_back_and_rollouts_only_of_the_last() -> None:
+    times = iter([10.0, 9.0, 12.0])
+    history = StepHistory(steps=10, with_rollouts=2, clock=lambda: next(times))
+    sample = RolloutSample(text="4", reward=1.0, versions=[(3, 5)])
+    for step in (1, 2, 3):
+        history.add(StepEntry(run="grpo-1", step=step, values={}, rollouts=[sample]))
+    told = history.after(0.0)
+    assert [(each.step, each.at, len(each.rollouts)) for each in told] == [
+        (1, 10.0, 0),
+        (2, 10.001, 1),
+        (3, 12.0, 1),
+    ]
+    assert [each.step for each in history.after(told[1].at)] == [3]
 
 
 # -- the session of a dead worker ------------------------------------------------------------------
