@@ -63,7 +63,7 @@ class DirectoryPublisher:
                 damaged version of the store.
             Conflict: another publisher holds the lease, or the weights are offloaded.
             RoundAborted: it changed while it was read, replicas read different bytes, or a disk hangs.
-            TransferAborted: the controller or the lease was lost; publish again.
+            TransferAborted: the controller or the lease was lost; try again.
         """
         try:
             async with PublishSession(self._controller, f"directory {secrets.token_hex(4)}") as session:
@@ -76,7 +76,7 @@ class DirectoryPublisher:
                     checkpoint.close()
         except (StalePublisher, TransferAborted) as error:
             raise TransferAborted(
-                f"{path} is not published: {error.message}; publish again", {"send_again": True}
+                f"{path} is not published: {error.message}; try again", {"send_again": True}
             ) from error
 
     async def _round(self, session: PublishSession, checkpoint: Checkpoint, label: str | None) -> RoundReport:

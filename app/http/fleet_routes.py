@@ -18,7 +18,7 @@ from app.http.prometheus import LOAD, exposition, load_of
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
-from deployments.protocol.errors import SlipstreamError
+from deployments.protocol.errors import RoundAborted, SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
     Event,
@@ -111,11 +111,17 @@ class FleetRoutes:
 
     async def rollback(self, body: RollbackBody) -> RoundReport:
         """Publish a stored version again, as an ordinary round. A trainer continues from it."""
-        if self._trainer is None:
-            path: str = await self._controller.rollback_source.remote(body.version)
-            return await self._directories.publish(path, f"rollback to {body.version}")
-        report: RoundReport = await self._trainer.rollback.remote(body.version)
-        return report
+        try:
+            if self._trainer is None:
+                path: str = await self._controller.rollback_source.remote(body.version)
+                return await self._directories.publish(path, f"rollback to {body.version}")
+            report: RoundReport = await self._trainer.rollback.remote(body.version)
+            return report
+        except RoundAborted as error:
+            raise type(error)(
+                f"the fleet is not rolled back to version {body.version}: {error.message}; roll back again",
+                error.detail,
+            ) from error
 
     async def scale(self, body: ScaleBody) -> SizeStatus:
         """Set the number of replicas, or follow the load. Answers before they have started."""

@@ -214,7 +214,7 @@ class Follower:
                 if self._fenced is not None:
                     return False
                 if overtaken and not interrupted:
-                    interrupted = await self._interrupt()
+                    interrupted = await self._interrupt() is None
                     # A dropped receive waits for nothing that still counts; its outcome is ignored.
                     if not interrupted or isinstance(instruction.body, Receive | ReceiveAdapter):
                         return False
@@ -235,15 +235,16 @@ class Follower:
             if later.seq > running.seq
         )
 
-    async def _interrupt(self) -> bool:
+    async def _interrupt(self) -> Exception | None:
+        """Why the running instruction is not interrupted; TimeoutError: the engine hangs."""
         try:
             await asyncio.wait_for(self._member.interrupt(), self._interrupt_s)
         except Exception as error:  # a dead or hung engine; this or the next instruction reports it
             logger.warning(
                 "engine did not interrupt the running instruction: %s: %s", type(error).__name__, error
             )
-            return False
-        return True
+            return error
+        return None
 
     async def _execute(self, instruction: Instruction) -> None:
         name, outcome, message = instruction.body.name, Outcome.DONE, ""
@@ -261,10 +262,12 @@ class Follower:
             # Live weights are untouched: the sender is slow or gone.
             before_commit = isinstance(instruction.body, BEFORE_COMMIT)
             if before_commit and not self._member.partially_updated:
-                if await self._interrupt():
-                    outcome = Outcome.REJECTED
-                else:
+                failure = await self._interrupt()
+                if isinstance(failure, TimeoutError):
                     message += ", and its engine does not answer"
+                else:
+                    outcome = Outcome.REJECTED
+                    message += "" if failure is None else f", and was not interrupted: {failure}"
         except Exception as error:  # the controller decides what to do with a failed replica
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated

@@ -282,7 +282,7 @@ class Trainer:
 
         Raises:
             InvalidRequest: the version is not in the store, or an adapter is trained.
-            RoundAborted: the trainer has the stored weights and the fleet has not; publish again.
+            RoundAborted: the trainer has the stored weights and the fleet has not; roll back again.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
         if self._lora is not None:

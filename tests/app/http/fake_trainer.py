@@ -76,6 +76,8 @@ class FakeTrainer:
         self.received.append(version)
         if self._adapts:
             raise InvalidRequest("this trainer trains the adapter 'math', and no versions of all weights")
+        if version == 3:
+            raise RoundAborted("too few replicas staged")
         if version != 2:
             raise InvalidRequest(f"version: expected one in the store [2], got {version}")
         return report(3, 5, f"rollback to {version}")

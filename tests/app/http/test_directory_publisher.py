@@ -185,12 +185,12 @@ async def test_client_disconnect_aborts_the_round(fleet: Fleet, directory: Path)
     assert (await fleet.controller.fleet()).lease is None
 
 
-async def test_lost_lease_asks_to_publish_again(directory: Path) -> None:
+async def test_lost_lease_asks_to_try_again(directory: Path) -> None:
     controller = FakeController()
     publisher = publisher_of(controller, directory)
     for error in (ActorDiedError(), StalePublisher("token 1 is stale: nobody holds the lease")):
         controller.fail_next["send"] = error
-        with pytest.raises(TransferAborted, match=f"{directory} is not published.*publish again") as raised:
+        with pytest.raises(TransferAborted, match=f"{directory} is not published.*try again") as raised:
             await publisher.publish(str(directory), None)
         assert raised.value.detail == {"send_again": True}
         if controller.lease is not None:

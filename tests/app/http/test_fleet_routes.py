@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
 from app.http.prometheus import LOAD
-from deployments.protocol.errors import FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable, RoundAborted
 from deployments.protocol.poll import FilePart
 from deployments.protocol.responses import Event, ReplicaLoad
 from deployments.router.scrape import Scraped
@@ -78,12 +78,21 @@ async def test_rollback_needs_a_version(tmp_path: Path) -> None:
     async with client(controller, checkpoint_roots=[tmp_path]) as fleet:  # without a trainer: from the store
         code, refused = await rollback(fleet, {"version": 7})
         assert code == 400 and "expected one in the store [2], got 7" in refused["error"]["message"]
+        controller.fail_next["send"] = RoundAborted("too few replicas staged", {"round_id": 4})
+        code, refused = await rollback(fleet, {"version": 2})
+        assert code == 409 and refused["error"]["message"] == (
+            "the fleet is not rolled back to version 2: too few replicas staged; roll back again"
+        )
         code, made = await rollback(fleet, {"version": 2})
         assert (code, made["version"], made["label"]) == (200, 4, "rollback to 2")
         assert isinstance(controller.sent[0], FilePart) and controller.lease is None
     async with client(FakeController(), trainer=FakeTrainer()) as fleet:
         code, made = await rollback(fleet, {"version": 2})
         assert code == 200 and made["version"] == 5
+        code, refused = await rollback(fleet, {"version": 3})
+        assert code == 409 and refused["error"]["message"].endswith(
+            "too few replicas staged; roll back again"
+        )
         for body, message in (
             ({"version": 7}, "expected one in the store [2], got 7"),
             ({"version": "2"}, "version: expected a valid integer, got '2'"),

@@ -46,7 +46,7 @@ class Member:
                 raise RuntimeError("broken")
             case "wait for ever":
                 await asyncio.Event().wait()
-            case "hang":
+            case "hang" | "cannot be interrupted":
                 await self.interrupted.wait()
                 raise PayloadRejected("interrupted")
             case "engine hangs":
@@ -58,6 +58,8 @@ class Member:
     async def interrupt(self) -> None:
         if self.act == "engine hangs":  # then a call to it has no answer
             await asyncio.Event().wait()
+        if self.act == "cannot be interrupted":
+            raise RuntimeError("the staging cannot be dropped")
         self.interrupted.set()
 
     def on_directive(self, directive: Directive) -> None:

@@ -123,6 +123,13 @@ async def test_engine_that_ignores_an_interrupt_has_failed() -> None:
     assert script.outcomes == {1: (Outcome.REPLICA_FAILED, message)}
 
 
+async def test_an_engine_that_answers_an_interrupt_with_an_error_has_not_failed() -> None:
+    script = Script([tell(1, RECEIVE, 0.01)], *[[] for _ in range(20)])
+    await run(script, "cannot be interrupted")
+    message = "receive took longer than 0.01 s, and was not interrupted: the staging cannot be dropped"
+    assert script.outcomes == {1: (Outcome.REJECTED, message)}
+
+
 async def test_drop_overtakes_an_instruction_that_cannot_be_interrupted() -> None:
     hang, drop = tell(1, Connect(init_info={}), 60.0), tell(2, DROP)
     member = await run(Script([hang], [hang, drop], [hang, drop]), "engine hangs", interrupt_s=0.01)
