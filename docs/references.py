@@ -243,10 +243,10 @@ def command_line() -> str:
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
+        if not hasattr(command, "commands") or command.invoke_without_command:
+            yield f"{prefix} {name}", command
         if hasattr(command, "commands"):
             yield from _commands(command, f"{prefix} {name}")
-        elif not command.hidden:
-            yield f"{prefix} {name}", command
 
 
 def _option(parameter: Any) -> tuple[str, ...]:
