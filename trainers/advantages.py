@@ -1,17 +1,10 @@
 """Advantages, which groups have a signal, and the penalty for length."""
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 
 import torch
 
-
-class AdvantageEstimator(StrEnum):
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
-    REINFORCE_PP = "reinforce_pp"
-    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+from trainers.settings import AdvantageEstimator
 
 
 def group_normalised(rewards: torch.Tensor, *, epsilon: float = 1e-6) -> torch.Tensor:

@@ -18,6 +18,16 @@ from pydantic import (
 )
 
 
+class AdvantageEstimator(StrEnum):
+    """The formulas of `trainers.advantages`."""
+
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    RLOO = "rloo"
+    REINFORCE_PP = "reinforce_pp"
+    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+
+
 class Aggregation(StrEnum):
     """The weight of one token in the loss of a batch.
 

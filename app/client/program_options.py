@@ -4,9 +4,13 @@ A field `steps: Annotated[int, typer.Option(min=1, help="...")] = 20` is the opt
 docstring describes the program.
 """
 
+import difflib
 import inspect
 import json
+import sys
+import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -17,9 +21,15 @@ Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's add
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
-    """Parse options; `arguments` None takes this process's. Raises SystemExit: an option is wrong or
-    missing (2, with a usage message), or `--help` was given (0)."""
+    """Parse options; `arguments` None takes this process's. `@ FILE` among them reads options from a TOML
+    file, by the names of the fields; those of the command line win.
+
+    Raises:
+        SystemExit: an option is wrong or missing (2, with a usage message), or `--help` was given (0).
+        ValueError: a file cannot be read, or has an option that does not exist.
+    """
     parsed: list[T] = []
+    from_files, given = _with_files(kind, sys.argv[1:] if arguments is None else arguments)
 
     def program(**values: Any) -> None:
         parsed.append(kind(**values))
@@ -30,11 +40,62 @@ def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     application.command()(program)
     try:
-        application(None if arguments is None else list(arguments))
+        application(given, default_map=from_files)
     except SystemExit:  # typer exits after every command; here it only parses
         if not parsed:
             raise
     return parsed[0]
+
+
+def _with_files(kind: type[Any], arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of files, and the arguments without those files."""
+    values: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "@":
+            values |= read_file(kind, next(words, ""))
+        else:
+            rest.append(word)
+    return values, rest
+
+
+def read_file(kind: type[Any], path: str) -> dict[str, Any]:
+    """Options of a TOML file, as text. A table is the JSON of an option that takes it. Raises ValueError."""
+    try:
+        with open(path, "rb") as stream:
+            content = tomllib.load(stream)
+    except OSError as error:
+        raise ValueError(f"@ {path}: expected a TOML file that can be read ({error.strerror})") from error
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise ValueError(f"{path}: expected TOML: {error}") from error
+    types = {name: str(hint) for name, hint in inspect.get_annotations(kind).items()}
+    values = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in types:
+            near = difflib.get_close_matches(name, types, n=1)
+            raise ValueError(
+                f"{path}: unknown option {key!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
+            )
+        several = value if isinstance(value, list) else [value]
+        texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in several]
+        values[name] = texts if "list[" in types[name] else " ".join(texts)
+    return values
+
+
+def arguments_of(options: Any) -> list[str]:
+    """The command line that gives these options, where they differ from their defaults."""
+    made: list[str] = []
+    for each in fields(options):
+        value, flag = getattr(options, each.name), f"--{each.name.replace('_', '-')}"
+        if value == each.default:
+            continue
+        if value is True:
+            made.append(flag)
+        else:
+            made += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
+    return made
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-EVENTS = "SLIPSTREAM_EVENTS"  # set for a job whose output a submitter reads
+# What a submitter sets for its job.
+EVENTS = "SLIPSTREAM_EVENTS"  # it reads the output
+WORKING_DIR = "SLIPSTREAM_WORKING_DIR"  # where its user stands
 STATUS_S = 30.0  # between two lines of status, where no bar is drawn
 CHANGED_S, SAME_S = 1.0, 10.0  # between two events
 _PREFIX = "run-status "

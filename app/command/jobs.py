@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -103,13 +104,16 @@ class RayJobs:
     async def submit(
         self, job_id: str, entrypoint: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str]
     ) -> None:
-        body = {
+        body: dict[str, Any] = {
             "submission_id": job_id,
             "entrypoint": entrypoint,
-            "runtime_env": runtime_env,
+            "runtime_env": dict(runtime_env),
             "metadata": {"kind": KIND, **metadata},
         }
-        await self._send("POST", "api/jobs/", body)
+        if "working_dir" in runtime_env:
+            await asyncio.to_thread(_upload_and_submit, self.address, body)
+        else:
+            await self._send("POST", "api/jobs/", body)
 
     async def stop(self, job_id: str) -> None:
         await self._send("POST", f"api/jobs/{job_id}/stop", may_miss=True)
@@ -136,6 +140,17 @@ class RayJobs:
                 text = (await answer.text()).strip()
                 last = text.splitlines()[-1] if text else ""  # the server's traceback is above it
                 raise JobsError(f"Ray at {self.address} refuses ({answer.status}): {last}")
+
+
+def _upload_and_submit(address: str, body: dict[str, Any]) -> None:
+    from ray.job_submission import JobSubmissionClient  # which packs the directory; it takes seconds
+
+    os.environ["RAY_API_SERVER_ADDRESS"] = address  # else it prefers RAY_ADDRESS
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    try:
+        JobSubmissionClient(address).submit_job(**body)
+    except (RuntimeError, ValueError, ConnectionError) as error:
+        raise JobsError(f"Ray at {address} refuses: {str(error).strip().splitlines()[-1]}") from error
 
 
 def _job(details: Mapping[str, Any]) -> Job:

@@ -19,16 +19,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from app.client import calls
 from app.client.connection import FleetClient, FleetError, without_credentials
-from app.client.program_options import LOCAL_URL
-from app.client.run_display import EVENTS, STATUS_S, Display
+from app.client.program_options import LOCAL_URL, arguments_of, parse
+from app.client.run_display import EVENTS, STATUS_S, WORKING_DIR, Display
 from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
+from app.jobs.options import JobOptions
 
-_JOB = (sys.executable, "-m", "app.jobs")
+_JOB = (sys.executable, "-P", "-m", "app.jobs")  # -P: not the modules of its directory before our own
 _FIRST = "RL job:"  # how the job's own output begins; Ray writes lines of its own before it
 STOP_WAIT_S = 5  # Ray's wait between SIGTERM and SIGKILL, in which the job draws its curve
 SILENT_S = 60.0  # how long Ray's dashboard may not answer
@@ -60,15 +63,19 @@ class Submission:
     metadata: Mapping[str, str]
 
 
-def submission(arguments: Sequence[str], *, url: str, token_file: str | None = None) -> Submission:
-    """The job with these options.
+def submission(
+    options: JobOptions, *, dashboard: str, token_file: str | None = None, here: Path | None = None
+) -> Submission:
+    """The job with these options. On this machine it runs where the user stands; elsewhere it has the files
+    of --working-dir.
 
     Args:
+        dashboard: the address to which it is submitted.
         token_file: for the job, which runs in the cluster; process arguments and Ray's dashboard would show a
             token. None: the job uses the cluster's.
+        here: where the user stands; None: this process's directory.
     """
     variables = {
-        "SLIPSTREAM_URL": url,
         EVENTS: "1",
         "COLUMNS": str(shutil.get_terminal_size().columns),  # of the curve
         "PYTHONUNBUFFERED": "1",
@@ -76,10 +83,18 @@ def submission(arguments: Sequence[str], *, url: str, token_file: str | None = N
     }
     if token_file:
         variables["SLIPSTREAM_TOKEN_FILE"] = os.path.abspath(token_file)
+    runtime_env: dict[str, Any] = {"env_vars": variables}
+    if options.working_dir is not None:
+        runtime_env["working_dir"] = str(options.working_dir.absolute())
+    elif urlsplit(dashboard).hostname in ("127.0.0.1", "::1", "localhost"):
+        variables[WORKING_DIR] = str(here or Path.cwd())
+    arguments = arguments_of(replace(options, working_dir=None))
+    if options.url == LOCAL_URL:
+        arguments.append(f"--url={LOCAL_URL}")  # whatever the cluster's environment says
     return Submission(
         job_id=f"grpo-{uuid.uuid4().hex[:8]}",
         entrypoint=shlex.join([*_JOB, *arguments]),
-        runtime_env={"env_vars": variables},
+        runtime_env=runtime_env,
         metadata={"user": _user(), "options": shlex.join(arguments)},
     )
 
@@ -93,25 +108,38 @@ def _user() -> str:
 
 def submit(arguments: Sequence[str]) -> int:
     """Run the job with these options until it ends or a signal arrives; returns the exit status."""
-    if "--help" in arguments:  # needs no fleet
-        return subprocess.call([*_JOB, "--help"])
-    url, password = without_credentials(os.environ.get("SLIPSTREAM_URL", LOCAL_URL))
+    try:
+        options = parse(JobOptions, arguments)
+        options.check()
+    except ValueError as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+    if options.dry_run:
+        return subprocess.call([*_JOB, *arguments])
+    url, password = without_credentials(options.url)
     if password is not None:
         print(
-            "slipstream: SLIPSTREAM_URL carries a token, which Ray would display: expected it in "
+            "slipstream: the fleet's address carries a token, which Ray would display: expected it in "
             "SLIPSTREAM_TOKEN where Ray was started, or in the file SLIPSTREAM_TOKEN_FILE",
             file=sys.stderr,
         )
         return 1
     print(f"Asking the fleet at {url} whether it is up", flush=True)  # it may take seconds
-    if (reason := why_not(url)) is not None:
+    try:
+        reason = why_not(url)
+    except KeyboardInterrupt:
+        return 130
+    if reason is not None:
         print(f"slipstream: {reason}", file=sys.stderr)
         return 1
-    made = submission(arguments, url=url, token_file=os.environ.get("SLIPSTREAM_TOKEN_FILE"))
+    ray = dashboard()
+    made = submission(
+        replace(options, url=url), dashboard=ray, token_file=os.environ.get("SLIPSTREAM_TOKEN_FILE")
+    )
 
     async def run() -> int:
         with Display() as display:
-            async with RayJobs(dashboard()) as jobs:
+            async with RayJobs(ray) as jobs:
                 return await run_job(jobs, made, display.line)
 
     try:

@@ -1,22 +1,31 @@
 """`python -m app.jobs [options]`: the RL job. It prints a line before it loads anything large."""
 
+import os
 import sys
 import time
 
 from app.client.announcement import announced
-from app.client.run_display import STATUS_S
+from app.client.program_options import parse
+from app.client.run_display import STATUS_S, WORKING_DIR
+from app.jobs.options import JobOptions
 
 
 def run() -> int:
     """The exit status of the job."""
     began = time.monotonic()
-    if "--help" in sys.argv:
+    try:
+        os.chdir(os.environ.get(WORKING_DIR, "."))
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # rewards and environments; not before our own packages
+        options = parse(JobOptions)
+        options.check()
+    except (OSError, ValueError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return 1
+    # torch, reasoning-gym: seconds, and a minute from a cold disk
+    with announced("RL job: loading its programs", STATUS_S):
         from app.jobs import grpo
-    else:
-        # torch, reasoning-gym: seconds, and a minute from a cold disk
-        with announced("RL job: loading its programs", STATUS_S):
-            from app.jobs import grpo
-    return grpo.run(began)
+    return grpo.run(options, began)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from trainers.advantages import OF_BATCHES, AdvantageEstimator, batch_advantages, has_signal
+from trainers.advantages import OF_BATCHES, batch_advantages, has_signal
+from trainers.settings import AdvantageEstimator
 from trainers.trajectory import Trajectory
 
 

@@ -11,21 +11,24 @@ loss account for the weights behind each token.
 """
 
 import asyncio
+import json
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from app.client import calls, run_display
 from app.client.announcement import announced
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
-from app.client.program_options import parse
 from app.client.run_display import STATUS_S, Output
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
+from app.jobs.environments.loading import load_environments
 from app.jobs.learning import learn, publish_best, resume
-from app.jobs.metrics import Tracker, open_trackers, reward_curve
+from app.jobs.metrics import Configuration, Tracker, open_trackers, reward_curve
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run, produce
@@ -121,34 +124,72 @@ async def main(options: JobOptions, began: float) -> None:
     """Run the job; `began` is when its process started, on the monotonic clock."""
     end_on_signals()
     with announced("RL job: loading the task", STATUS_S):
-        learned, held_out = options.load_environments()
-    path = record_file(options)
-    trackers = open_trackers(options.log or (), path)
+        learned, held_out = load_environments(options)
     out = run_display.output()
-    async with AsyncFleetClient.connect(
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connected(options, out))
+        if options.dry_run:
+            await try_out(client, options, learned, out)
+            return
+        path = record_file(options)
+        stack.enter_context(metrics.claimed(path, options.resume))
+        run = await prepared(client, options, (learned, held_out), path, out, began)
+        configuration = configured(run)
+        metrics.append(path, configuration)
+        trackers = open_trackers(options.log or (), path, configuration)
+        for environment in [learned] if held_out is learned else [learned, held_out]:
+            await stack.enter_async_context(environment.running())
+        out.line(f"GRPO on {run.policy.model} from version {run.version}; metrics in {path}")
+        try:
+            await loop(run, trackers)
+        except asyncio.CancelledError:
+            out.line(f"stopped after step {run.step} of {options.steps}; --resume continues the run")
+            raise
+        finally:
+            out.close()
+            out.line(summary(path))
+            for tracker in trackers:
+                tracker.close()
+
+
+def connected(options: JobOptions, out: Output) -> AsyncFleetClient:
+    return AsyncFleetClient.connect(
         options.url,
         token_from(),
         timeout_s=REQUEST_TIMEOUT_S,
         patience_s=PATIENCE_S,
         say=out.line,
         max_connections=options.groups_in_flight * options.answers_per_group + 4,
-    ) as client:
-        run = await prepared(client, options, (learned, held_out), path, out, began)
-        async with AsyncExitStack() as stack:
-            for environment in [learned] if held_out is learned else [learned, held_out]:
-                await stack.enter_async_context(environment.running())
-            address, _ = without_credentials(options.url)
-            out.line(f"GRPO on {run.policy.model} at {address} from version {run.version}; metrics in {path}")
-            try:
-                await loop(run, trackers)
-            except asyncio.CancelledError:
-                out.line(f"stopped after step {run.step} of {options.steps}; --resume continues the run")
-                raise
-            finally:
-                out.close()
-                out.line(summary(path))
-                for tracker in trackers:
-                    tracker.close()
+    )
+
+
+def configured(run: Run) -> Configuration:
+    """Everything that this run was started with."""
+    address, _ = without_credentials(run.options.url)
+    options = {**asdict(run.options), "url": address}
+    return Configuration(
+        options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+        model=run.policy.model,
+        version=run.version,
+        began=time.time(),
+    )
+
+
+async def try_out(
+    client: AsyncFleetClient, options: JobOptions, environment: Environment, out: Output
+) -> None:
+    """Show the options as a run file, try a problem and its reward, and ask the fleet; changes nothing."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if value is not None and each.name not in ("url", "dry_run"):
+            out.line(f"{each.name} = {json.dumps(str(value) if isinstance(value, Path) else value)}")
+    out.line(await environment.sample())
+    try:
+        model = await client.send(calls.model(), patient=False)
+        trainer = await client.send(calls.train_status(), patient=False)
+        out.line(f"the fleet serves {model}, and its trainer has done {trainer.step} steps")
+    except FleetError as error:
+        out.line(f"the fleet was not asked: {error}")
 
 
 def summary(path: Path) -> str:
@@ -166,10 +207,10 @@ def end_on_signals() -> None:
             loop.add_signal_handler(number, task.cancel)
 
 
-def run(began: float) -> int:
+def run(options: JobOptions, began: float) -> int:
     """The job, as the program of a process; its exit status."""
     try:
-        asyncio.run(main(parse(JobOptions), began))
+        asyncio.run(main(options, began))
     except (FleetError, ValueError, OSError) as error:  # OSError: from the record, or a tracker
         print(f"slipstream: {error}", file=sys.stderr)
         return 1

@@ -112,7 +112,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
         run.doing = f"the trainer learns from {len(batch)} answers"
         status = await training.idle()
         metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
-        made = await training.step(batch)
+        made = await training.step(batch, run.step_settings)
         began = time.monotonic()
         run.doing = "the fleet is updated"
         step = made.get("step")

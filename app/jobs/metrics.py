@@ -1,13 +1,14 @@
 """What a step reports: the run's record (a JSON line per step, read by `--resume`), trackers, the curve."""
 
+import fcntl
 import importlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from app.client.run_display import span
 from app.jobs.evaluation import Evaluation
+from app.jobs.options import Tracking
 from app.jobs.user_code import blamed
 from deployments.host.durable_files import replacing
 
@@ -109,6 +111,17 @@ class Pending:
     trainer_step: int  # optimizer steps before it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What a job was started with: the first line of a run's record, and one more after each --resume."""
+
+    options: Mapping[str, JsonValue]  # all of them, without tokens
+    model: str  # or the adapter
+    version: int  # that it began with
+    began: float  # seconds since 1970
+
+
+_CONFIGURATION = '{"options":'  # how its line begins
 _RECORD = TypeAdapter(StepRecord)
 _PENDING = TypeAdapter(Pending)
 
@@ -124,7 +137,28 @@ def newest_metrics_file(directory: Path = RUNS) -> Path:
     return files[-1]
 
 
-def append(path: Path, record: StepRecord) -> None:
+@contextmanager
+def claimed(path: Path, resume: bool) -> Iterator[None]:
+    """Hold the record of a run that begins, or is resumed. Raises ValueError: another job writes it, there is
+    a run in it, or none to resume."""
+    if resume and not path.exists():
+        raise ValueError(f"the metrics file {path} cannot be read: there is none to resume")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another job writes the record {path}: name another file with --metrics"
+            ) from None
+        if not resume and stream.tell():
+            raise ValueError(
+                f"{path} has the record of a run: --resume continues it, another --metrics begins a new one"
+            )
+        yield
+
+
+def append(path: Path, record: "StepRecord | Configuration") -> None:
     """Write one line, in place of a truncated last one; creates the file and its directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as stream:
@@ -166,19 +200,13 @@ def records(path: Path) -> list[StepRecord]:
         raise ValueError(f"the metrics file {path} cannot be read: {error}") from error
     read = []
     for number, line in enumerate(lines, start=1):
+        if line.startswith(_CONFIGURATION):
+            continue
         try:
             read.append(_RECORD.validate_json(line))
         except ValueError as error:
             raise ValueError(f"{path}:{number}: expected the record of a step, got {line[:80]!r}") from error
     return read
-
-
-class Tracking(StrEnum):
-    """Trackers by name."""
-
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
 
 
 class Tracker(Protocol):
@@ -192,8 +220,10 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in a directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, configuration: Configuration) -> None:
         self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(directory))
+        shown = json.dumps(asdict(configuration), indent=2)
+        self._writer.add_text("configuration", f"```json\n{shown}\n```")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -207,10 +237,13 @@ class TensorBoard:
 class Wandb:
     """wandb, or trackio, which has the same interface."""
 
-    def __init__(self, package: str, name: str) -> None:
+    def __init__(self, package: str, name: str, configuration: Configuration) -> None:
         module = _module(package, package)
+        own = {"id": name} if package == "wandb" else {}  # trackio's runs are known by their names
         with blamed(f"--log {package}"):
-            self._run = module.init(project=PROJECT, name=name)
+            self._run = module.init(
+                project=PROJECT, name=name, config=asdict(configuration), resume="allow", **own
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -219,12 +252,12 @@ class Wandb:
         self._run.finish()
 
 
-def open_trackers(wanted: Sequence[Tracking], record: Path) -> list[Tracker]:
+def open_trackers(wanted: Sequence[Tracking], record: Path, configuration: Configuration) -> list[Tracker]:
     """Trackers of the run with this record, under its name."""
     return [
-        TensorBoard(record.with_suffix(""))
+        TensorBoard(record.with_suffix(""), configuration)
         if each is Tracking.TENSORBOARD
-        else Wandb(each.value, record.stem)
+        else Wandb(each.value, record.stem, configuration)
         for each in dict.fromkeys(wanted)
     ]
 

@@ -1,33 +1,35 @@
-"""The RL job's options: each one is a field of `JobOptions`, and typer makes the command line of them."""
+"""The RL job's options: each one is a field of `JobOptions`, and typer makes the command line of them.
 
-from collections.abc import Mapping, Sequence
+Imports neither torch nor the job: `slipstream rl` reads them where the user stands.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 
 from app.client.program_options import LOCAL_URL, Url, json_object
-from app.jobs.environments.environment import (
-    BUILT_IN,
-    Conversations,
-    Environment,
-    Single,
-    load_environment,
-)
-from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
-from app.jobs.metrics import Tracking
-from app.jobs.rewards import load_reward
-from app.jobs.tasks import Extraction, PromptFileTask, ReasoningGymTask
-from trainers.advantages import AdvantageEstimator
+from app.jobs.extraction import Extraction
+from trainers.settings import AdvantageEstimator, StepSettings
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 
 
+class Tracking(StrEnum):
+    """Trackers by name."""
+
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """GRPO against a running fleet: sample, score, step, publish."""
+    """GRPO against a running fleet: sample, score, step, publish. `@ run.toml` reads options from a file."""
 
     url: Url = LOCAL_URL
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps, those before a --resume included")] = 20
@@ -43,6 +45,19 @@ class JobOptions:
     ] = None
     max_staleness: Annotated[int, typer.Option(min=0, help="versions that a batch may be behind")] = 2
     advantage: Annotated[AdvantageEstimator, typer.Option(help="formula")] = AdvantageEstimator.GRPO
+    learning_rate: Annotated[
+        float | None, typer.Option(help="of this run's steps", show_default="the trainer's")
+    ] = None
+    loss: Annotated[
+        str | None, typer.Option(help="ppo_clip, grpo, dapo, ...", show_default="the trainer's")
+    ] = None
+    loss_settings: Annotated[str, typer.Option(help="settings of --loss, as JSON")] = "{}"
+    updates_per_step: Annotated[
+        int | None, typer.Option(min=1, help="optimizer steps per batch", show_default="the trainer's")
+    ] = None
+    max_grad_norm: Annotated[
+        float | None, typer.Option(help="gradients are clipped to it", show_default="the trainer's")
+    ] = None
     task: Annotated[str, typer.Option(help="a data set of reasoning-gym")] = "chain_sum"
     task_settings: Annotated[str, typer.Option(help="settings of the data set, as JSON")] = (
         DEFAULT_TASK_SETTINGS
@@ -107,6 +122,17 @@ class JobOptions:
         Path | None,
         typer.Option(help="the run's record, JSON Lines", show_default="a new one in the cache"),
     ] = None
+    working_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="upload this directory and run in it, for a fleet on other machines",
+            show_default="where you stand",
+        ),
+    ] = None
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="print the options, try the data and the reward, and change nothing"),
+    ] = False
     resume: Annotated[
         bool, typer.Option("--resume", help="continue the run of --metrics, or the newest one")
     ] = False
@@ -120,20 +146,8 @@ class JobOptions:
         """Tokens that the model may sample in a rollout."""
         return self.max_tokens * (1 if self.environment is None else self.max_turns)
 
-    def load_environments(self) -> tuple[Environment, Environment]:
-        """The environment that is learned from, and that of the held-out problems."""
-        self._check()
-        if self.environment is None:
-            return self._single_turn()
-        settings = json_object(self.environment_settings, "--environment-settings")
-        if self.environment == "verifiers":
-            return self._verifiers(settings)
-        if self.environment in BUILT_IN:
-            settings = {"seed": self.seed} | settings
-        talks = Conversations(load_environment(self.environment, settings), self.max_turns)
-        return talks, talks
-
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises ValueError: options that do not go together."""
         if self.eval_every == 0 and (self.keep_best is not None or self.publish_best):
             raise ValueError("--keep-best and --publish-best need --eval-every")
         if self.publish_best and self.keep_best is None:
@@ -149,24 +163,24 @@ class JobOptions:
         if self.eval_every and self.prompts is not None and self.eval_prompts is None:
             raise ValueError("--eval-every with --prompts needs held-out prompts: --eval-prompts")
 
-    def _verifiers(self, given: Mapping[str, Any]) -> tuple[Environment, Environment]:
-        try:
-            settings = VerifiersSettings.model_validate(given)
-        except ValidationError as error:
-            wrong = "; ".join(f"{each['loc'][0]}: {each['msg']}" for each in error.errors())
-            raise ValueError(f"--environment-settings of verifiers: {wrong}") from error
-        learned = Verifiers(settings)
-        return learned, Verifiers(settings.held_out()) if self.eval_every else learned
+        if self.loss is None and json_object(self.loss_settings, "--loss-settings"):
+            raise ValueError("--loss-settings needs --loss")
+        self.step_settings()
 
-    def _single_turn(self) -> tuple[Environment, Environment]:
-        if self.prompts is None or self.reward is None:
-            settings = json_object(self.task_settings, "--task-settings")
-            task = ReasoningGymTask(
-                self.task, settings, instruction=self.instruction, seed=self.seed, extract=self.extract
-            )
-            return Single(task), Single(task)
-        reward = load_reward(self.reward)
-        learned = Single(PromptFileTask(self.prompts, reward, extract=self.extract))
-        if self.eval_prompts is None:
-            return learned, learned
-        return learned, Single(PromptFileTask(self.eval_prompts, reward, extract=self.extract))
+    def step_settings(self) -> StepSettings:
+        """What this run's steps have instead of the trainer's settings. Raises ValueError."""
+        given = {
+            "learning_rate": self.learning_rate,
+            "updates_per_step": self.updates_per_step,
+            "max_grad_norm": self.max_grad_norm,
+        }
+        loss = {"name": self.loss, **json_object(self.loss_settings, "--loss-settings")}
+        try:
+            return StepSettings.model_validate(given | {"loss": None if self.loss is None else loss})
+        except ValidationError as error:
+            raise ValueError(wrong_fields(error)) from error
+
+
+def wrong_fields(error: ValidationError) -> str:
+    """What is wrong, field by field, in a line."""
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())

@@ -134,7 +134,10 @@ def _answer(path: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the job too
     function = imported(path, "--reward")
     while True:
-        entry, answer = pipe.recv()
+        try:
+            entry, answer = pipe.recv()
+        except EOFError:  # the job ends
+            return
         try:
             made: float | str = checked(_called(function, entry, answer), "the reward")
         except ValueError as error:

@@ -78,10 +78,13 @@ class Run:
     doing: str = "waiting for answers"
     best: Evaluation | None = None
     queue: GroupQueue = field(init=False)
+    step_settings: str | None = field(init=False)  # JSON; None: the trainer's
     sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared once no step is left
 
     def __post_init__(self) -> None:
         self.queue = GroupQueue(self.options.groups_per_step, self.options.max_staleness)
+        settings = self.options.step_settings().model_dump_json(exclude_unset=True, exclude_none=True)
+        self.step_settings = None if settings == "{}" else settings
         self.sampling.set()
 
     def say(self, line: str) -> None:

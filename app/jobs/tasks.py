@@ -5,43 +5,16 @@ one in ten. Solved examples in the prompt would make all answers of a group alik
 """
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.jobs.extraction import Extraction
 from app.jobs.rewards import Reward, checked
 
 Message = dict[str, Any]  # "role" and "content"
-
-# In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
-_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
-
-
-def last_number(text: str) -> str:
-    """The last number of the answer: "6 + 2 = 8." is graded as "8"."""
-    found = _NUMBER.findall(text)
-    return found[-1] if found else ""
-
-
-class Extraction(StrEnum):
-    """The part of an answer that is graded."""
-
-    LAST_NUMBER = "last-number"
-    WHOLE = "whole"
-    FIRST_LINE = "first-line"
-
-    def of(self, answer: str) -> str:
-        match self:
-            case Extraction.LAST_NUMBER:
-                return last_number(answer)
-            case Extraction.FIRST_LINE:
-                return answer.strip().partition("\n")[0].strip()
-            case Extraction.WHOLE:
-                return answer.strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,8 +40,10 @@ class Training:
         self._client = client
         self._say = say
 
-    async def step(self, trajectories: Sequence[Trajectory]) -> dict[str, JsonValue]:
-        """One optimizer step; its metrics.
+    async def step(
+        self, trajectories: Sequence[Trajectory], settings: str | None = None
+    ) -> dict[str, JsonValue]:
+        """One optimizer step; its metrics. `settings` as in `calls.step`.
 
         Raises:
             FleetError: the fleet refuses, or does not answer for too long.
@@ -52,7 +54,7 @@ class Training:
             status = await self.idle()
             return dict(status.last_step) if status.step == before + 1 else None
 
-        return await self._once(calls.step(trajectories), metrics)
+        return await self._once(calls.step(trajectories, settings), metrics)
 
     async def publish(self, label: str, newer_than: int, step: int | None = None) -> int:
         """One round, or the next version of the trained adapter; the version that the fleet serves after it.

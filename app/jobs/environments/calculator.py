@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from random import Random
 
 from app.jobs.environments.environment import Reply
-from app.jobs.tasks import Message, last_number
+from app.jobs.extraction import last_number
+from app.jobs.tasks import Message
 
 _SUM = re.compile(r"\d+(?: ?[+-] ?\d+)+")
 

@@ -38,6 +38,9 @@ class Environment(Protocol):
     def running(self) -> AbstractAsyncContextManager[None]:
         """Holds what it needs; `rollouts` is called only inside."""
 
+    async def sample(self) -> str:
+        """What a person should see of it before a run, which tries its first problem without the fleet."""
+
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """`count` rollouts of this problem, which is the same for the same number in every process.
 
@@ -93,6 +96,11 @@ class Single:
     def running(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
+    async def sample(self) -> str:
+        problem = self.task.problem(0)
+        reward = await self.task.score(problem, "")
+        return f"the first problem: {_said(problem.messages)}\nits reward for an empty answer: {reward:g}"
+
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         problem = self.task.problem(number)
         completion = await policy.chat(problem.messages, count)
@@ -121,6 +129,10 @@ class Conversations:
 
     def running(self) -> AbstractAsyncContextManager[None]:
         return nullcontext()
+
+    async def sample(self) -> str:
+        with blamed("the environment"):
+            return f"the first conversation: {_said(self.environment.start(0).messages)}"
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         return await all_of(self._rollout(number, policy) for _ in range(count))
@@ -157,6 +169,10 @@ class Conversations:
                     return await conversation.reply(answer)
         except TimeoutError:
             raise Unanswered(f"the environment's reply took longer than {self.reply_timeout_s:g} s") from None
+
+
+def _said(messages: Sequence[Message]) -> str:
+    return " | ".join(f"{each['role']}: {each.get('content')}" for each in messages)
 
 
 def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironment:

@@ -100,6 +100,9 @@ class Verifiers:
     def problems(self) -> int:
         return sys.maxsize
 
+    async def sample(self) -> str:
+        return f"verifiers plays: vf-eval {' '.join(self.settings.arguments)}"
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The relay and the program."""

@@ -1,10 +1,11 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 import typer
 
-from app.client.program_options import LOCAL_URL, Url, json_object, parse
+from app.client.program_options import LOCAL_URL, Url, arguments_of, json_object, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,3 +65,47 @@ def test_an_object_must_be_one() -> None:
         json_object("[1]", "--engine")
     with pytest.raises(ValueError, match=r"--engine: expected JSON, got '\{'"):
         json_object("{", "--engine")
+
+
+def test_a_file_has_options_by_their_names_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('count = 3\nurl = "http://x"\nloud = true\nword = ["a", "b c"]\n')
+    expected = Options(count=3, url="http://x", loud=True, word=["a", "b c"])
+    assert parse(Options, ["@", str(file)]) == expected
+    assert parse(Options, ["--count", "4", "@", str(file)]) == replace(expected, count=4)
+    file.write_text('count = 3\nword = "one"\n[url]\na = 1\n')
+    assert parse(Options, ["@", str(file)]) == Options(count=3, url='{"a": 1}', word=["one"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("cuont = 3", r"run\.toml: unknown option 'cuont' \(did you mean 'count'\?\)"),
+        ("zzz = 3", r"run\.toml: unknown option 'zzz'$"),
+        ("count = ", r"run\.toml: expected TOML: Invalid value"),
+        (b"\xff", r"run\.toml: expected TOML: 'utf-8' codec"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_is_wrong(content: str | bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError, match=message):
+        parse(Options, ["@", str(file)])
+    with pytest.raises(ValueError, match=r"@ : expected a TOML file that can be read"):
+        parse(Options, ["@"])
+
+
+@pytest.mark.parametrize("content", ["count = 3.5", 'count = "many"', "count = 0"])
+def test_a_value_of_a_file_is_checked_as_an_option(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(content)
+    with pytest.raises(SystemExit):
+        parse(Options, ["@", str(tmp_path / "run.toml")])
+    assert "Invalid value for '--count'" in capsys.readouterr().err
+
+
+def test_the_arguments_of_options_give_the_options_again() -> None:
+    options = Options(count=3, loud=True, word=["a b", "--c"], url="http://x")
+    assert arguments_of(options) == ["--count=3", "--url=http://x", "--loud", "--word=a b", "--word=--c"]
+    assert parse(Options, arguments_of(options)) == options

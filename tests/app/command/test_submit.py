@@ -3,16 +3,22 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from app.client.program_options import parse
 from app.command.jobs import JobsError, end
+from app.command.ports import free_ports
 from app.command.submit import run_job, submission, submit
+from app.jobs.options import JobOptions
 from tests.app.command.fake_jobs import FakeJobs
 
-MADE = submission(["--steps", "3"], url="http://h:1")
+HERE = "http://127.0.0.1:8265"
+MADE = submission(parse(JobOptions, ["--steps", "3", "--url", "http://h:1"]), dashboard=HERE)
 ID = MADE.job_id
 
 
@@ -25,14 +31,76 @@ def hangup() -> Iterator[None]:
 
 
 def test_a_job_is_started_with_the_fleets_address_and_its_options() -> None:
-    assert MADE.entrypoint == f"{sys.executable} -m app.jobs --steps 3"
-    assert MADE.runtime_env["env_vars"]["SLIPSTREAM_URL"] == "http://h:1"
-    assert MADE.metadata["options"] == "--steps 3"
+    assert MADE.entrypoint == f"{sys.executable} -P -m app.jobs --url=http://h:1 --steps=3"
+    assert MADE.metadata["options"] == "--url=http://h:1 --steps=3"
+
+
+def test_a_job_on_this_machine_runs_where_the_user_stands_and_elsewhere_in_what_he_uploads() -> None:
+    assert MADE.runtime_env["env_vars"]["SLIPSTREAM_WORKING_DIR"] == os.getcwd()
+    away = submission(JobOptions(), dashboard="http://head:8265")
+    assert (
+        "SLIPSTREAM_WORKING_DIR" not in away.runtime_env["env_vars"] and "working_dir" not in away.runtime_env
+    )
+    uploaded = submission(JobOptions(working_dir=Path("x")), dashboard=HERE)
+    assert uploaded.runtime_env["working_dir"] == str(Path.cwd() / "x")
+    assert "SLIPSTREAM_WORKING_DIR" not in uploaded.runtime_env["env_vars"]
+    assert "working" not in uploaded.entrypoint
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["@", "no.toml"], "@ no.toml: expected a TOML file that can be read (No such file or directory)"),
+        (["--learning-rate", "-1"], "learning_rate: Input should be greater than 0"),
+        (["--loss-settings", '{"clip_low": 1}'], "--loss-settings needs --loss"),
+        (["--loss", "dapo", "--loss-settings", '{"clip": 1}'], "loss.clip: Extra inputs are not permitted"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_fleet_is_asked(
+    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(given) == 1
+    written = capsys.readouterr()
+    assert written.err == f"slipstream: {message}\n" and written.out == ""
+
+
+@pytest.mark.slow
+def test_a_dry_run_shows_the_options_and_tries_the_users_own_reward_where_he_stands(tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(entry, answer):\n    return len(answer) + entry['base']\n"
+    )
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "Say it", "base": 0.25}\n')
+    (tmp_path / "run.toml").write_text(
+        'prompts = "problems.jsonl"\nreward = "my_rewards:length"\nsteps = 7\n'
+    )
+    command = [sys.executable, "-m", "app.command.cli", "rl", "@", "run.toml", "--steps", "9", "--dry-run"]
+    (port,) = free_ports(1)
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "SLIPSTREAM_URL": f"http://127.0.0.1:{port}"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "steps = 9\n" in done.stdout and 'reward = "my_rewards:length"\n' in done.stdout
+    assert "the first problem: user: Say it\nits reward for an empty answer: 0.25\n" in done.stdout
+    assert f"the fleet was not asked: no fleet answers at http://127.0.0.1:{port}" in done.stdout
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == [
+        "my_rewards.py",
+        "problems.jsonl",
+        "run.toml",
+    ]
+
+
+@pytest.mark.slow
+def test_the_options_are_read_without_what_the_job_needs() -> None:
+    program = (
+        "import sys, app.command.submit\n"
+        "print(sorted({'torch', 'numpy', 'ray', 'vllm', 'reasoning_gym', 'aiohttp'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_a_token_never_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "operator-0123456789")
-    made = submission(["--steps", "2"], url="http://fleet", token_file="t")
+    made = submission(JobOptions(), dashboard=HERE, token_file="t")
     assert "operator-0123456789" not in repr(made)
     assert os.path.isabs(made.runtime_env["env_vars"]["SLIPSTREAM_TOKEN_FILE"])
 
@@ -43,7 +111,7 @@ def test_an_address_with_a_token_is_refused(
     monkeypatch.setenv("SLIPSTREAM_URL", "http://x:operator-0123456789@127.0.0.1:1")
     assert submit([]) == 1
     said = capsys.readouterr().err
-    assert "SLIPSTREAM_URL carries a token" in said and "operator-0123456789" not in said
+    assert "address carries a token" in said and "operator-0123456789" not in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

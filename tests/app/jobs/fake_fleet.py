@@ -24,7 +24,7 @@ from app.jobs.tasks import Problem
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory
-from trainers.trajectory_arrays import from_bytes
+from trainers.trajectory_arrays import from_bytes, settings_of
 
 
 class CountingTask:
@@ -48,6 +48,7 @@ class FakeFleet:
         self.trainer_version: int | None = None  # None: the fleet's
         self.missed: str | None = None
         self.batches: list[list[Trajectory]] = []
+        self.settings: list[str | None] = []  # that came with batches
         self.labels: list[str] = []
         self.abort_next = False
         self.same = False
@@ -97,6 +98,7 @@ class FakeFleet:
                     error = {"type": "fleet_unavailable", "message": "another one is being started"}
                     return httpx.Response(503, json={"error": error})
                 self.batches.append(from_bytes(request.content))
+                self.settings.append(settings_of(request.content))
                 self.steps += 1
                 self.lose("step", request)
                 return httpx.Response(200, json={**self.metrics, "step": self.steps})

@@ -200,6 +200,17 @@ async def test_length_penalties_change_the_advantage_and_not_the_reward(tmp_path
     assert [each.advantage for each in fleet.batches[0][:3]] == [-0.5, 0.0, 0.5]
 
 
+async def test_a_runs_own_settings_come_with_each_batch(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    own = ["--learning-rate", "0.5", "--loss", "dapo", "--loss-settings", '{"clip_low": 0.1}']
+    await run_job(fleet, tmp_path / "n.jsonl", "--steps", "1", *own)
+    dapo = {"name": "dapo", "clip_low": 0.1}
+    deployed, given = fleet.settings
+    assert deployed is None
+    assert json.loads(given or "") == {"learning_rate": 0.5, "loss": {**dapo, "clip_high": 0.28}}
+
+
 def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
     options = parse(JobOptions, [])
     policy = Policy(client=FakeFleet().client(), model="m", max_tokens=1)

@@ -1,20 +1,23 @@
 import importlib.util
+import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from app.jobs.evaluation import Evaluation
 from app.jobs.metrics import (
+    Configuration,
     StepRecord,
-    Tracking,
     append,
+    claimed,
     newest_metrics_file,
     open_trackers,
     records,
     reward_curve,
 )
+from app.jobs.options import Tracking
 
 
 def record(step: int) -> StepRecord:
@@ -92,6 +95,34 @@ def test_a_small_effective_sample_is_warned_of(share: float | None, spoken_of: b
         )
 
 
+CONFIGURATION = Configuration(options={"steps": 3}, model="tiny", version=4, began=1e9)
+
+
+def test_a_record_begins_with_the_whole_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    append(path, CONFIGURATION)
+    append(path, record(1))
+    append(path, CONFIGURATION)  # --resume
+    append(path, record(2))
+    assert records(path) == [record(1), record(2)]
+    assert json.loads(path.read_text().split("\n")[0]) == asdict(CONFIGURATION)
+
+
+def test_two_runs_do_not_share_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "m.jsonl"
+    with pytest.raises(ValueError, match="cannot be read: there is none"), claimed(path, resume=True):
+        pass
+    with claimed(path, resume=False):
+        append(path, record(1))
+        with pytest.raises(ValueError, match="another job writes the record"), claimed(path, resume=True):
+            pass
+    with pytest.raises(ValueError, match="has the record of a run: --resume"), claimed(path, resume=False):
+        pass
+    with claimed(path, resume=True):
+        append(path, record(2))
+    assert records(path) == [record(1), record(2)]
+
+
 def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name the file with --metrics"):
         newest_metrics_file(tmp_path)
@@ -109,7 +140,7 @@ def test_a_package_that_is_missing_is_named(wanted: Tracking, tmp_path: Path) ->
     if importlib.util.find_spec(wanted.value) is not None:
         pytest.skip(f"{wanted.value} is installed")
     with pytest.raises(ValueError, match=f"--log {wanted.value} needs the package {wanted.value}"):
-        open_trackers([wanted], tmp_path / "m.jsonl")
+        open_trackers([wanted], tmp_path / "m.jsonl", CONFIGURATION)
 
 
 def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +149,7 @@ def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ValueError, match=r"^--log wandb raised RuntimeError: No API key configured \(wandb"):
-        open_trackers([Tracking.WANDB], tmp_path / "m.jsonl")
+        open_trackers([Tracking.WANDB], tmp_path / "m.jsonl", CONFIGURATION)
     del sys.modules["wandb"]
 
 

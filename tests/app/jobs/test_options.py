@@ -7,6 +7,7 @@ import pytest
 from app.client.program_options import LOCAL_URL, parse
 from app.jobs.environments.calculator import Calculator
 from app.jobs.environments.environment import Conversations, Single
+from app.jobs.environments.loading import load_environments
 from app.jobs.environments.verifiers import Verifiers
 from app.jobs.options import JobOptions
 from app.jobs.tasks import ReasoningGymTask
@@ -18,7 +19,7 @@ def test_the_defaults_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) ->
     options = parse(JobOptions, [])
     assert options == JobOptions()
     assert options.url == LOCAL_URL and options.stop_strings == ("\n",)
-    learned, _ = options.load_environments()
+    learned, _ = load_environments(options)
     assert isinstance(learned, Single) and isinstance(learned.task, ReasoningGymTask)
 
 
@@ -48,7 +49,7 @@ def verifiers(**settings: object) -> list[str]:
 )
 def test_options_that_do_not_go_together_are_refused(given: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(JobOptions, given).load_environments()
+        load_environments(parse(JobOptions, given))
 
 
 def test_held_out_prompts_are_a_file_of_their_own(tmp_path: Path) -> None:
@@ -57,10 +58,10 @@ def test_held_out_prompts_are_a_file_of_their_own(tmp_path: Path) -> None:
     given = ["--prompts", str(tmp_path / "train"), "--reward", "tests.app.jobs.test_options:no_reward"]
     given += ["--eval-every", "1"]
     with pytest.raises(ValueError, match="--eval-prompts"):
-        parse(JobOptions, given).load_environments()
-    learned, held_out = parse(
-        JobOptions, [*given, "--eval-prompts", str(tmp_path / "test")]
-    ).load_environments()
+        load_environments(parse(JobOptions, given))
+    learned, held_out = load_environments(
+        parse(JobOptions, [*given, "--eval-prompts", str(tmp_path / "test")])
+    )
     assert isinstance(learned, Single) and isinstance(held_out, Single)
     assert learned.task.problem(0).messages[0]["content"] == "train"
     assert held_out.task.problem(0).messages[0]["content"] == "test"
@@ -72,9 +73,9 @@ def no_reward(entry: object, answer: str) -> float:
 
 def test_held_out_tasks_of_verifiers_have_a_command_of_their_own() -> None:
     given = verifiers(command="a @ b", eval_command="c", python=sys.executable)
-    learned, held_out = parse(JobOptions, given).load_environments()
+    learned, held_out = load_environments(parse(JobOptions, given))
     assert learned is held_out, "nothing is evaluated"
-    learned, held_out = parse(JobOptions, [*given, "--eval-every", "2"]).load_environments()
+    learned, held_out = load_environments(parse(JobOptions, [*given, "--eval-every", "2"]))
     assert isinstance(learned, Verifiers) and isinstance(held_out, Verifiers)
     assert (learned.settings.arguments, held_out.settings.arguments) == (["a", "@", "b"], ["c"])
     assert learned.settings.python == held_out.settings.python == sys.executable
@@ -82,6 +83,6 @@ def test_held_out_tasks_of_verifiers_have_a_command_of_their_own() -> None:
 
 def test_an_environment_of_several_turns_has_the_runs_seed() -> None:
     options = parse(JobOptions, ["--environment", "calculator", "--seed", "5", "--max-turns", "2"])
-    learned, _ = options.load_environments()
+    learned, _ = load_environments(options)
     assert learned == Conversations(Calculator(seed=5), max_turns=2)
     assert options.longest == 32

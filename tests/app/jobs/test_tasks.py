@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from app.jobs.tasks import Extraction, PromptFileTask, ReasoningGymTask, last_number
+from app.jobs.extraction import Extraction, last_number
+from app.jobs.tasks import PromptFileTask, ReasoningGymTask
 
 
 async def exact(entry: Mapping[str, Any], answer: str) -> float:

@@ -1,0 +1,52 @@
+"""The environments that the job's options name."""
+
+from pydantic import ValidationError
+
+from app.client.program_options import json_object
+from app.jobs.environments.environment import (
+    BUILT_IN,
+    Conversations,
+    Environment,
+    Single,
+    load_environment,
+)
+from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
+from app.jobs.options import JobOptions, wrong_fields
+from app.jobs.rewards import load_reward
+from app.jobs.tasks import PromptFileTask, ReasoningGymTask
+
+
+def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
+    """The environment that is learned from, and that of the held-out problems. Raises ValueError."""
+    options.check()
+    if options.environment is None:
+        return _single_turn(options)
+    settings = json_object(options.environment_settings, "--environment-settings")
+    if options.environment == "verifiers":
+        try:
+            learned = Verifiers(of_verifiers := VerifiersSettings.model_validate(settings))
+        except ValidationError as error:
+            raise ValueError(f"--environment-settings of verifiers: {wrong_fields(error)}") from error
+        return learned, Verifiers(of_verifiers.held_out()) if options.eval_every else learned
+    if options.environment in BUILT_IN:
+        settings = {"seed": options.seed} | settings
+    talks = Conversations(load_environment(options.environment, settings), options.max_turns)
+    return talks, talks
+
+
+def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
+    if options.prompts is None or options.reward is None:
+        settings = json_object(options.task_settings, "--task-settings")
+        task = ReasoningGymTask(
+            options.task,
+            settings,
+            instruction=options.instruction,
+            seed=options.seed,
+            extract=options.extract,
+        )
+        return Single(task), Single(task)
+    reward = load_reward(options.reward)
+    learned = Single(PromptFileTask(options.prompts, reward, extract=options.extract))
+    if options.eval_prompts is None:
+        return learned, learned
+    return learned, Single(PromptFileTask(options.eval_prompts, reward, extract=options.extract))
