@@ -8,6 +8,7 @@
 #   make test-clients  other people's clients from PyPI, each in an environment of its own (.venv-clients)
 #   make chaos   every real fault       make check      format, lint, types, import rules
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
+#   make lock    resolves requirements-*.txt again, after a change to pyproject.toml
 #   make docs    the documents as a site, in site/
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12  VENV=.venv
@@ -32,27 +33,40 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
 # cpu or gpu: the packages that the environment has, or those that CONFIG needs.
 BUILD := $(or $(shell $(PYTHON) app/command/machine.py choose $(VENV) $(CONFIG)),cpu)
-PIP := $(PY) -m pip --disable-pip-version-check install -q --no-deps --no-input
+# uv from the machine or else from PyPI, with the indexes that pip is configured with; pip, where uv fails.
+UV := $(or $(shell command -v uv),$(VENV)/bin/uv)
+UV_ENV = eval "$$($(PY) app/command/machine.py uv)"
+UV_PIP = $(UV) pip install --python $(PY) --no-deps --index-strategy unsafe-best-match
+PIP := $(PY) -m pip --disable-pip-version-check install --no-deps --no-input --progress-bar off
+MORE := $(if $(filter cpu,$(BUILD)),--extra-index-url $(TORCH_INDEX))
+PROGRESS := -e '/^\(Resolved\|Prepared\|Installed\)/s/^/      /p' -e 's/^ *\(Downloading .*[0-9] *Mi*B\)/      \1/p'
 
 help:
-	@sed -n '3,13s/^# \{0,1\}//p' Makefile
+	@sed -n '3,14s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
 $(STAMP): requirements-$(BUILD).txt pyproject.toml
 	@$(PYTHON) app/command/machine.py check $(BUILD)
-	@test -x $(PY) || { echo "[1/3] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(PY) || { echo "[1/2] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@$(PY) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else \
 	  "Slipstream needs Python 3.11 to 3.13, but $(VENV) has %d.%d: make PYTHON=python3.11, after rm -r $(VENV)" % v[:2])'
-	@echo "[2/3] installing the pinned packages for $(BUILD) (minutes the first time)"
 	@echo $(BUILD) >$(VENV)/.build
-	@$(PIP) -r requirements-$(BUILD).txt 2>$(VENV)/pip.log || { test $(BUILD) = cpu && \
-	  echo "      torch's CPU build is in none of the configured indexes: asking $(TORCH_INDEX)" && \
-	  $(PIP) -r requirements-cpu.txt --extra-index-url $(TORCH_INDEX) 2>>$(VENV)/pip.log; } || { \
-	  grep -v WARNING $(VENV)/pip.log | tail -n 20; echo "The packages could not be installed: see $(VENV)/pip.log" >&2; exit 1; }
-	@echo "[3/3] installing slipstream-rl from this folder"
-	@$(PIP) --no-build-isolation -e . 2>>$(VENV)/pip.log || { tail -n 20 $(VENV)/pip.log; exit 1; }
-	@touch $@
+	@test -x $(UV) || $(PIP) -qq 'uv>=0.9.8' || echo "      there is no uv here: pip installs, which takes longer"
+	@echo "[2/2] installing the $$(grep -c == requirements-$(BUILD).txt) packages of requirements-$(BUILD).txt and this folder"
+	@: >$(VENV)/install.log
+	@$(UV_ENV); for install in "$(UV_PIP)" "$(UV_PIP) $(MORE)" "$(PIP)" "$(PIP) $(MORE)"; do \
+	  echo "$$install" >>$(VENV)/install.log; \
+	  if $$install -r requirements-$(BUILD).txt 2>&1 | tee -a $(VENV)/install.log | sed -nu $(PROGRESS) && \
+	    $$install --no-build-isolation -e . >>$(VENV)/install.log 2>&1; then touch $@; exit 0; fi; \
+	done; tail -n 20 $(VENV)/install.log; echo "The packages could not be installed: see $(VENV)/install.log" >&2; exit 1
+
+# Resolves with the machine's indexes. vLLM for GPUs asks for all that it wants, see [tool.uv].
+COMPILE = $(UV) pip compile -q --python-version 3.11 --no-sources --index-strategy unsafe-best-match --no-annotate \
+  --custom-compile-command "make lock" --extra rl --extra dev pyproject.toml
+lock: $(STAMP)
+	@$(UV_ENV); $(COMPILE) --extra cpu -o requirements-cpu.txt
+	@$(UV_ENV); $(COMPILE) --extra gpu -o requirements-gpu.txt --no-config --excludes <(printf 'llm\nllama-cpp-python\n')
 
 machine:
 	@$(PYTHON) app/command/machine.py check $(BUILD) $(CONFIG)
@@ -95,7 +109,7 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 
 docs: $(STAMP)
-	@$(PY) -c 'import material' 2>/dev/null || $(PIP) -r requirements-docs.txt
+	@$(PY) -c 'import material' 2>/dev/null || $(PIP) -q -r requirements-docs.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
 
 bench: $(STAMP)

