@@ -8,6 +8,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -76,6 +77,7 @@ def build(args: AppConfig) -> Application:
     check_proxy(host, os.environ)
     tokens = _tokens(args, host)  # before the model, which may take minutes to prepare
     model = str(resolve_model(args.model))
+    check_config_path(model, args.engine.extra)
     controller = _controller(args)
     slots = _slots(args)
     trainer = None
@@ -83,6 +85,17 @@ def build(args: AppConfig) -> Application:
         trainer = _trainer(trainer_spec(args, args.trainer, model), controller, slots)
     rollout = _rollout(args, model, controller, slots)
     return _router(args, tokens, rollout=rollout, controller=controller, trainer=trainer)
+
+
+def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
+    """Raises ConfigError if engines would look for the commit of the model's repository in another one."""
+    path = extra.get("hf_config_path")
+    if path not in (None, model) and not Path(path).is_dir() and not Path(model).is_dir():
+        raise ConfigError(
+            f"'engine.extra.hf_config_path': expected a directory on each host, got {path!r}: vLLM looks "
+            f"there for the commit of {model!r} that is served. Download the configuration ('hf download "
+            f"{path} --include *.json'), and name its directory"
+        )
 
 
 def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
