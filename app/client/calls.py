@@ -1,6 +1,7 @@
 """Calls of our own routes, and of the few of vLLM's that our programs need."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from deployments.protocol.responses import (
     FleetStatus,
     Health,
     History,
+    RolloutSample,
     SavedCheckpoint,
     SizeStatus,
     Status,
@@ -109,6 +111,15 @@ def publish(
     given = {"label": label, "step": step, "after": after}
     body = {name: value for name, value in given.items() if value is not None}
     return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
+
+
+def report_step(
+    run: str, step: int, values: Mapping[str, float], rollouts: Sequence[RolloutSample] = ()
+) -> Call[Status]:
+    """Tell what the page shows of a job's step."""
+    samples = [asdict(each) for each in rollouts]
+    body = {"run": run, "step": step, "values": dict(values), "rollouts": samples}
+    return Call(method="POST", path="/train/report", body=body, read=typed(Status))
 
 
 def save(path: str | None = None) -> Call[SavedCheckpoint]:

@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    FiniteFloat,
     JsonValue,
     ModelWrapValidatorHandler,
     PositiveInt,
@@ -78,7 +79,7 @@ class PublishBody(OwnBody):
 
 class RolloutBody(OwnBody):
     text: str = Field(max_length=MAX_SAMPLE)
-    reward: float
+    reward: FiniteFloat
     versions: list[Annotated[tuple[int, int], Strict(False)]] = []  # (version, tokens)
 
 
@@ -87,7 +88,7 @@ class ReportBody(OwnBody):
 
     run: str = Field(min_length=1, max_length=200)
     step: int
-    values: dict[str, float | int | bool | None] = Field(max_length=200)
+    values: dict[str, FiniteFloat | int | bool | None] = Field(max_length=200)
     rollouts: list[RolloutBody] = Field(default=[], max_length=16)
 
 

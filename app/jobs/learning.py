@@ -21,6 +21,7 @@ from app.jobs.run import Positions, Run
 from app.jobs.training import StepLost, Training, last_publish
 from trainers.trajectory import Trajectory
 
+SHOWN = 3  # rollouts of each step on the page
 STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
 
 
@@ -32,6 +33,7 @@ async def learn(run: Run, trackers: Sequence[Tracker]) -> None:
         done = None
         metrics.append(run.path, record)
         track(run, trackers, record)
+        await show(run, record)
         run.recent.append(record)
         run.say(record.line(run.options.steps, run.left_s()))
         if (caution := record.caution()) is not None:
@@ -48,11 +50,22 @@ def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
             run.say(f"step {record.step} is in the record only: {name}: {error}")
 
 
+async def show(run: Run, record: StepRecord) -> None:
+    """Have the fleet's page show the step."""
+    call = calls.report_step(run.path.stem, record.step, record.values(), run.samples)
+    run.samples = ()
+    try:
+        await run.policy.client.send(call, patient=False)
+    except FleetError as error:
+        run.say(f"step {record.step} is not on the fleet's page: {error}")
+
+
 async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
     groups = await run.queue.take(run.options.groups_per_step, run.version)
     batch = trajectories(groups, run.options.advantage)
+    run.samples = [group.rollouts[0].sample() for group in groups[:SHOWN]]
     run.positions.consume([group.number for group in groups] + run.queue.dropped)
     record = recorded(run, groups, [*groups, *run.filtered], waited_s=time.monotonic() - began)
     run.filtered, run.queue.dropped, run.unanswered = [], [], 0

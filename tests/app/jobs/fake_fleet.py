@@ -58,6 +58,8 @@ class FakeFleet:
         self.dies_before_publishing = 0  # rounds: its successor resumes from the step before
         self.busy = 0  # answers of its status after a lost one in which it still does what it was asked for
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
+        self.reports: list[dict[str, Any]] = []  # of steps, for the page
+        self.refuses_reports = False
         self.deadly: set[str] = set()  # prompts that it refuses to answer
 
     def client(self) -> AsyncFleetClient:
@@ -118,6 +120,13 @@ class FakeFleet:
                 self.labels.append(json.loads(request.content)["label"])
                 self.lose("publish", request)
                 return httpx.Response(200, json=asdict(report(self.version, self.version)))
+            case "/train/report":
+                if self.refuses_reports:
+                    return httpx.Response(
+                        404, json={"error": {"type": "not_found", "message": "no such route"}}
+                    )
+                self.reports.append(json.loads(request.content))
+                return httpx.Response(200, json={"status": "reported"})
         return httpx.Response(404)
 
     def lose(self, call: str, request: httpx.Request) -> None:

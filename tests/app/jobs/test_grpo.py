@@ -107,6 +107,20 @@ async def test_a_tracker_that_fails_does_not_end_the_run(
     assert "step 2 is in the record only: BrokenTracker: the service is away" in capsys.readouterr().out
 
 
+async def test_each_step_is_on_the_fleets_page_and_a_fleet_that_refuses_it_does_not_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    await run_job(fleet, tmp_path / "grpo-1.jsonl", "--steps", "2")
+    first, second = fleet.reports
+    assert (first["run"], first["step"], second["step"]) == ("grpo-1", 1, 2)
+    assert (first["values"]["reward"], first["values"]["trainer/loss"]) == (2.0, 0.5)
+    assert first["rollouts"][0] == {"text": "x", "reward": 1.0, "versions": [[4, 1]]}
+    fleet.refuses_reports = True
+    assert len(await run_job(fleet, tmp_path / "grpo-2.jsonl", "--steps", "1")) == 1
+    assert "step 1 is not on the fleet's page: " in capsys.readouterr().out
+
+
 async def test_an_aborted_round_is_tried_again(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.abort_next = True
