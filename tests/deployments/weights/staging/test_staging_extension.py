@@ -20,6 +20,7 @@ from deployments.weights.staging.worker_reports import (
     StagingState,
     from_wire,
 )
+from deployments.weights.store.owner import claim
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from tests.deployments.weights.staging.memory_worker import (
     TIMEOUT_S,
@@ -242,6 +243,7 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     with pytest.raises(ValueError, match="version 5 must be retained to be stored, the retained one is None"):
         worker.staging_store(5, None, str(tmp_path / "store"), "fleet", None)
     worker.finish_weight_update()
+    claim(tmp_path / "store", "fleet", tmp_path)
     worker.staging_store(5, "five", str(tmp_path / "store"), "fleet", None)
     path = tmp_path / "store" / "v00000005"
     assert stored(worker) == StoreResult(version=5, label="five", path=str(path), problem="")
