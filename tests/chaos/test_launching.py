@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.launching import MARK, left_behind
+from app.settings.config import parse_config
+from tests.chaos.faults import Phase, cases
+from tests.chaos.launching import MARK, SETTINGS, left_behind
 from tests.environment import users_environment
+from tests.fleet.deployed import merged, settings
 
 OWN_NAMES = """
 import sys, time
@@ -62,3 +65,13 @@ def test_a_name_without_a_holder_is_a_leak(tmp_path: Path) -> None:
         assert f"/dev/shm/{name}" in left_behind("no fleet", set(), tmp_path, patience_s=0.0)
     finally:
         path.unlink()
+
+
+def test_the_fleet_of_the_cases_has_settings_that_are_allowed() -> None:
+    assert parse_config(merged(settings(Path("/model"), Path("/state")), SETTINGS)).engine.num_replicas == 2
+
+
+def test_cases_have_names_of_their_own_and_cover_every_phase() -> None:
+    every = cases()
+    assert len({case.name for case in every}) == len(every)
+    assert {case.phase for case in every} == set(Phase)

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deployments.weights.staging.model_state.derived import Derived, Moving, classify, keep_constants
 from deployments.weights.staging.model_state.observation import changed_tensors, observe
 from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.model_state.reachable import path_name, reachable
 
 Hide = Callable[[Any, torch.Tensor], None]
 
@@ -294,3 +296,9 @@ def test_a_tensor_that_a_round_loses_rejects_the_version() -> None:
             layer.packed = weight * 2
 
     assert "'layers.0.packed' does not exist at '.packed'" in collected(hide, baked=False)
+
+
+def test_numpy_numbers_are_found() -> None:
+    model = torch.nn.Module()
+    model.scale = np.float32(0.5)  # type: ignore[assignment]
+    assert "scale" in map(path_name, reachable(model).numbers)
