@@ -112,9 +112,9 @@ def test_what_an_earlier_controller_told_it_to_load_stops_no_round_either() -> N
     assert report_of(scene.publish()).replicas.keys() == {"r0", "late"} and joiner.admitted
 
 
-@pytest.mark.parametrize("every_s", [1, 2, 7, 40])
-@pytest.mark.parametrize("load_s", [1, 3, 30, 90])
-@pytest.mark.parametrize("phase_s", [0, 1, 3, 20])
+@pytest.mark.parametrize("every_s", [1, 7, 40])
+@pytest.mark.parametrize("load_s", [3, 90])
+@pytest.mark.parametrize("phase_s", [0, 3])
 def test_a_joiner_converges_whatever_the_rate_of_rounds(every_s: int, load_s: int, phase_s: int) -> None:
     """Rounds begin every `every_s`; the joiner, whose loads take `load_s`, comes `phase_s` after one."""
     scene = Scene(replicas=1)

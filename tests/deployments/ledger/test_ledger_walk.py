@@ -141,7 +141,7 @@ WALK = settings(
     stateful_step_count=50 if SEARCH else 30,
     suppress_health_check=list(HealthCheck),
 )
-TestTogether = Walk.TestCase
+TestTogether = pytest.mark.slow(Walk.TestCase)
 TestTogether.settings = WALK
 TestRolling = pytest.mark.slow(RollingWalk.TestCase)
 TestRolling.settings = WALK
