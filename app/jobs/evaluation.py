@@ -1,12 +1,13 @@
 """Evaluation on held-out problems, at one version of the weights."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import comb
+from statistics import pstdev
 
 from app.jobs.environments.environment import HELD_OUT, Environment
-from app.jobs.groups import Rollout
+from app.jobs.groups import Rollout, reward_by_source
 from app.jobs.policy import Policy, Unanswered
 from app.jobs.task_groups import all_of
 
@@ -19,6 +20,10 @@ class Evaluation:
     problems: int  # that were answered
     reward: float  # the mean over all rollouts
     pass_at: dict[int, float]  # k -> the share of problems that k attempts solve
+    reward_std: float = 0.0
+    reward_by_source: Mapping[str, float] = field(default_factory=dict)  # see `Rollout.source`
+    cut_fraction: float = 0.0
+    answer_tokens_mean: float = 0.0
     kept_in: str | None = None  # the directory of the version, if it was the best so far
 
     def line(self) -> str:
@@ -77,10 +82,15 @@ def summarized(answered: Sequence[Sequence[Rollout]], version: int, solved_from:
     counts = [(len(made), sum(rollout.reward >= solved_from for rollout in made)) for made in answered]
     most = min(made for made, _ in counts)
     ks = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
-    rewards = [rollout.reward for made in answered for rollout in made]
+    rollouts = [rollout for made in answered for rollout in made]
+    rewards = [rollout.reward for rollout in rollouts]
     return Evaluation(
         version=version,
         problems=len(answered),
         reward=sum(rewards) / len(rewards),
+        reward_std=pstdev(rewards),
+        reward_by_source=reward_by_source(rollouts),
+        cut_fraction=sum(rollout.cut for rollout in rollouts) / len(rollouts),
+        answer_tokens_mean=sum(rollout.tokens for rollout in rollouts) / len(rollouts),
         pass_at={k: sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) for k in ks},
     )

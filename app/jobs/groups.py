@@ -23,12 +23,17 @@ class Rollout:
         trajectories: their advantages come with the batch.
         penalty: added to the reward before advantages, 0.0 or less; see `overlong_penalty`.
         text: for logs.
+        cut: whether an answer ended at `max_tokens`.
+        source: the data set or environment that the problem is from, for figures by it.
     """
 
     trajectories: Sequence[Trajectory]
     reward: float
     text: str
     penalty: float = 0.0
+    cut: bool = False
+    turns: int = 1
+    source: str = ""
 
     @property
     def tokens(self) -> int:
@@ -77,6 +82,15 @@ class Group:
     @property
     def has_signal(self) -> bool:
         return has_signal(self.shaped_rewards)
+
+
+def reward_by_source(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The mean reward of each source that has a name."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        if rollout.source:
+            rewards.setdefault(rollout.source, []).append(rollout.reward)
+    return {source: sum(found) / len(found) for source, found in sorted(rewards.items())}
 
 
 def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:

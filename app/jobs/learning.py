@@ -9,12 +9,13 @@ evaluated and recorded, and its problems are consumed; else they are sampled aga
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean, pstdev
 
 from app.client import calls
 from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
-from app.jobs.groups import Group, trajectories
+from app.jobs.groups import Group, reward_by_source, trajectories
 from app.jobs.metrics import Pending, StepRecord, Tracker
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Positions, Run
@@ -44,7 +45,7 @@ def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
     """Log a step; a tracker that fails does not end the run."""
     for tracker in trackers:
         try:
-            tracker.log(record.step, record.values())
+            tracker.log(record.step, record.values(), run.rows)
         except Exception as error:  # an external service may raise anything
             name = type(tracker).__name__
             run.say(f"step {record.step} is in the record only: {name}: {error}")
@@ -67,7 +68,10 @@ async def learn_once(run: Run) -> StepRecord:
     batch = trajectories(groups, run.options.advantage)
     run.samples = [group.rollouts[0].sample() for group in groups[:SHOWN]]
     run.positions.consume([group.number for group in groups] + run.queue.dropped)
-    record = recorded(run, groups, [*groups, *run.filtered], waited_s=time.monotonic() - began)
+    sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
+    record = recorded(run, groups, sampled, waited_s)
+    run.rows = metrics.rows(record.step, sampled)
+    metrics.append_rollouts(run.path, run.rows)
     run.filtered, run.queue.dropped, run.unanswered = [], [], 0
     if batch:  # else there is nothing to learn or publish
         record = await trained(run, batch, record)
@@ -78,6 +82,7 @@ async def learn_once(run: Run) -> StepRecord:
         step_s=wall_s,
         tokens_per_s=(run.generated_tokens - tokens_before) / wall_s,
         elapsed_s=time.monotonic() - run.started,
+        ended=time.time(),
     )
 
 
@@ -85,7 +90,10 @@ async def finished(run: Run, record: StepRecord) -> StepRecord:
     """The record of a step whose version is published, with its evaluation."""
     if record.step >= run.options.steps:
         run.sampling.clear()
-    record = replace(record, evaluation=await evaluated(run, record))
+    began = time.monotonic()
+    evaluation = await evaluated(run, record)
+    evaluation_s = 0.0 if evaluation is None else time.monotonic() - began
+    record = replace(record, evaluation=evaluation, evaluation_s=evaluation_s)
     run.step = record.step
     return record
 
@@ -93,18 +101,25 @@ async def finished(run: Run, record: StepRecord) -> StepRecord:
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
     """The next step's record without the trainer's part; `sampled` includes groups without signal."""
     staleness = [run.version - group.oldest_version for group in groups]
+    rollouts = [rollout for group in sampled for rollout in group.rollouts]
+    rewards, lengths = [each.reward for each in rollouts], [each.tokens for each in rollouts]
     return StepRecord(
         step=run.step + 1,
-        reward=sum(group.mean_reward for group in sampled) / len(sampled),
+        reward=fmean(rewards),
+        reward_std=pstdev(rewards),
+        reward_by_source=reward_by_source(rollouts),
         version=run.version,
-        staleness_mean=sum(staleness) / len(staleness),
+        staleness_mean=fmean(staleness),
         staleness_max=max(staleness),
         groups=len(groups),
         groups_with_signal=sum(group.has_signal for group in groups),
         groups_dropped=len(run.queue.dropped),
-        unanswered=run.unanswered,
         groups_filtered=len(sampled) - len(groups),
-        answer_tokens_mean=sum(g.tokens for g in groups) / sum(len(g.rollouts) for g in groups),
+        unanswered=run.unanswered,
+        answer_tokens_mean=fmean(lengths),
+        answer_tokens_max=max(lengths),
+        turns_mean=fmean(each.turns for each in rollouts),
+        cut_fraction=fmean(each.cut for each in rollouts),
         tokens_per_s=0.0,
         step_s=waited_s,
         wait_s=waited_s,
@@ -125,6 +140,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
         run.doing = f"the trainer learns from {len(batch)} answers"
         status = await training.idle()
         metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
+        sent = time.monotonic()
         made = await training.step(batch, run.step_settings)
         began = time.monotonic()
         run.doing = "the fleet is updated"
@@ -145,7 +161,8 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
                     f"step {run.trained} was published before; what it had learned since is lost"
                 )
             run.trained = step
-        return replace(record, version=run.version, trainer=made, publish_s=time.monotonic() - began)
+        publish_s = time.monotonic() - began
+        return replace(record, version=run.version, trainer=made, train_s=began - sent, publish_s=publish_s)
     raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")
 
 
@@ -224,6 +241,7 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
         run.say(f"{label} was not done: its problems are sampled again")
         return
     published = last_publish(status, label, newer_than=left.record.version)
+    began = time.monotonic()
     try:
         version = (
             published.version
@@ -233,7 +251,23 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
     except StepLost as lost:
         run.say(f"{label} was lost, its problems are sampled again: {lost}")
         return
-    run.unrecorded = replace(left.record, version=version, trainer=dict(status.last_step))
+    publish_s = time.monotonic() - began if published is None else published.duration_s
+    train_s = status.last_step.get("step_s")
+    train_s = float(train_s) if isinstance(train_s, int | float) else 0.0
+    step_s = left.record.wait_s + train_s + publish_s
+    groups = left.record.groups + left.record.groups_filtered
+    tokens = left.record.answer_tokens_mean * groups * run.options.answers_per_group
+    run.unrecorded = replace(
+        left.record,
+        version=version,
+        trainer=dict(status.last_step),
+        train_s=train_s,
+        publish_s=publish_s,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,  # its own; what was generated for the next ones is not known
+        elapsed_s=left.record.elapsed_s + train_s + publish_s,
+        ended=time.time(),
+    )
     continue_after(run, run.unrecorded)
     run.version = max(run.version, version)
     run.say(f"{label} was done when the job was killed: version {version}")
@@ -243,3 +277,4 @@ def continue_after(run: Run, last: StepRecord) -> None:
     if last.seed != run.options.seed:
         raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
     run.positions = Positions(last.next_problem, set(last.consumed_ahead))
+    run.started = time.monotonic() - last.elapsed_s  # the time between the jobs does not count

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from app.client.run_display import span
 from app.jobs.evaluation import Evaluation
+from app.jobs.groups import Group
 from app.jobs.options import Tracking
 from app.jobs.user_code import blamed
 from deployments.host.durable_files import replacing
@@ -51,27 +52,41 @@ class StepRecord:
     consumed_ahead: tuple[int, ...] = ()  # problems after `next_problem` that are consumed too
     groups_filtered: int = 0  # by --dynamic-sampling, since the step before
     unanswered: int = 0  # problems, since the step before
+    reward_std: float = 0.0
+    reward_by_source: Mapping[str, float] = field(default_factory=dict)  # see `Rollout.source`
+    cut_fraction: float = 0.0  # rollouts with an answer that ended at `max_tokens`
+    answer_tokens_max: int = 0
+    turns_mean: float = 1.0
+    train_s: float = 0.0
+    evaluation_s: float = 0.0
+    ended: float = 0.0  # seconds since 1970
     evaluation: Evaluation | None = None
+
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Groups that were not learned from, by reason."""
+        equal = self.groups - self.groups_with_signal + self.groups_filtered
+        return {"with equal rewards": equal, "too stale": self.groups_dropped, "unanswered": self.unanswered}
+
+    @property
+    def left_out_fraction(self) -> float:
+        asked = self.groups + self.groups_filtered + self.groups_dropped + self.unanswered
+        return sum(self.left_out.values()) / max(1, asked)
 
     def line(self, steps: int, left_s: float | None) -> str:
         """For a person; `steps` of the whole run, and the time that they will take."""
         loss = self.trainer.get("loss", 0.0)
         shown = "none" if loss is None else f"{loss:+.4f}"  # None: the step was skipped
         return (
-            f"step {self.step:>3} of {steps}  reward {self.reward:.3f}  version {self.version}  "
+            f"step {self.step:>3} of {steps}  reward {self.reward:.3f} ± {self.reward_std:.2f}  "
+            f"version {self.version}  {self.answer_tokens_mean:.0f} tokens ({self.cut_fraction:.0%} cut)  "
             f"staleness {self.staleness_mean:.1f}  {self.tokens_per_s:.0f} tokens/s  "
             f"loss {shown}  {self.step_s:.1f} s{'' if left_s is None else f', {span(left_s)} left'}"
             f"{self._left_out()}  {_short(self.example)!r}"
         )
 
     def _left_out(self) -> str:
-        equal = self.groups - self.groups_with_signal + self.groups_filtered
-        reasons = {
-            "with equal rewards": equal,
-            "too stale": self.groups_dropped,
-            "unanswered": self.unanswered,
-        }
-        said = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+        said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
         return f"  left out: {said}" if said else ""
 
     def caution(self) -> str | None:
@@ -93,8 +108,14 @@ class StepRecord:
             if isinstance(value, int | float) and name not in ("step", "seed")
         }
         found |= {f"trainer/{n}": float(v) for n, v in self.trainer.items() if isinstance(v, int | float)}
+        found |= {f"reward/{source}": value for source, value in self.reward_by_source.items()}
+        found["left_out_fraction"] = self.left_out_fraction
         if self.evaluation is not None:
-            found["evaluation/reward"] = self.evaluation.reward
+            made = asdict(self.evaluation)
+            names = ("reward", "reward_std", "cut_fraction", "answer_tokens_mean")
+            found |= {f"evaluation/{name}": made[name] for name in names}
+            by_source = self.evaluation.reward_by_source
+            found |= {f"evaluation/reward/{source}": value for source, value in by_source.items()}
             found |= {f"evaluation/pass@{k}": value for k, value in self.evaluation.pass_at.items()}
         return found
 
@@ -131,7 +152,8 @@ def new_metrics_file() -> Path:
 
 
 def newest_metrics_file(directory: Path = RUNS) -> Path:
-    files = sorted(directory.expanduser().glob("grpo-*.jsonl"))
+    found = directory.expanduser().glob("grpo-*.jsonl")
+    files = sorted(file for file in found if not file.name.endswith(ROLLOUTS))
     if not files:
         raise ValueError(f"--resume finds no run in {directory}: name the file with --metrics")
     return files[-1]
@@ -168,6 +190,41 @@ def append(path: Path, record: "StepRecord | Configuration") -> None:
         stream.write(json.dumps(asdict(record)).encode() + b"\n")
         stream.flush()
         os.fsync(stream.fileno())
+
+
+ROLLOUTS = ".rollouts.jsonl"
+Row = Mapping[str, Any]
+
+
+def rows(step: int, groups: Sequence[Group]) -> list[Row]:
+    """The rollouts of a step, each with its reward and the versions of its tokens."""
+    return [
+        {
+            "step": step,
+            "problem": group.number,
+            "source": rollout.source,
+            "reward": rollout.reward,
+            "penalty": rollout.penalty,
+            "tokens": rollout.tokens,
+            "turns": rollout.turns,
+            "cut": rollout.cut,
+            "text": rollout.text,
+            # For each trajectory: version, and start and end among its sampled and masked tokens.
+            "weight_versions": [
+                [[span.version, span.start, span.end] for span in trajectory.weight_versions]
+                for trajectory in rollout.trajectories
+            ],
+        }
+        for group in groups
+        for rollout in group.rollouts
+    ]
+
+
+def append_rollouts(path: Path, made: Sequence[Row]) -> None:
+    """Write rollouts beside the record; a step that is made again has them twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(ROLLOUTS).open("a", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in made)
 
 
 def write_pending(path: Path, pending: Pending) -> None:
@@ -210,9 +267,9 @@ def records(path: Path) -> list[StepRecord]:
 
 
 class Tracker(Protocol):
-    """A place for metrics."""
+    """A place for metrics, and for some rollouts of each step."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -225,9 +282,13 @@ class TensorBoard:
         shown = json.dumps(asdict(configuration), indent=2)
         self._writer.add_text("configuration", f"```json\n{shown}\n```")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        if rollouts:
+            lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+            lines += [f"| {' | '.join(map(_cell, row))} |" for row in _table(rollouts)]
+            self._writer.add_text("rollouts", "\n".join(lines), step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -238,18 +299,38 @@ class Wandb:
     """wandb, or trackio, which has the same interface."""
 
     def __init__(self, package: str, name: str, configuration: Configuration) -> None:
-        module = _module(package, package)
+        self._module = module = _module(package, package)
         own = {"id": name} if package == "wandb" else {}  # trackio's runs are known by their names
         with blamed(f"--log {package}"):
             self._run = module.init(
                 project=PROJECT, name=name, config=asdict(configuration), resume="allow", **own
             )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
+        logged: dict[str, Any] = dict(values)
+        if rollouts:
+            logged["rollouts"] = self._module.Table(columns=list(COLUMNS), data=_table(rollouts))
+        self._run.log(logged, step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+COLUMNS = ("problem", "source", "reward", "tokens", "cut", "versions", "text")
+SHOWN_ROLLOUTS = 16  # of each step, in trackers
+
+
+def _table(rollouts: Sequence[Row]) -> list[list[Any]]:
+    made = []
+    for row in rollouts[:SHOWN_ROLLOUTS]:
+        versions = sorted({span[0] for spans in row["weight_versions"] for span in spans})
+        cells = {**row, "versions": ", ".join(map(str, versions))}
+        made.append([cells[name] for name in COLUMNS])
+    return made
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def open_trackers(wanted: Sequence[Tracking], record: Path, configuration: Configuration) -> list[Tracker]:

@@ -11,7 +11,7 @@ from app.client.run_display import Output, RunStatus
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, GroupQueue, Rollout
-from app.jobs.metrics import StepRecord
+from app.jobs.metrics import Row, StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
 from deployments.protocol.responses import RolloutSample
@@ -71,6 +71,7 @@ class Run:
     unrecorded: StepRecord | None = None  # the next step, if a job that was killed has published it
     positions: Positions = field(default_factory=Positions)
     filtered: list[Group] = field(default_factory=list)  # groups without signal since the last step
+    rows: Sequence[Row] = ()  # rollouts of the last step
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))  # of this process
     left_out: int = 0  # problems in a row
     unanswered: int = 0  # problems left out since the last step

@@ -23,6 +23,7 @@ class Problem:
 
     messages: list[Message]
     entry: Mapping[str, Any]  # reasoning-gym's entry, or a line of the prompt file
+    source: str = ""  # the data set, for figures by it
 
 
 class Task(Protocol):
@@ -63,7 +64,10 @@ class ReasoningGymTask:
 
     def problem(self, number: int) -> Problem:
         entry = self._entries[number]
-        return Problem(messages=[*self._head, _message("user", entry["question"])], entry=entry)
+        source = str(entry.get("metadata", {}).get("source_dataset", ""))
+        return Problem(
+            messages=[*self._head, _message("user", entry["question"])], entry=entry, source=source
+        )
 
     async def score(self, problem: Problem, answer: str) -> float:
         return checked(self._entries.score_answer(self._extract.of(answer), problem.entry), "reasoning-gym")
@@ -73,7 +77,7 @@ class PromptFileTask:
     """Prompts from a JSON Lines file, which repeats, scored by the user's own function.
 
     Each line has `messages`, or `prompt` (a conversation as well, or a user's message), and whatever the
-    reward needs.
+    reward needs. `source`, a text, divides the figures of the record.
 
     Raises:
         ValueError: names the file, and the line that is wrong.
@@ -142,7 +146,8 @@ def _prompt(path: Path, number: int, line: str) -> Problem:
         json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{path}:{number} must be text, got half of a surrogate pair: {error}") from error
-    return Problem(messages=prompt, entry=entry)
+    source = entry.get("source")
+    return Problem(messages=prompt, entry=entry, source=source if isinstance(source, str) else "")
 
 
 def _is_message(value: object) -> bool:

@@ -110,6 +110,8 @@ class Single:
                 trajectories=[answer.trajectory(completion.prompt_token_ids, advantage=0.0)],
                 reward=reward,
                 text=answer.text,
+                cut=answer.finish_reason == "length",
+                source=problem.source,
             )
             for answer, reward in zip(completion.answers, rewards, strict=True)
         ]
@@ -142,7 +144,7 @@ class Conversations:
             conversation = self.environment.start(number)
         transcript = Transcript(await policy.tokenize(conversation.messages))
         session = uuid.uuid4().hex
-        reward, texts = 0.0, []
+        reward, texts, cut = 0.0, [], False
         for turn in range(1, self.max_turns + 1):
             try:
                 answer = await policy.complete(transcript.tokens, session)
@@ -154,13 +156,20 @@ class Conversations:
                 break  # the conversation exceeds the engine's context
             transcript.append_answer(answer)
             texts.append(answer.text)
+            cut = cut or answer.finish_reason == "length"
             reply = await self._reply(conversation, answer.text)
             reward += checked(reply.reward, "the environment")
             if reply.done or turn == self.max_turns:
                 break
             first, second = probes(reply.messages)
             transcript.append_messages(between(await policy.tokenize(first), await policy.tokenize(second)))
-        return Rollout(trajectories=[transcript.trajectory()], reward=reward, text=" | ".join(texts))
+        return Rollout(
+            trajectories=[transcript.trajectory()],
+            reward=reward,
+            text=" | ".join(texts),
+            cut=cut,
+            turns=len(texts),
+        )
 
     async def _reply(self, conversation: Conversation, answer: str) -> Reply:
         try:

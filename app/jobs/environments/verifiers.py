@@ -164,11 +164,19 @@ class Verifiers:
         turns = [turn for turn in session.turns if turn.session in result.get("sessions", ())]
         if "error" not in result and turns:
             reward = checked(result["reward"], "the environment")
-            return Rollout(trajectories=trajectories(turns), reward=reward, text=result["text"])
+            return Rollout(
+                trajectories=trajectories(turns),
+                reward=reward,
+                text=result["text"],
+                cut=any(turn.answer.finish_reason == "length" for turn in turns),
+                turns=len(turns),
+            )
         if turns and session.refused is not None:
             # The conversation exceeds the engine's context: that is the model's doing.
             text = " | ".join(turn.answer.text for turn in turns)
-            return Rollout(trajectories=trajectories(turns), reward=0.0, text=text)
+            return Rollout(
+                trajectories=trajectories(turns), reward=0.0, text=text, cut=True, turns=len(turns)
+            )
         raise Failed(str(result.get("error", "the agent asked the model nothing")))
 
     async def _started(self) -> Program:

@@ -34,7 +34,8 @@ class CountingTask:
         self.problems = problems
 
     def problem(self, number: int) -> Problem:
-        return Problem(messages=[{"role": "user", "content": str(number)}], entry={})
+        source = "odd" if number % 2 else "even"
+        return Problem(messages=[{"role": "user", "content": str(number)}], entry={}, source=source)
 
     async def score(self, problem: Problem, answer: str) -> float:
         return float(len(answer))

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs.environments.environment import Single
 from app.jobs.grpo import require_fleet
+from app.jobs.metrics import Row
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
@@ -92,7 +95,7 @@ async def test_a_resumed_run_continues_after_its_last_step(tmp_path: Path) -> No
 class BrokenTracker:
     """A service that is away."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
         raise ConnectionError("the service is away")
 
     def close(self) -> None:
@@ -212,6 +215,38 @@ async def test_length_penalties_change_the_advantage_and_not_the_reward(tmp_path
     assert record.reward == 2.0
     # rewards 1, 2, 3 and penalties 0, -0.5, -1
     assert [each.advantage for each in fleet.batches[0][:3]] == [-0.5, 0.0, 0.5]
+
+
+async def test_a_step_has_figures_of_all_its_rollouts_which_are_kept(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    completion = fleet.completion
+
+    def cut(request: dict[str, Any]) -> dict[str, Any]:
+        answer = completion(request)
+        answer["choices"][2]["finish_reason"] = "length"
+        return answer
+
+    fleet.completion = cut  # type: ignore[method-assign]
+    before = time.time()
+    first, second = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2", "--eval-every", "2")
+    assert first.reward == 2.0 and first.reward_std == pytest.approx(math.sqrt(2 / 3))
+    assert first.reward_by_source == {"even": 2.0, "odd": 2.0}
+    assert first.cut_fraction == pytest.approx(1 / 3) and first.turns_mean == 1.0
+    assert (first.answer_tokens_mean, first.answer_tokens_max) == (2.0, 3)
+    assert before < first.ended < second.ended
+    assert second.evaluation_s > 0.0 == first.evaluation_s and first.train_s > 0.0
+    made = second.evaluation
+    assert (
+        made is not None and made.reward_by_source == {"even": 2.5, "odd": 2.5} and made.cut_fraction == 0.25
+    )
+    rows = [json.loads(line) for line in (tmp_path / "m.rollouts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1] * 6 + [2] * 6
+    assert [(row["reward"], row["cut"], row["text"]) for row in rows[:3]] == [
+        (1.0, False, "x"),
+        (2.0, False, "xx"),
+        (3.0, True, "xxx"),
+    ]
+    assert rows[2]["weight_versions"] == [[[4, 0, 3]]] and rows[0]["source"] == "even"
 
 
 async def test_a_runs_own_settings_come_with_each_batch(tmp_path: Path) -> None:

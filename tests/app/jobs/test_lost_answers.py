@@ -152,3 +152,19 @@ async def test_a_job_that_was_killed_in_a_step_learns_from_each_problem_once(
     assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"]
     assert [record.version for record in records] == [5, 6, 7, 8]
     assert records[-1].next_problem + len(records[-1].consumed_ahead) == 8, "four steps of two problems"
+
+
+@pytest.mark.parametrize("path", ["/train/step", "/train/publish"])
+async def test_the_step_of_a_killed_job_is_recorded_with_its_true_figures(path: str, tmp_path: Path) -> None:
+    fleet = KillingFleet(path, done=True)
+    fleet.metrics = {"loss": 0.5, "step_s": 40.0}
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
+    resumed = records[1]
+    assert resumed.train_s == 40.0 and resumed.publish_s > 0.0 and resumed.tokens_per_s > 0.0
+    assert resumed.step_s == pytest.approx(resumed.wait_s + 40.0 + resumed.publish_s)
+    assert resumed.reward_std > 0.0 and resumed.ended > records[0].ended
+    assert records[0].elapsed_s + 40.0 < resumed.elapsed_s < records[2].elapsed_s, (
+        "time between jobs is left out"
+    )

@@ -76,10 +76,13 @@ def test_a_truncated_last_line_does_not_spoil_the_next_one(kept: int, tmp_path: 
 
 
 def test_a_record_is_a_line_for_a_person() -> None:
-    made = replace(record(3), groups_dropped=4, groups_filtered=5, unanswered=6)
+    made = replace(
+        record(3), reward_std=0.25, cut_fraction=0.1, groups_dropped=4, groups_filtered=5, unanswered=6
+    )
+    assert made.left_out_fraction == 16 / 17
     line = made.line(20, left_s=150)
     assert line.startswith(
-        "step   3 of 20  reward 0.500  version 7  staleness 1.0  100 tokens/s  loss +0.1250"
+        "step   3 of 20  reward 0.500 ± 0.25  version 7  3 tokens (10% cut)  staleness 1.0  "
     )
     assert "1.5 s, 2 min left  left out: 6 with equal rewards, 4 too stale, 6 unanswered  '6 + 2 = 8'" in line
 
@@ -126,7 +129,8 @@ def test_two_runs_do_not_share_a_record(tmp_path: Path) -> None:
 def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name the file with --metrics"):
         newest_metrics_file(tmp_path)
-    for name in ("grpo-20260101-000000.jsonl", "grpo-20260102-000000.jsonl"):
+    for name in ("1-000000.jsonl", "2-000000.jsonl", "2-000000.rollouts.jsonl"):
+        name = f"grpo-2026010{name}"
         (tmp_path / name).touch()
     assert newest_metrics_file(tmp_path).name == "grpo-20260102-000000.jsonl"
 
@@ -154,10 +158,49 @@ def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_tracker_gets_every_number_of_a_step() -> None:
-    evaluation = Evaluation(version=7, problems=2, reward=0.5, pass_at={1: 0.25})
-    values = replace(record(1), evaluation=evaluation).values()
+    evaluation = Evaluation(
+        version=7, problems=2, reward=0.5, pass_at={1: 0.25}, reward_by_source={"sums": 0.75}
+    )
+    values = replace(record(1), evaluation=evaluation, reward_by_source={"sums": 0.25}).values()
+    assert values["reward/sums"] == 0.25 and values["evaluation/reward/sums"] == 0.75
+    assert values["left_out_fraction"] == 0.5 and values["evaluation/cut_fraction"] == 0.0
     assert values["reward"] == 0.5 and values["trainer/loss"] == 0.125
     assert values["evaluation/pass@1"] == 0.25 and "seed" not in values and "example" not in values
+
+
+FAKE_WANDB = """
+logged = []
+def init(**given):
+    logged.append(given)
+    return Run()
+class Run:
+    def log(self, values, step):
+        logged.append((step, values))
+    def finish(self):
+        pass
+def Table(columns, data):
+    return [dict(zip(columns, row)) for row in data]
+"""
+
+
+@pytest.mark.parametrize("wanted", [Tracking.WANDB, Tracking.TRACKIO])
+def test_a_tracker_gets_the_configuration_and_some_rollouts(
+    wanted: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{wanted}.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, wanted, raising=False)
+    (tracker,) = open_trackers([wanted], tmp_path / "run.jsonl", CONFIGURATION)
+    row = {
+        **{"problem": 5, "source": "", "reward": 1.0, "tokens": 2, "cut": False, "text": "8"},
+        "weight_versions": [[[4, 0, 1], [5, 1, 2]]],
+    }
+    tracker.log(1, {"reward": 0.5}, [row] * 20)
+    begun, (step, values) = sys.modules[wanted].logged
+    assert begun["name"] == "run" and begun["config"]["options"] == {"steps": 3}
+    assert step == 1 and values["reward"] == 0.5 and len(values["rollouts"]) == 16
+    assert values["rollouts"][0]["versions"] == "4, 5" and values["rollouts"][0]["text"] == "8"
+    del sys.modules[wanted]
 
 
 def test_the_curve_of_a_run_is_drawn_without_colours() -> None:
