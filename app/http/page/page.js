@@ -103,7 +103,7 @@ async function refreshFleet() {
   if (fleet && fleet.fleet_id !== now.fleet_id) reset();
   fleet = now;
   answered();
-  const ended = fleet.rounds_ended.committed + fleet.rounds_ended.aborted, known = rounds.at(-1)?.round_id ?? Math.max(0, ended - ROUNDS);
+  const ended = fleet.round ? fleet.round.round_id - 1 : fleet.rounds_ended.committed + fleet.rounds_ended.aborted, known = rounds.at(-1)?.round_id ?? Math.max(0, ended - ROUNDS);
   if (ended > known) {
     rounds = [...rounds, ...(await ask(`fleet/rounds?after=${known}`)).rounds.filter((each) => each.round_id > known)].slice(-200);
     drawRounds();
@@ -388,7 +388,7 @@ function drawRounds() {
     series: [{}, ...order.map((i) => ({ fill: css(PARTS[i]), stroke: css(PARTS[i]), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.7, 22, 4], align: 1 }) })),
       { scale: "ms", fill: css("gap"), stroke: css("gap"), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.2, 6, 2], align: -1 }) }],
     axes: [axis({ space: 80, size: 26, values: (u, all) => all.map((at) => clock(at)) }), axis({ values: (u, all) => all.map((s) => `${number(s)} s`) }), axis({ scale: "ms", side: 1, grid: { show: false }, size: 56, values: (u, all) => all.map((ms) => `${number(ms)} ms`) })],
-    scales: { x: { range: (u, low, high) => { const spare = Math.max(5, (high - low) * 0.04); return [low - spare, high + spare]; } }, y: { range: (u, low, high) => [0, Math.max(0.001, high * 1.1)] }, ms: { range: (u, low, high) => [0, Math.max(1, (high || 1) * 1.25)] } },
+    scales: { x: { range: (u, low, high) => { const spare = Math.max(5, (high - low) * 0.04); return [low - spare, high + spare]; } }, y: { range: (u, low, high) => [0, Math.max(0.001, high * 1.1)] }, ms: { range: (u, low, high) => [0, Math.max(1, (high || 1) * 2)] } },
   }));
 }
 
@@ -415,7 +415,7 @@ function drawRun(changed) {
     const dots = bySteps.length < 40, label = (key) => key.replace("logprob_difference", "difference").replace("evaluation/", "eval ").replaceAll("_", " ");
     chart(id, `${found.join()} ${dots}`, [bySteps.map(([step]) => step), ...found.map((key) => bySteps.map(([, values]) => values[key] ?? null))], (axis) => ({
       height: 120, series: [{ told: (step) => `step ${step}` }, ...found.map((key, i) => line(label(key), `s${i}`, { spanGaps: true, points: { show: dots || key.startsWith("evaluation"), size: 4 } }))],
-      axes: [axis({ size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000] }), axis({ values: (u, all) => all.map(number) })], scales: { x: { time: false } },
+      axes: [axis({ size: 24, space: 40, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000] }), axis({ space: 24, values: (u, all) => all.map(number) })], scales: { x: { time: false } },
     }));
   }
   const samples = own.flatMap((it) => it.rollouts.map((rollout) => ({ ...rollout, step: it.step }))).slice(-6).reverse();

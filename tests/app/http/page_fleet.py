@@ -144,7 +144,7 @@ class PageFleet:
             "reward": min(0.95, 0.2 + 0.03 * step + chance.uniform(-0.05, 0.05)),
             "answer_tokens_mean": 80 + step + chance.uniform(-8, 8),
             "staleness_mean": chance.uniform(0, 1.5),
-            "staleness_max": chance.randint(1, 3),
+            "staleness_max": chance.randint(2, 3),
             "step_s": chance.uniform(3, 4),
             "wait_s": chance.uniform(0.5, 1),
             "trainer/loss": chance.uniform(-0.02, 0.02),
