@@ -7,9 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
-from deployments.protocol.responses import RolloutSample
 from trainers.advantages import OF_BATCHES, batch_advantages, has_signal
 from trainers.settings import AdvantageEstimator
 from trainers.trajectory import Trajectory
@@ -39,15 +37,6 @@ class Rollout:
     def tokens(self) -> int:
         """How many tokens the model sampled."""
         return sum(trajectory.learned_tokens for trajectory in self.trajectories)
-
-    def sample(self, max_text: int = 2000) -> RolloutSample:
-        """It, to be looked at: the page shows it."""
-        spans = [span for trajectory in self.trajectories for span in trajectory.weight_versions]
-        versions = [
-            (version, sum(span.end - span.start for span in of_version))
-            for version, of_version in groupby(spans, lambda span: span.version)
-        ]
-        return RolloutSample(text=self.text[:max_text], reward=self.reward, versions=versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,8 +53,9 @@ def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
 
 async def show(run: Run, record: StepRecord) -> None:
     """Have the fleet's page show the step."""
-    call = calls.report_step(run.path.stem, record.step, record.values(), run.samples)
-    run.samples = ()
+    of_problems = {row["problem"]: row for row in run.rows}
+    samples = [metrics.sample(row) for row in list(of_problems.values())[:SHOWN]]
+    call = calls.report_step(run.path.stem, record.step, record.values(), samples)
     try:
         await run.policy.client.send(call, patient=False)
     except FleetError as error:
@@ -66,7 +67,6 @@ async def learn_once(run: Run) -> StepRecord:
     run.doing = "waiting for answers"
     groups = await run.queue.take(run.options.groups_per_step, run.version)
     batch = trajectories(groups, run.options.advantage)
-    run.samples = [group.rollouts[0].sample() for group in groups[:SHOWN]]
     run.positions.consume([group.number for group in groups] + run.queue.dropped)
     sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
     record = recorded(run, groups, sampled, waited_s)

@@ -20,6 +20,7 @@ from app.jobs.groups import Group
 from app.jobs.options import Tracking
 from app.jobs.user_code import blamed
 from deployments.host.durable_files import replacing
+from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
 LEAST_SAMPLE = 0.5  # the effective sample fraction below which the job warns
@@ -218,6 +219,13 @@ def rows(step: int, groups: Sequence[Group]) -> list[Row]:
         for group in groups
         for rollout in group.rollouts
     ]
+
+
+def sample(row: Row, max_text: int = 2000) -> RolloutSample:
+    """A rollout for the fleet's page."""
+    spans = [span for trajectory in row["weight_versions"] for span in trajectory]
+    versions = [(version, end - start) for version, start, end in spans]
+    return RolloutSample(text=row["text"][:max_text], reward=row["reward"], versions=versions)
 
 
 def append_rollouts(path: Path, made: Sequence[Row]) -> None:

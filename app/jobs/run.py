@@ -14,7 +14,6 @@ from app.jobs.groups import Group, GroupQueue, Rollout
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
-from deployments.protocol.responses import RolloutSample
 from trainers.advantages import overlong_penalty
 
 LEFT_OUT = 50  # batches of problems without an answer, after which the job gives up
@@ -79,7 +78,6 @@ class Run:
     in_flight: int = 0  # problems
     doing: str = "waiting for answers"
     best: Evaluation | None = None
-    samples: Sequence[RolloutSample] = ()  # of the step that is being made
     queue: GroupQueue = field(init=False)
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
     sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared once no step is left

@@ -5,9 +5,9 @@ const SHOWN_S = 300, KEPT = 4000, AROUND_S = 15, ROUNDS = 60, ROWS = 12;
 const FAST_MS = 250, SLOW_MS = 1000, FLEET_MS = 2000, SILENT_MS = 30000, DEADLINE_MS = 10000, LONG_MS = 900000;
 // Which figures of a step each chart of the run has; those of the trainer and of the job have one list.
 const RUN_CHARTS = [
-  ["Reward", /^(reward|reward_std|evaluation\/(reward|pass@1))$/], ["Loss", /^loss$/], ["KL", /^(kl|reference_kl|rollout_kl)$/], ["Entropy", /^entropy$/],
-  ["Answer length, tokens", /^answer_tokens_(mean|max|min)$/], ["Share cut at the limit", /^(answers_)?cut(_share|_fraction)?$/], ["Staleness, versions", /^staleness_(mean|max)$/],
-  ["Drift of log-probabilities", /^logprob_difference_mean$/], ["Effective sample", /^effective_sample_fraction$/], ["Seconds", /^(step|wait|publish)_s$/],
+  ["Reward", /^(evaluation\/)?reward$|^reward(_std|\/[^/]+)$|^evaluation\/pass@1$/], ["Loss", /^loss$/], ["KL", /^(kl|reference_kl|rollout_kl)$/], ["Entropy", /^entropy$/],
+  ["Answer length, tokens", /^answer_tokens_(mean|max)$/], ["Share cut, share left out", /^(cut|left_out)_fraction$/], ["Staleness, versions", /^staleness_(mean|max)$/],
+  ["Drift of log-probabilities", /^logprob_difference_mean$/], ["Effective sample", /^effective_sample_fraction$/], ["Seconds", /^(step|wait|train|publish|evaluation)_s$/],
 ];
 
 const $ = (id) => document.getElementById(id);

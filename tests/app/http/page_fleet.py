@@ -142,6 +142,9 @@ class PageFleet:
         version = (await self._fleet.controller.fleet()).committed_version
         values: dict[str, float | int | bool | None] = {
             "reward": min(0.95, 0.2 + 0.03 * step + chance.uniform(-0.05, 0.05)),
+            "reward_std": chance.uniform(0.2, 0.3),
+            "cut_fraction": chance.uniform(0, 0.1),
+            "answer_tokens_max": 128,
             "answer_tokens_mean": 80 + step + chance.uniform(-8, 8),
             "staleness_mean": chance.uniform(0, 1.5),
             "staleness_max": chance.randint(2, 3),

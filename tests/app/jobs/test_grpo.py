@@ -118,7 +118,7 @@ async def test_each_step_is_on_the_fleets_page_and_a_fleet_that_refuses_it_does_
     first, second = fleet.reports
     assert (first["run"], first["step"], second["step"]) == ("grpo-1", 1, 2)
     assert (first["values"]["reward"], first["values"]["trainer/loss"]) == (2.0, 0.5)
-    assert first["rollouts"][0] == {"text": "x", "reward": 1.0, "versions": [[4, 1]]}
+    assert first["rollouts"][0] == {"text": "xxx", "reward": 3.0, "versions": [[4, 3]]}
     fleet.refuses_reports = True
     assert len(await run_job(fleet, tmp_path / "grpo-2.jsonl", "--steps", "1")) == 1
     assert "step 1 is not on the fleet's page: " in capsys.readouterr().out
