@@ -1,5 +1,3 @@
-"""The architecture page, the packages' docstrings, links and the table of promises name what exists."""
-
 import ast
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What documents tell a reader to type, and what they name, exists."""
-
 import ast
 import importlib.util
 import inspect

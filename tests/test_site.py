@@ -1,5 +1,3 @@
-"""The site: every page is in its navigation, and its links lead where those of the documents lead."""
-
 import subprocess
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""The checker can fail: each rule finds what was forged for it, and an honest recording breaks none."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

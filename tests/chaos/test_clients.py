@@ -1,5 +1,3 @@
-"""Clients that ask odd things, read slowly or leave: they take nothing from others."""
-
 import json
 import os
 import random

@@ -1,5 +1,3 @@
-"""Faults that are no process: the disk, the network of a publisher, and what operators change."""
-
 import json
 import os
 import time

@@ -1,5 +1,3 @@
-"""TRL: its client of a vLLM server, and AsyncGRPO with an adapter on all replicas."""
-
 import pytest
 
 from tests.clients.environments import run

@@ -1,5 +1,3 @@
-"""Publishers whose controller or trainer dies under them."""
-
 import asyncio
 import contextlib
 import json

@@ -1,5 +1,3 @@
-"""Rounds and adapters over gloo, from two ranks and from outside, with rolling commits and kept caches."""
-
 import asyncio
 import time
 from collections.abc import Iterator

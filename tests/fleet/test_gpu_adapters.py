@@ -1,5 +1,3 @@
-"""A trainer's adapter as tensors over the transports of GPUs, to every replica."""
-
 from pathlib import Path
 
 import pytest

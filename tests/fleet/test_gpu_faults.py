@@ -1,5 +1,3 @@
-"""What dies in the middle of a round over NCCL: a replica, then the trainer. The others go on."""
-
 import os
 import signal
 import time

@@ -1,5 +1,3 @@
-"""A trainer on a GPU of its own: one replica at TP 2 that quantizes to fp8, and two replicas at TP 1."""
-
 from pathlib import Path
 
 import pytest

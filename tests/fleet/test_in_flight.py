@@ -1,5 +1,3 @@
-"""What a round does with the requests that are running when it commits."""
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

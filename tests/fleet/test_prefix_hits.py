@@ -1,5 +1,3 @@
-"""What the engines' own counters say of where the router sent prompts that begin alike."""
-
 import math
 import time
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""The scenario of requests in flight on CPUs. `test_launched` runs the one that publishes."""
-
 import json
 
 import pytest

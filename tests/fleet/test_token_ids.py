@@ -1,5 +1,3 @@
-"""`/inference/v1/generate` on a real fleet, as verifiers, prime-rl and SkyRL call it."""
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A fleet that other hosts could reach does not start without a token, however it is started."""
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

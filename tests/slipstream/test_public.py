@@ -1,5 +1,3 @@
-"""What users import: documents import nothing else of ours, and every public name says what it is."""
-
 import ast
 import importlib
 import re

@@ -1,5 +1,3 @@
-"""A step that fails in the middle leaves the weights as they were, and nothing for the next one."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Training of an adapter: what changes, what its files say, and how it goes on after a restart."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Lines of packed answers: what is in them, and that a model sees there what it sees in each answer alone."""
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Settings that cannot be right are refused when they are made."""
-
 import subprocess
 import sys
 from typing import Any

@@ -1,5 +1,3 @@
-"""Every call against our own routes, served in this process: the client reads what the routes write."""
-
 import json
 from dataclasses import asdict
 from typing import Any

@@ -1,5 +1,3 @@
-"""How both clients send calls: what is retried, what is refused, and what a person reads then."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""`slipstream doctor`: packages, memory of GPUs, and disk."""
-
 from collections.abc import Iterable
 
 import pytest

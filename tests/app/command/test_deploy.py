@@ -1,5 +1,3 @@
-"""Another configuration for a running fleet, with a dashboard that records what it is sent."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""What a new configuration changes in a live fleet, and what restarts it."""
-
 from typing import Any
 
 import pytest

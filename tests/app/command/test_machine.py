@@ -1,5 +1,3 @@
-"""Which packages a machine gets, and what it is told if it does not suffice: with a fake nvidia-smi."""
-
 import os
 import re
 import subprocess

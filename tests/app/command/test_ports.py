@@ -1,5 +1,3 @@
-"""Two fleets of one machine share no port, also while nobody listens on it."""
-
 import os
 import random
 import socket

@@ -1,5 +1,3 @@
-"""Runs keep their logs, five of them, and `slipstream logs` finds and follows them."""
-
 import os
 import subprocess
 from collections.abc import Iterator

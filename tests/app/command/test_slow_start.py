@@ -1,5 +1,3 @@
-"""Ray gives a node 30 s to start, which a busy machine may exceed, or hangs: the launcher starts it again."""
-
 import os
 import sys
 

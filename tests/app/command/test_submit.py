@@ -1,5 +1,3 @@
-"""The RL job is submitted, shown and stopped; it gets the address of the fleet, and never a token."""
-
 import asyncio
 import os
 import signal

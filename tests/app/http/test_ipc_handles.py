@@ -1,5 +1,3 @@
-"""Pickled CUDA IPC handles: refused, or read by an unpickler that knows nothing else."""
-
 import base64
 import contextlib
 import json

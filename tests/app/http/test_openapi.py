@@ -1,5 +1,3 @@
-"""`/openapi.json`: vLLM's document with our routes added."""
-
 import asyncio
 from typing import Any
 

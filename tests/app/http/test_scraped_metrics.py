@@ -1,5 +1,3 @@
-"""`/metrics` with those of other processes: each family once, types kept, histograms intact."""
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Evaluations of a run, and the version that did best."""
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A job whose trainer or answers are lost, or which is killed: each step is made once."""
-
 import re
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""A publisher's session, over a controller that is slow, refuses, hangs or dies. Time is virtual."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Calls over HTTP: answers, errors, successors, and callers without a key."""
-
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Iterator

@@ -1,5 +1,3 @@
-"""When adapters' files are copied, and when they go."""
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Adapters through the controller's shell: files, the ledger, the disk and callers that wait."""
-
 import asyncio
 import errno
 import os

@@ -1,5 +1,3 @@
-"""A disk that is full or fails, and a controller that stands still."""
-
 import asyncio
 import shutil
 from pathlib import Path

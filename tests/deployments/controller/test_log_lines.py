@@ -1,5 +1,3 @@
-"""What the operator reads when something happens to a replica or a round."""
-
 import logging
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Names in shared memory whose owner is gone are removed, and no others. The owners are real processes."""
-
 import mmap
 import os
 import re

@@ -1,5 +1,3 @@
-"""Each replica comes to the catalog: joiners, those that meet a restarted controller, and beside rounds."""
-
 import pytest
 
 from deployments.protocol.adapters import LoadAdapter, SetAdapters

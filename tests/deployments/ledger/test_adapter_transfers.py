@@ -1,5 +1,3 @@
-"""An adapter's bytes on their way to the replicas: what fails costs the transfer, and never the load."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Adapters become live on all replicas or on none: the ledger with replicas that fail."""
-
 import pytest
 
 from deployments.ledger.adapter_catalog import REMEMBERED, next_adapter, numbered

@@ -1,5 +1,3 @@
-"""A joiner that loads a stored version stops no round, and converges whatever the rate of rounds."""
-
 import pytest
 
 from deployments.protocol.errors import Conflict

@@ -1,5 +1,3 @@
-"""What pauses and sleeps leave behind, and how a replica that starts later comes to the same."""
-
 import pytest
 
 from deployments.protocol.engine_state import (

@@ -1,5 +1,3 @@
-"""Weights that a sleep at level 2 discarded: nothing is computed with them, and a round replaces them."""
-
 import pytest
 
 from deployments.protocol.engine_state import WakeUp

@@ -1,5 +1,3 @@
-"""`wait`: running requests end before anything is decided, within a deadline; nobody is fenced for them."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Rounds whose weights come from files: they need no connection, and a wrong file costs no replica."""
-
 import pytest
 
 from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError

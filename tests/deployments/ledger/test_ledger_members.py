@@ -1,5 +1,3 @@
-"""Connections and joiners."""
-
 import pytest
 
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest

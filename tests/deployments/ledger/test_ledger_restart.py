@@ -1,5 +1,3 @@
-"""What a restarted controller makes of the decisions of the one before."""
-
 import pytest
 
 from deployments.ledger.decisions import Committed, Ended, decode, encode

@@ -1,5 +1,3 @@
-"""Who is fenced, when a round aborts, and in which order the fleet swaps."""
-
 import pytest
 
 from deployments.ledger.commit_phase import KEPT_TIMINGS, keep

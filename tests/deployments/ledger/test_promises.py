@@ -1,5 +1,3 @@
-"""What a joiner was told to load stays in the store until it holds it, whatever the rate of rounds."""
-
 from deployments.ledger.decisions import Pinned, Unpinned
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.poll import CatchUp, JoinAnswer, Unloadable

@@ -1,5 +1,3 @@
-"""Every order of messages in a small fleet, with a fault at every point: no state is wrong or stuck."""
-
 import pytest
 
 from tests.deployments.ledger.small_fleet_walk import walk

@@ -1,5 +1,3 @@
-"""Which replica writes a version of an outside publisher to the store, and what happens if it cannot."""
-
 from typing import Any
 
 import pytest

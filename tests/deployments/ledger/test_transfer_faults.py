@@ -1,5 +1,3 @@
-"""A transfer that fails: the round is aborted, to be sent again, and no intact replica is fenced for it."""
-
 import pytest
 
 from deployments.ledger.state import PendingCall

@@ -1,5 +1,3 @@
-"""A stored version that does not load is not named again, and the next round helps."""
-
 from deployments.protocol.poll import CatchUp, JoinAnswer, Outcome, Unloadable
 from tests.deployments.ledger.store_scene import StoreScene
 

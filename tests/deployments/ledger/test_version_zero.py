@@ -1,6 +1,3 @@
-"""Version 0 is what the first replica that served it had loaded; a joiner that loaded other weights serves
-nothing."""
-
 import pytest
 
 from deployments.ledger.decisions import Founded, decode, encode

@@ -1,5 +1,3 @@
-"""The trainer deployment with real worker processes (Ray), a controller in another one and a tiny model."""
-
 import asyncio
 import contextlib
 import os

@@ -1,5 +1,3 @@
-"""Graceful shutdown of one replica."""
-
 import asyncio
 import time
 

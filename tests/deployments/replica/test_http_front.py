@@ -1,5 +1,3 @@
-"""A request that waits for its version: its body is kept, and it ends with its client."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,5 +1,3 @@
-"""How a native update pauses, loads and resumes; partially updated weights are never trusted."""
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

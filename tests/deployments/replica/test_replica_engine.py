@@ -1,5 +1,3 @@
-"""Holds, drains and commits of one engine; what pauses and sleeps do is in `test_member_contract`."""
-
 import asyncio
 
 import pytest

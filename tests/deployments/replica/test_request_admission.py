@@ -1,5 +1,3 @@
-"""Which requests a replica refuses, and how long one waits for a version."""
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,5 +1,3 @@
-"""The routes of the vLLM server that a replica starts: token ids in and out, and nothing undecided."""
-
 from collections.abc import Iterator
 
 import pytest

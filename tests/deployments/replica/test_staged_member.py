@@ -1,5 +1,3 @@
-"""What a staged member asks of its workers, and what it makes of their reports."""
-
 import asyncio
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What a staged member writes to the store, and what it loads from there."""
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""A replica as Serve starts it: with which weights, and when it is ready."""
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""What a router remembers, and that this is bounded."""
-
 import json
 from collections import Counter
 

@@ -1,5 +1,3 @@
-"""Which requests are lists of prompts that may be divided, and what a part of one is."""
-
 import json
 from typing import Any
 

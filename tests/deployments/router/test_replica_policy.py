@@ -1,5 +1,3 @@
-"""In which order replicas are tried."""
-
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping

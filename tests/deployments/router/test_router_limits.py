@@ -1,5 +1,3 @@
-"""The limits that a live router takes."""
-
 import heapq
 from collections import Counter
 from dataclasses import dataclass, field

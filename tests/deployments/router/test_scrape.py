@@ -1,5 +1,3 @@
-"""Asking replicas for their metrics: real servers, in time or not."""
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager

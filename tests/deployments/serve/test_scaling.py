@@ -1,5 +1,3 @@
-"""The number of replicas, from what they report."""
-
 from typing import Any
 
 import cloudpickle

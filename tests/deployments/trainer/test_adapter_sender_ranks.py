@@ -1,5 +1,3 @@
-"""Ranks that all send an adapter: they connect together, and none waits for one that sends nothing."""
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar

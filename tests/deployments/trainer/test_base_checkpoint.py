@@ -1,5 +1,3 @@
-"""Checkpoints of which the trainer's model is a part, or has tensors under another name."""
-
 import json
 import shutil
 from collections.abc import Callable

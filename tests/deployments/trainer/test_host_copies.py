@@ -1,5 +1,3 @@
-"""Copies of a trainer's tensors in host memory."""
-
 import threading
 import time
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A trainer of an adapter whose sum with its base is published: versions of the model, and restarts."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""RestartCheckpoints on disk, and what a restart takes from them."""
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""The trainer's queue, the session of a dead worker, and versions that were lost; without workers."""
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""What a restarted rank finds: weights and checkpoints, in the store."""
-
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

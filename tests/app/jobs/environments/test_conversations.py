@@ -1,5 +1,3 @@
-"""Conversations with a fleet that renders like a chat template and answers with given tokens."""
-
 import asyncio
 import json
 from typing import Any

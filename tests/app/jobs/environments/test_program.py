@@ -1,5 +1,3 @@
-"""Programs that answer lines, and those that do not."""
-
 import asyncio
 import os
 import sys

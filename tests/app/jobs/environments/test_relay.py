@@ -1,5 +1,3 @@
-"""What passes through the relay: the policy's settings go in, tokens are kept, and nothing else answers."""
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,5 +1,3 @@
-"""What the relay has kept becomes samples: one for each conversation that only grows."""
-
 from dataclasses import replace
 
 from app.client.completions import Answer

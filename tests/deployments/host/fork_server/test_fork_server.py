@@ -1,5 +1,3 @@
-"""A real server with few imports, and real clients."""
-
 import contextlib
 import json
 import os

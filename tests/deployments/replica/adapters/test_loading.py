@@ -1,5 +1,3 @@
-"""Where an adapter is read from, on one replica, and what is left of one that cannot be loaded."""
-
 import asyncio
 import json
 import shutil

@@ -1,5 +1,3 @@
-"""Calls to the threads of workers: without a decoding step, and through vLLM where that is not possible."""
-
 import asyncio
 import os
 import stat

@@ -1,5 +1,3 @@
-"""The staged swap on a real engine: after a round the engine is what a fresh one would be."""
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A loader is recorded once; its copies are then repeated without it, or it runs in every round."""
-
 from collections.abc import Callable
 
 import pytest

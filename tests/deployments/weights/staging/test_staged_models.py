@@ -1,5 +1,3 @@
-"""A round on a real vLLM model is what a fresh load would be, whatever was dropped or loaded before it."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""What arrived of an update, and the comparison of its digests."""
-
 from dataclasses import replace
 
 import numpy as np

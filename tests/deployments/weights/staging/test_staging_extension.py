@@ -1,5 +1,3 @@
-"""What the replica calls in a worker: an update from its first payload to the swap, and the store."""
-
 import re
 import threading
 from collections.abc import Iterator

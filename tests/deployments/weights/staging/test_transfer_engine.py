@@ -1,5 +1,3 @@
-"""What an engine takes from its configuration: its staging, and the schema that updates must have."""
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Reports on their way from a worker to its replica."""
-
 import json
 import mmap
 import struct

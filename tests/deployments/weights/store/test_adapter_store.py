@@ -1,5 +1,3 @@
-"""The fleet's copies of adapters, and what is no adapter."""
-
 import errno
 import json
 import os

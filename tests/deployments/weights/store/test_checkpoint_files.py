@@ -1,5 +1,3 @@
-"""Checkpoints that users wrote, and stored versions: which files count, and what is refused."""
-
 import fcntl
 import json
 import os

@@ -1,5 +1,3 @@
-"""Where the files of a hub id are on this host."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""A store belongs to the fleet that claimed it first, and to no other."""
-
 import errno
 import json
 import os

@@ -1,5 +1,3 @@
-"""Versions on disk: complete or absent, never removed under a reader."""
-
 import fcntl
 import json
 import os

@@ -1,5 +1,3 @@
-"""Files over every transport: the real engines, and no model of vLLM's."""
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace

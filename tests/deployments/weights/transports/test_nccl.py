@@ -1,5 +1,3 @@
-"""NCCL's own call waits for a member without an end: whoever waits for that call does not. No GPU."""
-
 import os
 import threading
 import time

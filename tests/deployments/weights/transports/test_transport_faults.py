@@ -1,5 +1,3 @@
-"""The contract of the transports that wait for a peer: every wait has an end."""
-
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,5 +1,3 @@
-"""Digests on a CUDA device, and the copies that the kernel makes."""
-
 import pytest
 import torch
 

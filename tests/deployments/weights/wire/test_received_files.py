@@ -1,5 +1,3 @@
-"""Files that arrive as tensors, in a directory of their own."""
-
 import resource
 import uuid
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""What a model derives from its weights is swapped with them, or refused by its name."""
-
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
