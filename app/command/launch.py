@@ -6,13 +6,14 @@
                                                     ▼
                              Serve shuts down ─► Ray stops ─► no process is left, no name in /dev/shm
 
-A second Ctrl-C skips Serve's shutdown.
+Serve's shutdown takes half a minute at most; then a version that is being written to the store is waited for.
+A second Ctrl-C skips both.
 """
 
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from app.settings.models import is_offline, resolve_model
 from app.settings.section import ConfigError
 from deployments.host.shared_memory import remove_orphans
 from deployments.protocol.errors import JournalError
+from deployments.weights.store.versions import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ def _readiness(deployment: Mapping[str, Any]) -> str:
 
 _POLL_S = 1.0
 _GRACE_S = 45.0
+WRITE_S = 300.0  # as long as a trainer that is stopped writes
 
 
 class Stop(Exception):
@@ -138,8 +141,8 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
             cluster.deploy(file.document)
         _watch(cluster, file)
     except Stop:
-        with announced("Stopping (Ctrl-C again to kill)"):
-            _stop_serve(cluster)
+        with announced("Stopping (Ctrl-C again to kill)") as say:
+            _stop_serve(cluster, Store(file.config.store_path), say)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up leaves processes behind
@@ -192,11 +195,27 @@ def _status(cluster: LocalCluster, application: str, before: ApplicationStatus |
         return ApplicationStatus(status="UNKNOWN", message=repr(error), deployments=unknown)
 
 
-def _stop_serve(cluster: LocalCluster) -> None:
+def _stop_serve(cluster: LocalCluster, store: Store, say: Callable[[str], None]) -> None:
     try:
         cluster.undeploy(_GRACE_S)
+        await_writes(store, say)
     except Stop:
         _print("Killing")
+
+
+def await_writes(
+    store: Store, say: Callable[[str], None], pause: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait while processes write to the store: a trainer's last version is on no other disk.
+
+    Args:
+        say: takes what is waited for.
+    """
+    left_s = WRITE_S
+    while (written := store.being_written()) and left_s > 0:
+        say(f"{', '.join(written)} is being written, at most {left_s:.0f} s more")
+        pause(_POLL_S)
+        left_s -= _POLL_S
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:

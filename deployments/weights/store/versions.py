@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,10 @@ class Store:
             raise FileExistsError(f"version {manifest.version} is in {self.directory} already")
         partial = self.directory / f".{final.name}.{uuid.uuid4().hex[:8]}.partial"
         partial.mkdir(parents=True)
+        lock = os.open(partial, os.O_RDONLY)
         try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_SH)
             with replacing(final, partial):
                 yield partial
                 (partial / MANIFEST).write_text(manifest.encode())
@@ -153,10 +156,31 @@ class Store:
             if final.exists():  # its writer removed what is partial
                 raise FileExistsError(f"version {manifest.version} is in {self.directory} already") from error
             raise
+        finally:
+            os.close(lock)
         for entry in self.directory.iterdir():
             name = _PARTIAL.fullmatch(entry.name)
             if name is not None and int(name[1]) <= manifest.version:  # a crash left it, or it is too late
                 shutil.rmtree(entry, ignore_errors=True)
+
+    def being_written(self) -> Sequence[str]:
+        """The versions that living processes write, with their sizes; none on a file system without locks."""
+        found = []
+        for partial in self.directory.glob(".v*.partial"):
+            try:
+                descriptor = os.open(partial, os.O_RDONLY)
+            except FileNotFoundError:  # it is complete by now
+                continue
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                size = sum(file.stat().st_size for file in partial.glob("*"))
+                found.append(f"{partial.name.split('.')[1]} ({size / 1e9:.1f} GB)")
+            except OSError:
+                pass
+            finally:
+                os.close(descriptor)
+        return found
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from app.command.cluster import (
     LocalCluster,
     require_free_port,
 )
-from app.command.launch import changes, environment, read_status, why_not_started
+from app.command.launch import WRITE_S, await_writes, changes, environment, read_status, why_not_started
 from app.command.ports import free_ports
 from app.command.runs import MARK, marked_processes
 from app.command.submit import submit, why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
+from deployments.weights.store.versions import Store, VersionManifest
 from tests.app.command.fake_http import JsonHandler, serving
 from tests.environment import users_environment
 
@@ -285,3 +286,30 @@ def test_only_deployments_whose_readiness_changed_are_listed() -> None:
 
 def test_a_message_of_application_and_deployment_is_shown_once() -> None:
     assert read_status(details("DEPLOY_FAILED", 0, "no weights"), "slipstream").message == "no weights"
+
+
+def test_a_stop_waits_for_a_version_that_a_living_process_writes(tmp_path: Path) -> None:
+    store, said, paused = Store(tmp_path), list[str](), 0
+    (tmp_path / ".v00000011.a1b2c3d4.partial").mkdir()  # a crash left it
+    await_writes(store, said.append)
+    assert not said
+    with ExitStack() as stack:
+        directory = stack.enter_context(store.writing(VersionManifest(version=12, tensors={})))
+        (directory / "model.safetensors").write_bytes(bytes(60_000_000))
+
+        def pause(seconds: float) -> None:
+            nonlocal paused
+            paused += 1
+            if paused == 50:
+                stack.close()
+
+        await_writes(store, said.append, pause)
+    assert paused == 50 and said[0] == "v00000012 (0.1 GB) is being written, at most 300 s more"
+    assert store.list() == [12]
+
+
+def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
+    pauses, said = list[float](), list[str]()
+    with Store(tmp_path).writing(VersionManifest(version=12, tensors={})):
+        await_writes(Store(tmp_path), said.append, pauses.append)
+    assert sum(pauses) == WRITE_S
