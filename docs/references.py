@@ -158,9 +158,9 @@ def http() -> str:
         about = dict.fromkeys((operation.get("summary", ""), operation.get("description", "")))
         text += "".join(f"{each}\n\n" for each in about if each)
         text += f"Needs: {_ACCESS[route.access.name]}.\n\n"
-        rows = [*_parameters(operation, schemas), *_body(operation, schemas)]
+        rows = {row[0]: row for row in (*_parameters(operation, schemas), *_body(operation, schemas))}
         if rows:
-            text += table(("name", "in", "type", "default", "meaning"), iter(rows))
+            text += table(("name", "in", "type", "default", "meaning"), iter(rows.values()))
     text += (
         "\n## vLLM's, forwarded to a replica\n\nTheir bodies are vLLM 0.32's. JSON answers gain "
         "`weight_version`, and `weight_versions` for each choice.\n\n"
@@ -200,13 +200,15 @@ def _parameters(operation: Schema, schemas: Schema) -> Iterator[tuple[str, ...]]
 
 
 def _body(operation: Schema, schemas: Schema) -> Iterator[tuple[str, ...]]:
+    in_query = {each["name"] for each in operation.get("parameters", ())}
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if "$ref" in schema:
         schema = schemas[schema["$ref"].rpartition("/")[2]]
     for name, field in schema.get("properties", {}).items():
         default = "required" if name in schema.get("required", ()) else _shown(field.get("default"))
-        yield f"`{name}`", "body", _route_kind(field, schemas), default, field.get("description", "")
+        where = "query or body" if name in in_query else "body"
+        yield f"`{name}`", where, _route_kind(field, schemas), default, field.get("description", "")
 
 
 def _route_kind(schema: Schema, schemas: Schema) -> str:

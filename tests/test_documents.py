@@ -55,6 +55,7 @@ OTHERS = (
     "python3.11 -m venv ",
     ". .venv",
     "pip install ",
+    "uv pip install ",
     ".venv-gpu/bin/pip install ",
     ".venv-verifiers/bin/pip install ",
     "export ",

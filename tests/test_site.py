@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ def test_the_configuration_has_a_row_for_every_setting() -> None:
 @pytest.mark.slow
 def test_the_routes_have_what_openapi_has() -> None:
     text = references.http()
+    assert re.findall(r"^\| `.*\|  \|$", text, re.M) == [], "parameters without a meaning"
     described = [route for route in references.own_application().routes if isinstance(route, GuardedRoute)]
     described = [route for route in described if route.include_in_schema]
     assert [each.path for each in described if f"### {each.allowed[0]} {each.path}\n" not in text] == []

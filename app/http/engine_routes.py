@@ -61,7 +61,11 @@ class EngineRoutes:
             GuardedRoute("POST", "/reset_prefix_cache", self.reset_prefix_cache),
         ]
 
-    async def pause(self, mode: InFlightQuery = InFlight.ABORT, clear_cache: bool = True) -> Status:
+    async def pause(
+        self,
+        mode: InFlightQuery = InFlight.ABORT,
+        clear_cache: Annotated[bool, Query(description="discard the KV cache")] = True,
+    ) -> Status:
         """Stop generating; requests that arrive wait."""
         await self._call(Pause(mode=mode, clear_cache=clear_cache))
         return Status(status="paused")
@@ -120,8 +124,8 @@ class EngineRoutes:
     async def reset_prefix_cache(
         self,
         body: ResetPrefixCacheBody,
-        reset_running_requests: bool = False,
-        reset_external: bool = False,
+        reset_running_requests: Annotated[bool, Query(description="as in the body")] = False,
+        reset_external: Annotated[bool, Query(description="as in the body")] = False,
     ) -> Success:
         """Discard the cached prefixes; the flags come in the query or in a body.
 

@@ -97,7 +97,7 @@ class FleetRoutes:
     async def events(
         self,
         since: Annotated[int, Query(ge=0, description="only events with a greater id")] = 0,
-        last_event_id: Annotated[int | None, Header(ge=0)] = None,
+        last_event_id: Annotated[int | None, Header(ge=0, description="instead of `since`")] = None,
     ) -> EventStream:
         """Server-sent events; `Last-Event-ID` or `?since=N` continues where the client stopped."""
         return EventStream(self._events(since if last_event_id is None else last_event_id))

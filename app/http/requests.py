@@ -1,6 +1,7 @@
 """The JSON bodies of our own routes.
 
-Unknown fields are refused, except on vLLM's RL routes, where vLLM 0.32 ignores them.
+Unknown fields are refused, except on vLLM's RL routes, where vLLM 0.32 ignores them. The text below a field
+is its description in `/openapi.json`.
 """
 
 from typing import Annotated, Literal, Self
@@ -28,37 +29,41 @@ MAX_SAMPLE = 4000  # characters of a rollout
 class OwnBody(BaseModel):
     """The body of a route that only Slipstream has."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class VllmBody(BaseModel):
     """The body of one of vLLM's RL routes."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, use_attribute_docstrings=True)
 
 
 # -- the fleet -------------------------------------------------------------------------------------
 
 
 class PublishDirectoryBody(OwnBody):
-    path: str = Field(min_length=1)  # absolute, below a configured root, on every replica's host
-    label: str | None = None  # beside the version's number
+    path: str = Field(min_length=1)
+    """Absolute, below one of `security.checkpoint_roots`, on every replica's host."""
+    label: str | None = None
+    """A name beside the version's number."""
 
 
 class RollbackBody(OwnBody):
-    version: int  # in the store
+    version: int
+    """In the store."""
 
 
 class ScaleBody(OwnBody):
-    replicas: PositiveInt | Literal["auto"]  # auto: as many as the load needs
+    replicas: PositiveInt | Literal["auto"]
+    """`auto`: as many as the load needs."""
 
 
 # -- the trainer -----------------------------------------------------------------------------------
 
 
 class StepBody(OwnBody):
-    # The trainer checks them, and names the first bad ones by number.
     trajectories: list[SkipValidation[Trajectory]]
+    """The trainer checks them, and names the first bad ones by number."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -71,10 +76,11 @@ class StepBody(OwnBody):
 
 class PublishBody(OwnBody):
     label: str | None = None
-    step: int | None = None  # publish only if the trainer has done so many optimizer steps
-    after: int | None = (
-        None  # replace this version, which is not the trainer's; publish only if it is committed
-    )
+    """A name beside the version's number."""
+    step: int | None = None
+    """Publish only if the trainer has done so many optimizer steps."""
+    after: int | None = None
+    """Replace this version, which is not the trainer's; publish only if it is committed."""
 
 
 class RolloutBody(OwnBody):
@@ -87,13 +93,18 @@ class ReportBody(OwnBody):
     """A step of a job, for the page: its own figures, and some of its rollouts."""
 
     run: str = Field(min_length=1, max_length=200)
+    """The job's name."""
     step: int
+    """The step's number."""
     values: dict[str, FiniteFloat | int | bool | None] = Field(max_length=200)
+    """Figures by name."""
     rollouts: list[RolloutBody] = Field(default=[], max_length=16)
+    """Each has `text`, `reward` and `versions`: pairs of a version and its number of tokens."""
 
 
 class SaveBody(OwnBody):
-    path: str | None = None  # on the trainer's host; by default a new directory in the store
+    path: str | None = None
+    """On the trainer's host; by default a new directory in the store."""
 
 
 # -- vLLM's RL routes ------------------------------------------------------------------------------
@@ -101,6 +112,7 @@ class SaveBody(OwnBody):
 
 class InitEngineBody(VllmBody):
     init_info: dict[str, JsonValue]
+    """What vLLM's trainer engine of the transport sends."""
 
 
 class UpdateWeightsBody(VllmBody):
@@ -110,7 +122,9 @@ class UpdateWeightsBody(VllmBody):
         JsonValue,  # checked by `ipc_handles.refuse_or_restrict`
         WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]}),
     ] = None
+    """What vLLM's trainer engine of the transport sends; a list: one for each worker."""
     weight_dir: str | None = None
+    """A directory, as `path` of `/fleet/publish`."""
 
     @model_validator(mode="after")
     def _one_of_the_two(self) -> Self:
@@ -123,31 +137,41 @@ class UpdateWeightsBody(VllmBody):
 
 
 class FinishUpdateBody(VllmBody):
-    weight_version: str | None = None  # a label beside the version's number
+    weight_version: str | None = None
+    """A label beside the version's number."""
 
 
 class WeightVersionBody(VllmBody):
     new_version: str
+    """The label."""
 
 
 class LoadAdapterBody(VllmBody):
     lora_name: str
-    lora_path: str  # absolute, below one of `security.checkpoint_roots`
-    load_inplace: bool = False  # the name may be live, and gets another version
+    """The adapter's name, without a version."""
+    lora_path: str
+    """Absolute, below one of `security.checkpoint_roots`."""
+    load_inplace: bool = False
+    """The name may be live, and gets another version."""
     is_3d_lora_weight: bool = False
+    """vLLM's, for adapters of experts."""
 
 
 class UnloadAdapterBody(VllmBody):
-    lora_name: str  # all its versions; or `name@7`
+    lora_name: str
+    """All its versions; or `name@7`."""
 
 
 class AbortRequestsBody(VllmBody):
-    request_ids: list[str] | None = None  # None or empty: all requests
+    request_ids: list[str] | None = None
+    """None or empty: all requests."""
 
 
 class WeightCheckerBody(VllmBody):
     action: Literal["checksum", "compare"]
-    baseline: dict[str, str] | None = None  # tensor name -> checksum
+    """`compare`: with `baseline`."""
+    baseline: dict[str, str] | None = None
+    """The checksum of each tensor, by name."""
 
     @model_validator(mode="after")
     def _comparison_has_a_baseline(self) -> Self:
@@ -160,17 +184,22 @@ class SleepBody(VllmBody):
     """vLLM 0.32 reads the query alone; SkyRL sends a body. The query takes precedence."""
 
     level: int | None = Field(default=None, ge=0, le=2)
+    """1 where none is given."""
     mode: Annotated[InFlight, Strict(False)] | None = None
+    """What happens to running requests."""
 
 
 class WakeUpBody(VllmBody):
     """As `SleepBody`."""
 
     tags: list[Annotated[SleepTag, Strict(False)]] | None = None
+    """The parts to wake; none of them: all."""
 
 
 class ResetPrefixCacheBody(VllmBody):
     """As `SleepBody`; a flag that is set in either counts."""
 
     reset_running_requests: bool = False
+    """Running requests lose their cache, and compute it again."""
     reset_external: bool = False
+    """Also what a KV connector holds."""
