@@ -53,11 +53,8 @@ class AdapterRoutes:
         return AdapterList(adapters=await self._controller.adapters.remote())
 
     async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:
-        """Load an adapter; returns its full name.
-
-        If the controller dies meanwhile, its successor reports the outcome of this load: clients repeat a
-        lost call, and repeating one that was decided would be refused.
-        """
+        """Load an adapter; returns its full name. If the controller dies meanwhile, its successor reports the
+        outcome: clients repeat a lost call, and one that was decided would be refused."""
         load_id = uuid.uuid4().hex
         load = self._controller.load_adapter.remote(
             body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight, None, load_id

@@ -35,12 +35,8 @@ T = TypeVar("T")
 
 
 class DirectoryPublisher:
-    """Publishes one directory at a time, since the fleet has one lease.
-
-    Args:
-        roots: published directories are below one of them.
-        disk_s: time limit for all headers, and for each part.
-    """
+    """Publishes one directory at a time, below one of `roots`. `disk_s` limits reading all headers, and each
+    part."""
 
     def __init__(
         self,
@@ -59,8 +55,7 @@ class DirectoryPublisher:
         """Make the weights in a directory the fleet's next version.
 
         Raises:
-            InvalidRequest: it is outside the roots, no complete checkpoint of this model, has NaNs, or is a
-                damaged version of the store.
+            InvalidRequest: it is outside the roots, no whole checkpoint of this model, has NaNs, is damaged.
             Conflict: another publisher holds the lease, or the weights are offloaded.
             RoundAborted: it changed while it was read, replicas read different bytes, or a disk hangs.
             TransferAborted: the controller or the lease was lost; try again.
@@ -121,24 +116,15 @@ class DirectoryPublisher:
 
 
 class DiskThread:
-    """Runs disk reads in a daemon thread: a hung disk delays neither callers nor the exit of this process.
-
-    Args:
-        limit_s: for each read.
-    """
+    """Runs disk reads in a daemon thread: a hung disk delays neither callers nor the exit of this process."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._running = False
 
     async def run(self, work: Callable[[], T], what: str) -> T:
-        """Run `work` in the thread.
-
-        Raises:
-            InvalidRequest: it raised ValueError or OSError.
-            RoundAborted: the disk does not answer.
-            Conflict: it has not answered an earlier call either.
-        """
+        """Raises InvalidRequest (`work` raised ValueError or OSError), RoundAborted (the disk does not
+        answer) or Conflict (it has not answered an earlier call either)."""
         if self._running:
             raise Conflict(f"{what}: a disk has not answered since an earlier call")
         self._running = True

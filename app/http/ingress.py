@@ -43,13 +43,7 @@ logger = serve_logger()
 
 
 class Ingress:
-    """Serve's deployment class of the router.
-
-    Args:
-        trainer: None if an external trainer publishes.
-        allow_pickled_ipc: accept CUDA IPC handles pickled by vLLM's client.
-        checkpoint_roots: checkpoints below these directories may be published.
-    """
+    """Serve's deployment class of the router. `trainer`: None if an external trainer publishes."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -85,7 +79,6 @@ def own_routes(
     allow_pickled_ipc: bool,
     scrape: Scrape,
 ) -> list[GuardedRoute]:
-    """The routes that are not forwarded; arguments as in `Ingress`."""
     directories = DirectoryPublisher(controller, checkpoint_roots)
     return [
         *FleetRoutes(controller, trainer, directories, scrape).routes(),
@@ -99,12 +92,7 @@ def own_routes(
 def build_app(
     routes: Sequence[GuardedRoute], guard: Guard, router: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES
 ) -> FastAPI:
-    """The ASGI application of our own routes.
-
-    Args:
-        router: answers all other requests.
-        max_body_bytes: limit for routes that are declared `large`.
-    """
+    """The ASGI application of our own routes; `router` answers all other requests."""
     description = Description(router, guard.asks)
 
     async def openapi(request: Request) -> JSONResponse:

@@ -26,8 +26,6 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Stands for a class or a dtype."""
-
     name: str
 
     def __str__(self) -> str:
@@ -35,7 +33,6 @@ class _Named:
 
 
 def _size(*parts: Any) -> tuple[Any, ...]:
-    """Stands for `torch.Size`, the only callable in a handle's pickle."""
     (items,) = parts
     return tuple(items) if isinstance(items, tuple | list) else ()
 
@@ -87,16 +84,8 @@ def _shown(name: object) -> str:
 
 
 def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
-    """The payload with its handles in JSON types, as `deployments.weights.wire.cuda_ipc_handles` has them.
-
-    Args:
-        payload: an object, or a list with one for each worker.
-        allowed: accept pickled handles.
-
-    Raises:
-        InvalidRequest: pickled handles that are not allowed or hold anything else; neither an object nor a
-            list of objects.
-    """
+    """The payload (an object, or a list with one for each worker) with its handles in JSON types. Raises
+    InvalidRequest."""
     if isinstance(payload, list):
         return [refuse_or_restrict(each, allowed=allowed) for each in payload]
     if not isinstance(payload, dict):

@@ -27,12 +27,8 @@ Document = dict[str, Any]
 
 
 class Description:
-    """Builds the document in one router.
-
-    Args:
-        router: fetches a replica's document.
-        asks: whether a route needs a token.
-    """
+    """Builds the document in one router, which fetches a replica's document. `asks`: whether a route needs a
+    token."""
 
     def __init__(self, router: ASGIApp, asks: Callable[[Access], bool]) -> None:
         self._router, self._asks = router, asks
@@ -48,7 +44,6 @@ class Description:
 
 
 def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:
-    """The OpenAPI document of our own routes."""
     document: Document = json.loads(json.dumps(app.openapi()).replace(_SCHEMAS, _SCHEMAS + _PREFIX))
     for route in app.routes:
         if isinstance(route, GuardedRoute) and route.include_in_schema and asks(route.access):

@@ -20,13 +20,8 @@ SERVE = "ray_serve_"
 
 
 def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped) -> str:
-    """The fleet's own metrics and those of other processes.
-
-    A process that did not answer with metrics is left out, and its `slipstream_..._metrics_up` is 0.
-
-    Args:
-        rounds: the history; the last committed one has timings.
-    """
+    """The fleet's own metrics and those of other processes. One that did not answer with metrics is left out,
+    and its `slipstream_..._metrics_up` is 0."""
     families = _Families()
     _fleet(families, fleet)
     _last_round(families, rounds)

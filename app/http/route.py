@@ -65,7 +65,6 @@ class GuardedRoute(APIRoute):
 
     @property
     def body_fields(self) -> Mapping[str, FieldInfo]:
-        """The fields of the body's model."""
         assert self.body_field is not None
         model: Any = self.body_field.field_info.annotation
         fields: Mapping[str, FieldInfo] = model.model_fields
@@ -87,10 +86,7 @@ class GuardedRoute(APIRoute):
 
 class _Read(Request):
     """A request whose body has arrived: JSON whatever its media type; an empty body is an empty object.
-
-    Raises:
-        InvalidRequest: it is not JSON.
-    """
+    Raises InvalidRequest."""
 
     def __init__(self, request: Request, content: bytes, binary: str | None) -> None:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -44,11 +44,7 @@ _CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])  # by replica, for eac
 
 
 class WeightRoutes:
-    """The routes of an external trainer.
-
-    Args:
-        allow_pickled_ipc: accept CUDA IPC handles pickled by vLLM's client.
-    """
+    """The routes of an external trainer."""
 
     def __init__(
         self,
@@ -170,17 +166,12 @@ class WeightRoutes:
 
 
 def _open(session: PublishSession) -> str:
-    """Names the open round, and the time until it is aborted if its publisher is gone."""
     left_s = math.ceil(session.remaining_s)
     return f"round {session.round_id} is open: finish it, or wait {left_s} s until it is given up"
 
 
 def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]:
-    """The checksums that all replicas agree on, from those by replica and worker.
-
-    Raises:
-        Conflict: replicas differ; names the tensors.
-    """
+    """The checksums that all replicas agree on. Raises Conflict, which names the tensors."""
     merged = [{k: v for worker in workers for k, v in worker.items()} for workers in answers.values()]
     seen = Counter((name, value) for checksums in merged for name, value in checksums.items())
     differing = sorted({name for (name, _), count in seen.items() if count != len(merged)})

@@ -14,12 +14,7 @@ App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class HttpServer:
-    """Serves an application in the running event loop; `address` is host:port.
-
-    Args:
-        keep_alive_s: how long an idle connection stays open.
-        backlog: connections waiting to be accepted.
-    """
+    """Serves an application in the running event loop; `address` is host:port."""
 
     def __init__(self, app: App, host: str, *, keep_alive_s: int = KEEP_ALIVE_S, backlog: int = 2048) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -41,7 +36,6 @@ class HttpServer:
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
-        """Close every connection."""
         self._server.should_exit = self._server.force_exit = True
         await self._task
         # uvicorn leaves connections with a pending response.

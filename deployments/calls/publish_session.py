@@ -79,11 +79,9 @@ class PublishSession:
         return lease
 
     async def connect(self, init_info: Mapping[str, JsonValue]) -> None:
-        """Connect every replica to the transfer group."""
         await self._call("connect", init_info)
 
     async def disconnect(self) -> None:
-        """Every replica closes its end of the connection."""
         await self._call("disconnect")
 
     async def open(self, options: RoundOptions) -> None:
@@ -113,16 +111,8 @@ class PublishSession:
         return report
 
     async def settle(self, fleet_id: str) -> RoundReport | None:
-        """The report of the round whose close was not answered; None: every close was.
-
-        Args:
-            fleet_id: of the fleet that opened it.
-
-        Raises:
-            RoundAborted: it is aborted.
-            Conflict: the fleet has no record of it.
-            FleetUnavailable: nothing answers; ask again.
-        """
+        """The report of the round whose close was not answered; None: every close was. Raises RoundAborted,
+        Conflict (the fleet has no record of it) or FleetUnavailable (nothing answers; ask again)."""
         closing, report = self._unanswered, None
         if closing is None:
             return None

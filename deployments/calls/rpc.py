@@ -53,20 +53,13 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAddress:
-    """Where a `CallServer` listens, and its key."""
-
     url: str
     key: str
 
 
 class CallServer:
-    """Serves the public coroutine methods of an object on a port of its own.
-
-    It starts with the first `address()`, in the event loop of that call.
-
-    Args:
-        host: the address of this node in the cluster.
-    """
+    """Serves the public coroutine methods of an object on a port of its own. It starts with the first
+    `address()`, in the event loop of that call."""
 
     def __init__(self, target: object, host: Callable[[], str] = ray.util.get_node_ip_address) -> None:
         self._target = target
@@ -82,7 +75,6 @@ class CallServer:
         return CallAddress(url=f"http://{self._server.address}", key=self._key)
 
     async def aclose(self) -> None:
-        """Close the port and every connection."""
         if self._server is not None:
             await self._server.close()
 
@@ -130,23 +122,17 @@ async def _body(receive: Any) -> bytes:
 
 
 class CallMethod:
-    """One method of a `CallHandle`."""
-
     def __init__(self, handle: "CallHandle", name: str) -> None:
         self._handle, self._name = handle, name
 
     def remote(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        """Send the call, from a coroutine."""
         return asyncio.create_task(self._handle._call(self._name, args, kwargs))
 
 
 class CallHandle:
     """Calls a deployment of one replica that has `call_address`, with a `DeploymentHandle`'s syntax:
-    `handle.method.remote(...)`.
-
-    Args:
-        where: the deployment, or the address of a process that has no successor.
-    """
+    `handle.method.remote(...)`. `where`: the deployment, or the address of a process that has no
+    successor."""
 
     def __init__(self, where: DeploymentHandle | CallAddress) -> None:
         self._where = where
@@ -163,14 +149,8 @@ class CallHandle:
         return CallHandle, (self._where,)
 
     async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method by its name.
-
-        Raises:
-            FleetUnavailable: the process is gone, or unreachable and may have done it
-                ({"unreachable": true}); the next call finds its successor.
-            SlipstreamError: raised by the method.
-            Exception: raised by Serve if the deployment has no replica.
-        """
+        """Raises FleetUnavailable (the process is gone, or unreachable and may have done it: {"unreachable":
+        true}), the method's SlipstreamError, or what Serve raises if the deployment has no replica."""
         body = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         if (address := self._address) is None:
             address = self._address = await self._find(name)
@@ -230,9 +210,6 @@ def _lost(name: str, reason: str, *, unreachable: bool = False) -> FleetUnavaila
     return FleetUnavailable(text, {"restarting": True, **({"unreachable": True} if unreachable else {})})
 
 
-# -- deadlines and successors ----------------------------------------------------------------------
-
-
 def is_lost(error: BaseException) -> bool:
     """Whether the called process is gone or about to be replaced; its own errors are False."""
     if isinstance(error, FleetUnavailable):
@@ -243,8 +220,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
-    """Wait for a call within a deadline. Raises FleetUnavailable: there was no answer in time; names
-    `what`."""
+    """Wait for a call within a deadline. Raises FleetUnavailable, which names `what`."""
     try:
         async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
             return await call
@@ -255,14 +231,8 @@ async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
 async def retried(
     call: Callable[[], Awaitable[Result]], what: str, *, limit_s: float = RESTART_WAIT_S
 ) -> Result:
-    """Wait for a call that may be repeated; a successor is asked if the process dies.
-
-    Args:
-        limit_s: for each attempt. A successor has `RESTART_WAIT_S` from the first loss on.
-
-    Raises:
-        FleetUnavailable: there was no answer in time; names `what`.
-    """
+    """Wait for a call that may be repeated, `limit_s` for each attempt; a successor is asked if the process
+    dies, for `RESTART_WAIT_S` from the first loss on. Raises FleetUnavailable, which names `what`."""
     loop, deadline = asyncio.get_running_loop(), None
     while True:
         try:
@@ -281,8 +251,6 @@ async def retried(
 def _no_answer(what: str, limit_s: float) -> FleetUnavailable:
     return FleetUnavailable(f"{what}: no answer within {limit_s:g} s; try again")
 
-
-# -- the client's connections ----------------------------------------------------------------------
 
 _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 

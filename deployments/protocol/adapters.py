@@ -9,8 +9,6 @@ from pydantic import JsonValue
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One immutable version of an adapter."""
-
     name: str
     version: int  # counts versions of this name; never reused
     adapter_id: int  # vLLM's `lora_int_id`; never reused by a fleet
@@ -110,8 +108,6 @@ class AdapterTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterStatus:
-    """One entry of `/fleet/adapters`."""
-
     name: str
     version: int
     state: str  # loading | live | retired

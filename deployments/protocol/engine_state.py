@@ -13,16 +13,12 @@ from typing import ClassVar
 
 
 class InFlight(StrEnum):
-    """vLLM's pause modes."""
-
     KEEP = "keep"
     WAIT = "wait"
     ABORT = "abort"
 
 
 class SleepTag(StrEnum):
-    """vLLM's tags."""
-
     WEIGHTS = "weights"
     KV_CACHE = "kv_cache"
     SCHEDULING = "scheduling"
@@ -84,15 +80,11 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChecksums:
-    """The checksums of vLLM's `/weight_checker`."""
-
     name: ClassVar[str] = "weight_checker"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
-    """vLLM's `shutdown_weight_transfer_engine`."""
-
     name: ClassVar[str] = "disconnect"
 
 

@@ -225,8 +225,6 @@ class DesiredReplicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
-    """What the controller tells one replica."""
-
     admitted: bool
     instructions: Sequence[Instruction] = ()  # the replica skips those it has seen
     acknowledged: Sequence[int] = ()  # acknowledgements that arrived and need no repetition
@@ -257,9 +255,6 @@ class JoinAnswer:
     digest: str | None = None  # the manifest must name it; None: not known
     initial: InitialWeights | None = None  # with path None: what it must load; None: not known, or replaced
     served: bool = False  # with `initial`: by others, so that one that has other weights may wait
-
-
-# -- reports ---------------------------------------------------------------------------------------
 
 
 class Outcome(StrEnum):
