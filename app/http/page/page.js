@@ -117,6 +117,7 @@ function reset() {
   rounds = []; steps = []; rates = []; lastLoad = null; lastEvent = 0; update = null; hasTrainer = true;
   $("events").replaceChildren();
   following?.abort(); // ids of events begin anew
+  clearCharts();
 }
 
 async function refreshLoad() {
@@ -438,9 +439,13 @@ function swatch(colour, text) {
   return all;
 }
 
-function drawAgain() {
+function clearCharts() {
   for (const { plot } of charts.values()) plot.destroy();
   charts.clear();
+}
+
+function drawAgain() {
+  clearCharts();
   drawTokens();
   drawRounds();
   if (trainer) drawRun(true);

@@ -74,9 +74,7 @@ class PageFleet:
     """
 
     def __init__(self, directory: Path, *, prefix: str = "", token: str | None = None) -> None:
-        self._fleet = TimedFleet(
-            directory, LedgerConfig(lease_s=30.0, drain_timeout_s=5.0), outside_versions=False
-        )
+        self._fleet = self._made(directory)
         self._directory, self._log, self._steps = directory, list[StepEntry](), 0
         self._random = random.Random(0)
         routes = own_routes(
@@ -169,13 +167,18 @@ class PageFleet:
         entry = StepEntry(run="grpo-20261128-163000", step=step, values=values, rollouts=samples)
         self._log.append(replace(entry, at=time.time()))
 
+    def _made(self, directory: Path) -> TimedFleet:
+        return TimedFleet(directory, LedgerConfig(lease_s=30.0), outside_versions=False)
+
+    async def replace(self, directory: Path) -> None:
+        """Another fleet, which begins with version 0, has this address now."""
+        old, self._fleet = self._fleet, self._made(directory)
+        await self.start()
+        await old.aclose()
+
     async def restart(self) -> None:
         """The controller's process is replaced."""
         await self._fleet.restart()
-
-    async def fence(self, name: str) -> None:
-        self._fleet.dead.add(name)
-        self._fleet.hang(name)
 
     async def aclose(self) -> None:
         self._generating.cancel()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.http import fleet_routes
 from tests.app.http.page_fleet import TOKEN, Running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the package playwright is not installed")
@@ -154,7 +155,10 @@ def test_token_stays_in_the_tab_and_out_of_the_address(browser: Any, tmp_path: P
         running.close()
 
 
-def test_page_works_below_a_prefix_and_survives_a_restart(browser: Any, tmp_path: Path) -> None:
+def test_page_works_below_a_prefix_and_survives_a_restart(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_routes, "EVENTS_WAIT_S", 1.0)  # the fake's router outlives its controller
     running = Running(tmp_path, prefix="/rl/fleet")
     try:
         running.run(running.fleet.publish(pause_s=0.01))
@@ -170,6 +174,12 @@ def test_page_works_below_a_prefix_and_survives_a_restart(browser: Any, tmp_path
         running.run(running.fleet.publish(pause_s=0.01))
         seen.until("#t_version", "2")
         seen.until("#events", "round_id=2")
+        running.run(running.fleet.replace(tmp_path / "other"))
+        seen.until("#t_version", "0")
+        playwright.expect(seen.page.locator("#rounds tr")).to_have_count(0, timeout=WAIT_MS)
+        running.run(running.fleet.publish("of another fleet", pause_s=0.01))
+        seen.until("#rounds", "of another fleet")
+        seen.until("#events", "round_id=1")
         assert [error for error in seen.errors if "ERR_INTERNET_DISCONNECTED" not in error] == []
     finally:
         running.close()
