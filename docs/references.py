@@ -232,6 +232,8 @@ def command_line() -> str:
     group: Any = typer.main.get_command(cli)
     text = f"# Command line\n\n{group.help}\n"
     for name, command in _commands(group, "slipstream"):
+        if name == "slipstream rl":
+            command = rl_command()
         text += f"\n## `{name}`\n\n{inspect.cleandoc(command.help or '')}\n\n"
         rows = [
             _option(each)
@@ -241,6 +243,21 @@ def command_line() -> str:
         if rows:
             text += table(("option", "default", "meaning"), iter(rows))
     return text
+
+
+def rl_command() -> Any:
+    """The RL job's own command line, on which `slipstream rl` passes its options."""
+    import typer
+
+    from app.jobs.options import JobOptions
+
+    def program(**values: Any) -> None: ...
+
+    program.__doc__ = JobOptions.__doc__
+    program.__signature__ = inspect.signature(JobOptions)  # type: ignore[attr-defined]  # as `program_options`
+    application = typer.Typer(add_completion=False)
+    application.command()(program)
+    return typer.main.get_command(application)
 
 
 def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,9 @@
 import ast
 import importlib.util
-import inspect
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 import typer
 import yaml
 
+from app.client.program_options import read_file
 from app.command.cli import cli
 from app.settings.config import parse_config
 from deployments.protocol.passed_routes import PASSED, REFUSED
@@ -78,9 +79,9 @@ def group() -> Any:
 
 @cache
 def rl_options() -> set[str]:
-    from app.jobs.options import JobOptions
+    from docs.references import rl_command
 
-    return {f"--{name.replace('_', '-')}" for name in inspect.signature(JobOptions).parameters}
+    return {name for option in rl_command().params for name in option.opts}
 
 
 @cache
@@ -205,6 +206,18 @@ def test_blocks_of_json_yaml_and_python_are_valid(document: Path) -> None:
         parse_config({"model": "smollm2-135m", **yaml.safe_load(block)})
     for block in blocks(document, "python"):
         ast.parse(block)
+    for block in blocks(document, "toml"):
+        tomllib.loads(block)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["train.md", "rewards.md", "environments.md"])
+def test_the_files_of_a_run_have_its_options(page: str, tmp_path: Path) -> None:
+    from app.jobs.options import JobOptions
+
+    for block in blocks(ROOT / "docs" / "guides" / page, "toml"):
+        (tmp_path / "run.toml").write_text(block)
+        assert read_file(JobOptions, str(tmp_path / "run.toml"))
 
 
 # -- names -----------------------------------------------------------------------------------------

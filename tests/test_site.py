@@ -69,6 +69,7 @@ class Undescribed(Section):
     engine: _Engine = _Engine()
 
 
+@pytest.mark.slow
 def test_the_configuration_has_a_row_for_every_setting() -> None:
     text = references.configuration()
     for path, section in references.sections(AppConfig):
@@ -93,11 +94,13 @@ def test_the_routes_have_what_openapi_has() -> None:
     assert "`POST /v1/chat/completions` | a user's token" in text and "| `/collective_rpc` |" in text
 
 
+@pytest.mark.slow
 def test_the_command_line_has_every_command_with_its_options() -> None:
     text = references.command_line()
     for command in ("serve", "status", "publish", "rollback", "scale"):
         assert f"## `slipstream {command}`\n" in text
     assert "| `--url` | `http://127.0.0.1:8000` |" in text
+    assert "| `--steps` | `20` |" in text, "options of the job, which rl passes on"
 
 
 @pytest.mark.slow
