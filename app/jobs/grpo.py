@@ -148,8 +148,15 @@ async def main(options: JobOptions, began: float) -> None:
         finally:
             out.close()
             out.line(summary(path))
-            for tracker in trackers:
-                tracker.close()
+            close(trackers, out)
+
+
+def close(trackers: Sequence[Tracker], out: Output) -> None:
+    for tracker in trackers:
+        try:
+            tracker.close()
+        except Exception as error:  # an external service may raise anything
+            out.line(f"{type(tracker).__name__} may lack the last steps, which the record has: {error}")
 
 
 def connected(options: JobOptions, out: Output) -> AsyncFleetClient:

@@ -73,6 +73,12 @@ class JobOptions:
     reward: Annotated[
         str | None, typer.Option(help="package.module:function(entry, answer) -> float, for --prompts")
     ] = None
+    reward_processes: Annotated[
+        int, typer.Option(min=1, help="of a --reward that is not async; 1 keeps the order of answers")
+    ] = 4
+    reward_timeout: Annotated[
+        float, typer.Option(min=0.001, help="seconds for one answer, or one reply of --environment")
+    ] = 600.0
     environment: Annotated[
         str | None,
         typer.Option(

@@ -1,8 +1,8 @@
-"""Rewards of the user: `function(entry, answer)` by its import path.
+"""Rewards of the user: `function(entry, answer)` by its import path, with what else it asks for by name.
 
-An `async def` runs in the job's event loop. Any other function runs in a process of its own, one answer at a
-time, in the main thread: in other threads `signal.alarm` fails, with which math-verify limits its time, and
-some callers turn that error into a reward of 0 (verl's pull request 5635).
+An `async def` runs in the job's event loop. Any other function runs in processes of its own, one answer at a
+time in each, in the main thread: in other threads `signal.alarm` fails, with which math-verify limits its
+time, and some callers turn that error into a reward of 0 (verl's pull request 5635).
 """
 
 import asyncio
@@ -24,24 +24,42 @@ from app.jobs.policy import Unanswered
 from app.jobs.user_code import blamed, imported
 from deployments.host.fork_server.server import die_with
 
-# (one line of the prompt file; the graded part of the answer) -> the reward
-Reward = Callable[[Mapping[str, Any], str], Awaitable[float]]
+# What a function may take by name, beside an entry and an answer.
+# messages: the conversation, the whole answer included; token_ids: of the answer; finish_reason: vLLM's
+DETAILS = ("messages", "token_ids", "finish_reason")
+# (one line of the prompt file; the graded part of the answer; DETAILS by name) -> the reward
+Reward = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable[float]]
 TIMEOUT_S = 600.0  # for one answer
 EXIT_S = 1.0  # between the end of its pipe and its exit
 
 
-def load_reward(path: str) -> Reward:
+def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) -> Reward:
     """A reward by its import path, `package.module:function`.
 
-    Its calls raise ValueError, with a sentence, when the function raises or returns no finite number.
+    Its calls raise ValueError, with a sentence, when the function raises or returns no finite number, and
+    Unanswered when it takes too long.
+
+    Args:
+        processes: of a function that is not `async def`; they start when they are needed.
+        timeout_s: for one answer.
     """
     function = imported(path, "--reward")
+    signature = inspect.signature(function)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values())
+    details = [name for name in DETAILS if takes_any or name in signature.parameters]
     try:
-        inspect.signature(function).bind({}, "")
+        signature.bind({}, "", **dict.fromkeys(details))
     except TypeError as error:
-        raise ValueError(f"--reward {path!r} must take (entry, answer): {error}") from error
+        raise ValueError(
+            f"--reward {path!r} must take (entry, answer), and may take {', '.join(DETAILS)}: {error}"
+        ) from error
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    return partial(awaited, function) if is_async else RewardProcess(path)
+    called = partial(awaited, function, timeout_s) if is_async else RewardPool(path, processes, timeout_s)
+
+    async def reward(entry: Mapping[str, Any], answer: str, given: Mapping[str, Any]) -> float:
+        return await called(entry, answer, {name: given.get(name) for name in details})
+
+    return reward
 
 
 def checked(reward: Any, source: str) -> float:
@@ -59,44 +77,67 @@ def checked(reward: Any, source: str) -> float:
     raise ValueError(f"{source} must return a finite number, got {reward!r}")
 
 
-async def awaited(function: Callable[..., Awaitable[Any]], entry: Mapping[str, Any], answer: str) -> float:
+async def awaited(
+    function: Callable[..., Awaitable[Any]],
+    timeout_s: float,
+    entry: Mapping[str, Any],
+    answer: str,
+    details: Mapping[str, Any],
+) -> float:
     """Raises Unanswered: it took too long."""
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             with blamed("the reward"):
-                made = await function(entry, answer)
+                made = await function(entry, answer, **details)
     except TimeoutError:
-        raise Unanswered(f"the reward took longer than {TIMEOUT_S:g} s") from None
+        raise Unanswered(f"the reward took longer than {timeout_s:g} s") from None
     return checked(made, "the reward")
 
 
-class RewardProcess:
-    """A function in a process of its own, which begins with the first call."""
+class RewardPool:
+    """A function in processes, each of which has one answer at a time."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, processes: int, timeout_s: float) -> None:
         self._path = path
-        self._turn = asyncio.Lock()
+        self._timeout_s = timeout_s
+        self._free = asyncio.Semaphore(processes)
+        self._idle: list[RewardProcess] = []
+
+    async def __call__(self, entry: Mapping[str, Any], answer: str, details: Mapping[str, Any]) -> float:
+        async with self._free:
+            process = self._idle.pop() if self._idle else RewardProcess(self._path, self._timeout_s)
+            try:
+                return await process.score(entry, answer, details)
+            finally:
+                self._idle.append(process)
+
+
+class RewardProcess:
+    """A function in a process of its own, which begins with the first answer, and anew when it was ended."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self._path = path
+        self._timeout_s = timeout_s
         self._process: SpawnProcess | None = None
         self._pipe: Connection
 
-    async def __call__(self, entry: Mapping[str, Any], answer: str) -> float:
-        async with self._turn:
-            process = self._process or self._start()
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    self._pipe.send((entry, answer))
-                    await _readable(self._pipe)
-                made: float | str = self._pipe.recv()
-            except TimeoutError:
-                self._end(process)
-                raise ValueError(f"the reward took longer than {TIMEOUT_S:g} s") from None
-            except (EOFError, OSError) as error:
-                process.join(EXIT_S)
-                self._end(process)
-                raise ValueError(f"the reward's process exited with {process.exitcode}") from error
-            except asyncio.CancelledError:  # what it would answer is not for the next question
-                self._end(process)
-                raise
+    async def score(self, entry: Mapping[str, Any], answer: str, details: Mapping[str, Any]) -> float:
+        process = self._process or self._start()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._pipe.send((entry, answer, details))
+                await _readable(self._pipe)
+            made: float | str = self._pipe.recv()
+        except TimeoutError:
+            self._end(process)
+            raise Unanswered(f"the reward took longer than {self._timeout_s:g} s") from None
+        except (EOFError, OSError) as error:
+            process.join(EXIT_S)
+            self._end(process)
+            raise ValueError(f"the reward's process exited with {process.exitcode}") from error
+        except asyncio.CancelledError:  # what it would answer is not for the next question
+            self._end(process)
+            raise
         if isinstance(made, str):
             raise ValueError(made)
         return made
@@ -127,29 +168,33 @@ async def _readable(pipe: Connection) -> None:
 
 
 def _answer(path: str, pipe: Connection) -> None:
-    """The process: for each entry and answer the reward, or the sentence of a ValueError."""
+    """The process: for each entry, answer and its details the reward, or the sentence of a ValueError."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     die_with(parent.sentinel)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the job too
+    # A terminal sends SIGINT to the job too, and Ray SIGTERM; the job ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     function = imported(path, "--reward")
     while True:
         try:
-            entry, answer = pipe.recv()
+            entry, answer, details = pipe.recv()
         except EOFError:  # the job ends
             return
         try:
-            made: float | str = checked(_called(function, entry, answer), "the reward")
+            made: float | str = checked(_called(function, entry, answer, details), "the reward")
         except ValueError as error:
             made = str(error)
         sys.stdout.flush()  # what it printed; this process is killed in the end
         pipe.send(made)
 
 
-def _called(function: Callable[..., Any], entry: Mapping[str, Any], answer: str) -> Any:
+def _called(
+    function: Callable[..., Any], entry: Mapping[str, Any], answer: str, details: Mapping[str, Any]
+) -> Any:
     async def result(later: Awaitable[Any]) -> Any:
         return await later
 
     with blamed("the reward"):
-        made = function(entry, answer)
+        made = function(entry, answer, **details)
         return asyncio.run(result(made)) if inspect.isawaitable(made) else made

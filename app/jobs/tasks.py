@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from app.client.completions import Answer
 from app.jobs.extraction import Extraction
 from app.jobs.rewards import Reward, checked
 
@@ -36,7 +37,7 @@ class Task(Protocol):
     def problem(self, number: int) -> Problem:
         """The same problem for the same number, in every process."""
 
-    async def score(self, problem: Problem, answer: str) -> float:
+    async def score(self, problem: Problem, answer: Answer) -> float:
         """The reward of an answer. Raises Unanswered: there is none."""
         ...
 
@@ -69,8 +70,9 @@ class ReasoningGymTask:
             messages=[*self._head, _message("user", entry["question"])], entry=entry, source=source
         )
 
-    async def score(self, problem: Problem, answer: str) -> float:
-        return checked(self._entries.score_answer(self._extract.of(answer), problem.entry), "reasoning-gym")
+    async def score(self, problem: Problem, answer: Answer) -> float:
+        graded = self._extract.of(answer.text)
+        return checked(self._entries.score_answer(graded, problem.entry), "reasoning-gym")
 
 
 class PromptFileTask:
@@ -101,8 +103,13 @@ class PromptFileTask:
     def problem(self, number: int) -> Problem:
         return self._prompts[number % len(self._prompts)]
 
-    async def score(self, problem: Problem, answer: str) -> float:
-        return await self._reward(problem.entry, self._extract.of(answer))
+    async def score(self, problem: Problem, answer: Answer) -> float:
+        details = {
+            "messages": [*problem.messages, _message("assistant", answer.text)],
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+        }
+        return await self._reward(problem.entry, self._extract.of(answer.text), details)
 
 
 _OTHER_FORMATS = {

@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from app.client.completions import Answer
 from app.client.connection import FleetError
 from app.jobs.environments.transcript import Transcript, between, probes
 from app.jobs.groups import Rollout
@@ -24,6 +25,7 @@ from app.jobs.task_groups import all_of
 from app.jobs.tasks import Message, Task
 from app.jobs.user_code import blamed, imported
 
+NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
 HELD_OUT = 1 << 39  # problems from here on are for evaluation, and never trained on
 BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
@@ -98,13 +100,13 @@ class Single:
 
     async def sample(self) -> str:
         problem = self.task.problem(0)
-        reward = await self.task.score(problem, "")
+        reward = await self.task.score(problem, NO_ANSWER)
         return f"the first problem: {_said(problem.messages)}\nits reward for an empty answer: {reward:g}"
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         problem = self.task.problem(number)
         completion = await policy.chat(problem.messages, count)
-        rewards = await all_of(self.task.score(problem, answer.text) for answer in completion.answers)
+        rewards = await all_of(self.task.score(problem, answer) for answer in completion.answers)
         return [
             Rollout(
                 trajectories=[answer.trajectory(completion.prompt_token_ids, advantage=0.0)],

@@ -30,7 +30,8 @@ def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
         return learned, Verifiers(of_verifiers.held_out()) if options.eval_every else learned
     if options.environment in BUILT_IN:
         settings = {"seed": options.seed} | settings
-    talks = Conversations(load_environment(options.environment, settings), options.max_turns)
+    made = load_environment(options.environment, settings)
+    talks = Conversations(made, options.max_turns, options.reward_timeout)
     return talks, talks
 
 
@@ -45,7 +46,7 @@ def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
             extract=options.extract,
         )
         return Single(task), Single(task)
-    reward = load_reward(options.reward)
+    reward = load_reward(options.reward, processes=options.reward_processes, timeout_s=options.reward_timeout)
     learned = Single(PromptFileTask(options.prompts, reward, extract=options.extract))
     if options.eval_prompts is None:
         return learned, learned

@@ -42,6 +42,28 @@ def waits_for_a_file(entry: Entry, answer: str) -> bool:
     return False
 
 
+async def never_answers(entry: Entry, answer: str) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+def meets_another(entry: Entry, answer: str) -> bool:
+    Path(entry["mine"]).touch()
+    return waits_for_a_file({"file": entry["other"]}, answer)
+
+
+def sees_the_rest(entry: Entry, answer: str, messages: Any, finish_reason: str, token_ids: Any) -> int:
+    return len(messages) + len(token_ids) if finish_reason == "length" else 0
+
+
+def sees_all(entry: Entry, answer: str, **given: Any) -> int:
+    return sees_the_rest(entry, answer, **given)
+
+
+async def awaits_the_rest(entry: Entry, answer: str, *, token_ids: Any) -> int:
+    return len(token_ids) + 1
+
+
 def calls_before(entry: Entry, answer: str) -> int:
     _calls.append(answer)
     return int("".join(_calls))

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from app.client.completions import Answer
 from app.client.connection import AsyncFleetClient
 from app.client.program_options import parse
 from app.client.run_display import Display
@@ -37,8 +38,8 @@ class CountingTask:
         source = "odd" if number % 2 else "even"
         return Problem(messages=[{"role": "user", "content": str(number)}], entry={}, source=source)
 
-    async def score(self, problem: Problem, answer: str) -> float:
-        return float(len(answer))
+    async def score(self, problem: Problem, answer: Answer) -> float:
+        return float(len(answer.text))
 
 
 class FakeFleet:
@@ -173,11 +174,12 @@ async def run_job(
     trackers: Sequence[Tracker] = (),
     seen: list[str] | None = None,
     held_out: int = 1 << 40,
+    task: CountingTask | None = None,
 ) -> list[StepRecord]:
     """`seen`: the run's state whenever a held-out problem is asked for, and whether it samples."""
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--groups-in-flight", "2"]
     options = parse(JobOptions, [*given, "--metrics", str(path), *arguments])
-    environment = Single(CountingTask())
+    environment = Single(task or CountingTask())
     async with fleet.client() as client:
         environments = (environment, Single(CountingTask(held_out)))
         run = await prepared(client, options, environments, path, Display(), time.monotonic())

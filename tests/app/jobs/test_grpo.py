@@ -12,16 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
+from app.client.completions import Answer
 from app.client.connection import AsyncFleetClient, FleetError
 from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs.environments.environment import Single
-from app.jobs.grpo import require_fleet
+from app.jobs.grpo import close, require_fleet
 from app.jobs.metrics import Row
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
 from app.jobs.task_groups import run_beside
+from app.jobs.tasks import Problem
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
 from trainers.trajectory import VersionSpan
@@ -99,7 +101,7 @@ class BrokenTracker:
         raise ConnectionError("the service is away")
 
     def close(self) -> None:
-        """Nothing is open."""
+        raise ConnectionError("still away")
 
 
 async def test_a_tracker_that_fails_does_not_end_the_run(
@@ -107,7 +109,10 @@ async def test_a_tracker_that_fails_does_not_end_the_run(
 ) -> None:
     records = await run_job(FakeFleet(), tmp_path / "m.jsonl", "--steps", "2", trackers=[BrokenTracker()])
     assert len(records) == 2
-    assert "step 2 is in the record only: BrokenTracker: the service is away" in capsys.readouterr().out
+    close([BrokenTracker()], Display())
+    said = capsys.readouterr().out
+    assert "step 2 is in the record only: BrokenTracker: the service is away" in said
+    assert "BrokenTracker may lack the last steps, which the record has: still away" in said
 
 
 async def test_each_step_is_on_the_fleets_page_and_a_fleet_that_refuses_it_does_not_end_the_run(
@@ -147,6 +152,22 @@ async def test_a_problem_that_the_fleet_refuses_is_left_out(
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
     assert record.groups == 2 and record.next_problem == 3
     assert "problem 0 is left out: 2 replicas were lost under this request" in capsys.readouterr().out
+
+
+async def test_a_reward_that_fails_ends_the_run_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+
+    class Failing(CountingTask):
+        async def score(self, problem: Problem, answer: Answer) -> float:
+            if len(fleet.batches) == 1:
+                raise ValueError("the reward must return a finite number, got nan")
+            return await super().score(problem, answer)
+
+    with pytest.raises(ValueError, match="must return a finite number, got nan"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", task=Failing())
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
+    assert [record.step for record in records] == [1, 2, 3]
+    assert records[-1].next_problem + len(records[-1].consumed_ahead) == 6, "three steps of two problems"
 
 
 async def test_a_run_of_which_no_problem_is_answered_ends(tmp_path: Path) -> None:

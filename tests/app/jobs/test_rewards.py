@@ -4,37 +4,37 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from app.jobs import rewards
 from app.jobs.policy import Unanswered
 from app.jobs.rewards import Reward, checked, load_reward
 
 EXAMPLES = "tests.app.jobs.example_rewards"
 
 
-def example(name: str) -> Reward:
-    return load_reward(f"{EXAMPLES}:{name}")
+def example(name: str, **options: Any) -> Reward:
+    return load_reward(f"{EXAMPLES}:{name}", **options)
 
 
 @pytest.mark.parametrize("name", ["awaited_length", "judge"])
 async def test_a_reward_may_be_awaited(name: str) -> None:
-    assert await example(name)({}, "abc") == 3.0
+    assert await example(name)({}, "abc", {}) == 3.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["length", "limits_its_time", "runs_a_loop", "undeclared"])
 async def test_a_function_may_do_what_it_may_in_a_program_of_its_own(name: str) -> None:
-    assert await example(name)({}, "a") == 1.0
+    assert await example(name)({}, "a", {}) == 1.0
 
 
 @pytest.mark.slow
 async def test_a_function_that_blocks_does_not_block_the_job(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    asked = asyncio.create_task(example("waits_for_a_file")({"file": str(file)}, ""))
+    asked = asyncio.create_task(example("waits_for_a_file")({"file": str(file)}, "", {}))
     await asyncio.sleep(0)  # the task begins
     file.touch()
     assert await asked == 1.0
@@ -43,18 +43,18 @@ async def test_a_function_that_blocks_does_not_block_the_job(tmp_path: Path) -> 
 @pytest.mark.slow
 async def test_answers_are_scored_one_after_the_other_in_order() -> None:
     reward = example("calls_before")
-    assert await asyncio.gather(*[reward({}, str(number)) for number in (1, 2, 3)]) == [1.0, 12.0, 123.0]
+    assert await asyncio.gather(*[reward({}, str(number), {}) for number in (1, 2, 3)]) == [1.0, 12.0, 123.0]
 
 
 @pytest.mark.slow
 async def test_after_a_cancellation_the_next_answer_gets_its_own_reward(tmp_path: Path) -> None:
     reward = example("waits_for_a_file")
-    never = asyncio.create_task(reward({"file": str(tmp_path / "never")}, ""))
+    never = asyncio.create_task(reward({"file": str(tmp_path / "never")}, "", {}))
     await asyncio.sleep(0)
     never.cancel()
     with pytest.raises(asyncio.CancelledError):
         await never
-    assert await reward({"file": str(tmp_path)}, "") == 1.0
+    assert await reward({"file": str(tmp_path)}, "", {}) == 1.0
 
 
 @pytest.mark.slow
@@ -68,14 +68,14 @@ async def test_after_a_cancellation_the_next_answer_gets_its_own_reward(tmp_path
 )
 async def test_a_fault_of_the_reward_is_named(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        await example(name)({}, "4")
+        await example(name)({}, "4", {})
 
 
 @pytest.mark.slow
 def test_the_process_of_a_reward_ends_with_the_job() -> None:
     program = (
         "import asyncio; from app.jobs.rewards import load_reward\n"
-        f"asyncio.run(load_reward('{EXAMPLES}:kills_the_job')({{}}, ''))"
+        f"asyncio.run(load_reward('{EXAMPLES}:kills_the_job')({{}}, '', {{}}))"
     )
     # It has the same output as the job, which is at its end when both have ended.
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -83,16 +83,33 @@ def test_the_process_of_a_reward_ends_with_the_job() -> None:
 
 
 @pytest.mark.slow
-async def test_a_reward_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewards, "TIMEOUT_S", 0.01)
-    with pytest.raises(ValueError, match=r"the reward took longer than 0.01 s"):
-        await example("waits_for_a_file")({"file": "/never"}, "")
-    with pytest.raises(Unanswered, match=r"the reward took longer than 0.01 s"):
-        await rewards.awaited(lambda entry, answer: asyncio.Event().wait(), {}, "")
+@pytest.mark.parametrize("name", ["waits_for_a_file", "never_answers"])
+async def test_a_reward_has_a_deadline_after_which_its_problem_is_left_out(name: str) -> None:
+    reward = example(name, timeout_s=0.01)
+    for _ in range(2):
+        with pytest.raises(Unanswered, match=r"the reward took longer than 0.01 s"):
+            await reward({"file": "/never"}, "", {})
+
+
+@pytest.mark.slow
+async def test_answers_are_scored_in_several_processes(tmp_path: Path) -> None:
+    """Each waits for a file that the other makes."""
+    reward = example("meets_another", processes=2)
+    made = [reward({"mine": str(tmp_path / a), "other": str(tmp_path / b)}, "", {}) for a, b in ("ab", "ba")]
+    assert await asyncio.gather(*made) == [1.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sees_the_rest", "sees_all", "awaits_the_rest"])
+async def test_a_reward_may_see_the_conversation_the_tokens_and_how_it_ended(name: str) -> None:
+    given = {"messages": [{"role": "user", "content": "?"}], "token_ids": [5, 6], "finish_reason": "length"}
+    assert await example(name)({}, "x", given) == 3.0
 
 
 def test_a_reward_must_take_an_entry_and_an_answer() -> None:
-    with pytest.raises(ValueError, match=r"of_one_argument' must take \(entry, answer\)"):
+    with pytest.raises(
+        ValueError, match=r"of_one_argument' must take \(entry, answer\), and may take messages, token_ids, "
+    ):
         example("of_one_argument")
 
 

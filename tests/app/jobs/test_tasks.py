@@ -1,15 +1,24 @@
 import gzip
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app.client.completions import Answer
+from app.jobs.environments.environment import NO_ANSWER
 from app.jobs.extraction import Extraction, last_number
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask
 
 
-async def exact(entry: Mapping[str, Any], answer: str) -> float:
+def said(text: str) -> Answer:
+    return replace(NO_ANSWER, text=text, token_ids=[5, 6], finish_reason="length")
+
+
+async def exact(entry: Mapping[str, Any], answer: str, details: Mapping[str, Any]) -> float:
+    assert details["messages"][-1]["role"] == "assistant" and details["token_ids"] == [5, 6]
+    assert details["finish_reason"] == "length"
     return float(answer == entry.get("right"))
 
 
@@ -62,10 +71,10 @@ async def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
     task = sums()
     problem = task.problem(0)
     right = problem.entry["answer"]
-    assert await task.score(problem, right) == 1.0
-    assert await task.score(problem, f"1 + 1 = {right}.") == 1.0
-    assert await task.score(problem, f"{right}, no: 1234") < 0.5
-    assert await task.score(problem, "") == 0.0
+    assert await task.score(problem, said(right)) == 1.0
+    assert await task.score(problem, said(f"1 + 1 = {right}.")) == 1.0
+    assert await task.score(problem, said(f"{right}, no: 1234")) < 0.5
+    assert await task.score(problem, said("")) == 0.0
 
 
 @pytest.mark.parametrize(("name", "settings"), [("no_such_set", {}), ("chain_sum", {"min_terms": 0})])
@@ -87,7 +96,7 @@ async def test_prompts_of_a_file_repeat_and_are_scored_by_the_users_reward(tmp_p
     assert task.problem(0) == task.problem(2)
     assert task.problem(0).messages == [{"role": "user", "content": "2 + 2?"}]
     assert task.problem(1).messages == [{"role": "user", "content": "hi"}]
-    assert await task.score(task.problem(0), " 4 ") == 1.0
+    assert await task.score(task.problem(0), said(" 4 ")) == 1.0
 
 
 CONVERSATION = '[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]'
