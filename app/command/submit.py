@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.client import calls
-from app.client.connection import FleetClient, FleetError, without_credentials
 from app.client.program_options import LOCAL_URL, arguments_of, parse
 from app.client.run_display import EVENTS, STATUS_S, WORKING_DIR, Display
 from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
@@ -43,6 +41,9 @@ Show = Callable[[str], object]  # takes one line
 
 def why_not(url: str) -> str | None:
     """Why no job can be submitted; None if the fleet is up."""
+    from app.client import calls
+    from app.client.connection import FleetClient, FleetError
+
     try:
         with FleetClient.connect(url, timeout_s=10.0) as fleet:
             fleet.send(calls.health())
@@ -116,6 +117,8 @@ def submit(arguments: Sequence[str]) -> int:
         return 1
     if options.dry_run:
         return subprocess.call([*_JOB, *arguments])
+    from app.client.connection import without_credentials  # httpx, which --help does without
+
     url, password = without_credentials(options.url)
     if password is not None:
         print(
