@@ -266,3 +266,12 @@ def test_the_page_of_metrics_has_all_of_the_fleets_own() -> None:
     }
     page = (ROOT / "docs" / "operating" / "metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(slipstream_\w+)` \|", page, re.M)) == made
+
+
+def test_the_reward_of_the_page_grades_the_problem_of_the_page() -> None:
+    page = ROOT / "docs" / "guides" / "rewards.md"
+    names: dict[str, Any] = {}
+    exec(blocks(page, "python")[0], names)
+    entry = json.loads(blocks(page, "json")[0])
+    assert names["exact"](entry, "It is 42.") == 1.0
+    assert names["exact"](entry, "It is 43.") == 0.0 and names["exact"](entry, "") == 0.0
