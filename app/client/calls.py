@@ -13,6 +13,7 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
     AdapterList,
     AdapterReport,
+    FleetLoad,
     FleetStatus,
     Health,
     History,
@@ -41,6 +42,11 @@ def fleet() -> Call[FleetStatus]:
 def rounds() -> Call[Sequence[RoundReport]]:
     """The rounds that ended, oldest first."""
     return Call(method="GET", path="/fleet/rounds", read=_then(typed(History), lambda made: made.rounds))
+
+
+def load() -> Call[FleetLoad]:
+    """What each replica does now."""
+    return Call(method="GET", path="/fleet/load", read=typed(FleetLoad))
 
 
 def adapters() -> Call[Sequence[AdapterStatus]]:

@@ -18,9 +18,9 @@ from rich.text import Text
 from app.client import calls
 from app.client.connection import Call, FleetClient, FleetError, token_from, without_credentials
 from app.command import tables
-from app.command.engine_load import EngineLoad, engine_loads, with_speed
 from deployments.protocol.errors import NotFound
 from deployments.protocol.publishing import RoundReport
+from deployments.protocol.responses import FleetLoad
 
 T = TypeVar("T")
 ANSWER_S = 10.0  # for what only reads
@@ -39,21 +39,30 @@ def run(url: str, call: Call[Any]) -> None:
 
 
 def show_status(url: str, *, as_json: bool, watch: bool) -> None:
-    before: dict[str, EngineLoad] = {}
-    asked_s = 0.0
+    before: FleetLoad | None = None
 
     def table(fleet: FleetClient) -> RenderableType:
-        nonlocal before, asked_s
+        nonlocal before
         status = fleet.send(calls.fleet())
         try:
-            loads, now_s = fleet.send(engine_loads()), time.monotonic()
+            load = fleet.send(calls.load())
         except FleetError:  # the fleet is worth showing without its engines' load
-            return tables.fleet(status, {})
-        shown = with_speed(before, loads, now_s - asked_s)
-        before, asked_s = loads, now_s
-        return tables.fleet(status, shown)
+            return tables.fleet(status, {}, {})
+        speeds = {} if before is None else tokens_per_s(before, load)
+        before = load
+        return tables.fleet(status, load.replicas, speeds)
 
     _show(url, lambda fleet: asdict(fleet.send(calls.fleet())), table, as_json=as_json, watch=watch)
+
+
+def tokens_per_s(before: FleetLoad, now: FleetLoad) -> dict[str, float]:
+    """By replica; without those whose engine has started since."""
+    made = {
+        name: now.replicas[name].generated_tokens - before.replicas[name].generated_tokens
+        for name in before.replicas.keys() & now.replicas.keys()
+    }
+    period_s = now.at - before.at
+    return {name: tokens / period_s for name, tokens in made.items() if tokens >= 0 and period_s > 0}
 
 
 def show_rounds(url: str, *, as_json: bool, watch: bool, last: int | None) -> None:

@@ -1,6 +1,7 @@
 """What `slipstream status`, `rounds` and `adapters` print: tables for people, as wide as their terminal."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,10 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from app.command.engine_load import EngineLoad
 from deployments.protocol.adapters import AdapterStatus
-from deployments.protocol.publishing import ReplicaTimings, RoundReport
-from deployments.protocol.responses import FleetStatus, MemberStatus, RoundStatus
+from deployments.protocol.publishing import RoundReport
+from deployments.protocol.responses import FleetStatus, MemberStatus, ReplicaLoad, RoundStatus
 
 STYLES = {
     "serving": "green",
@@ -82,23 +82,27 @@ def _min_width(column: Column) -> int:
     return min(longest, _WORD_WIDTH if column.title else _TEXT_WIDTH)
 
 
-def fleet(status: FleetStatus, loads: Mapping[str, EngineLoad]) -> RenderableType:
+def fleet(
+    status: FleetStatus, loads: Mapping[str, ReplicaLoad], tokens_per_s: Mapping[str, float]
+) -> RenderableType:
     """The fleet in a few lines, and one row for each replica."""
     members = status.members
 
-    def of_load(show: Callable[[EngineLoad], str]) -> list[str]:
+    def of_load(show: Callable[[ReplicaLoad], str]) -> list[str]:
         found = [loads.get(member.replica_id) for member in members]
         return [NONE if load is None else show(load) for load in found]
 
+    ids = [member.replica_id for member in members]
+    speeds = [f"{tokens_per_s[each]:.0f}" if each in tokens_per_s else NONE for each in ids]
     table = FittedTable(
         [
-            Column(title="replica", cells=[member.replica_id for member in members]),
+            Column(title="replica", cells=ids),
             Column(title="state", cells=[_state(member) for member in members]),
             Column(title="version", cells=[str(member.version) for member in members], number=True),
             Column(title="running", cells=of_load(lambda load: f"{load.running}"), number=True, leaves=1),
             Column(title="waiting", cells=of_load(lambda load: f"{load.waiting}"), number=True, leaves=2),
-            Column(title="KV", cells=of_load(lambda load: f"{load.kv_use:.0%}"), number=True, leaves=4),
-            Column(title="tokens/s", cells=of_load(_speed), number=True, leaves=3),
+            Column(title="KV", cells=of_load(lambda load: f"{load.kv_cache_use:.0%}"), number=True, leaves=4),
+            Column(title="tokens/s", cells=speeds, number=True, leaves=3),
             Column(
                 title="silent",
                 cells=[f"{member.silent_s:.1f} s" for member in members],
@@ -155,38 +159,44 @@ def _remark(member: MemberStatus) -> str:
     return member.reason if member.reason else ", ".join(member.pending)
 
 
-def _speed(load: EngineLoad) -> str:
-    return NONE if load.tokens_per_s is None else f"{load.tokens_per_s:.0f}"
-
-
 def rounds(reports: Sequence[RoundReport]) -> RenderableType:
-    """One row for each round, with the slowest replica's figures: the fleet waits for it."""
+    """One row for each round. What it waited for adds up to what it took; the gap is the longest one."""
     if not reports:
         return Text("no round has ended")
-
-    def slowest(figure: Callable[[ReplicaTimings], float]) -> list[str]:
-        return [
-            _seconds(max(map(figure, report.replicas.values()))) if report.replicas else NONE
-            for report in reports
-        ]
-
+    parts = dict.fromkeys(part for report in reports for part in report.parts)
     return FittedTable(
         [
             Column(title="round", cells=[str(report.round_id) for report in reports], number=True, leaves=7),
             Column(title="version", cells=[str(report.version) for report in reports], number=True),
             Column(title="outcome", cells=[report.phase for report in reports]),
+            Column(title="opened", cells=[_clock(report.opened_at) for report in reports], leaves=4),
+            Column(title="publisher", cells=[report.publisher for report in reports], leaves=5),
             Column(
-                title="took", cells=[_seconds(report.duration_s) for report in reports], number=True, leaves=1
+                title="took", cells=[_seconds(each.duration_s) for each in reports], number=True, leaves=1
             ),
-            Column(title="bytes", cells=[_bytes(report) for report in reports], number=True, leaves=5),
-            Column(title="stage", cells=slowest(lambda each: each.stage_s), number=True, leaves=2),
-            Column(title="verify", cells=slowest(lambda each: each.verify_s), number=True, leaves=3),
-            Column(title="swap", cells=slowest(lambda each: each.swap_s), number=True, leaves=4),
-            Column(title="gap", cells=slowest(lambda each: each.gap_s), number=True),
+            Column(title="bytes", cells=[_bytes(report) for report in reports], number=True, leaves=3),
+            *(
+                Column(
+                    title=part,
+                    cells=[_seconds(report.parts.get(part, 0.0)) for report in reports],
+                    number=True,
+                    leaves=2,
+                )
+                for part in parts
+            ),
+            Column(title="gap", cells=[_gap(report) for report in reports], number=True),
             Column(title="verified", cells=[report.verification for report in reports], leaves=6),
             Column(title="", cells=[_what_happened(report) for report in reports]),
         ]
     )
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%m-%d %H:%M:%S", time.localtime(at)) if at else NONE
+
+
+def _gap(report: RoundReport) -> str:
+    return _seconds(max((each.gap_s for each in report.replicas.values()), default=0.0))
 
 
 def _bytes(report: RoundReport) -> str:
@@ -222,6 +232,8 @@ def _load_time(adapter: AdapterStatus) -> str:
 
 def _seconds(duration_s: float) -> str:
     """Three digits are enough: a gap takes milliseconds, a round of a large model minutes."""
+    if duration_s == 0:
+        return NONE
     if duration_s >= 100:
         return str(timedelta(seconds=round(duration_s)))
     return f"{duration_s * 1000:.0f} ms" if duration_s < 1 else f"{duration_s:.1f} s"

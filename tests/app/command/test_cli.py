@@ -16,11 +16,16 @@ from typer.testing import CliRunner
 from app.client.connection import FleetClient, FleetError
 from app.command import asking
 from app.command.cli import cli
-from deployments.protocol.responses import RoundStatus
+from deployments.protocol.responses import FleetLoad, ReplicaLoad, RoundStatus
 from tests.app.command.fake_http import JsonHandler, serving
 from tests.app.http.fake_status import report, status
 
 STATUS = asdict(status(3, ["replica-0"]))
+LOAD = FleetLoad(
+    at=1.0,
+    replicas={"replica-0": ReplicaLoad(running=7, waiting=0, kv_cache_use=0.1, generated_tokens=5)},
+    dashboard=None,
+)
 ROUNDS = {"rounds": [asdict(report(1, 3))]}
 
 
@@ -29,14 +34,14 @@ class Fleet(JsonHandler):
 
     requests: list[tuple[str, str, str | None, Any]]
     rounds: Any = ROUNDS
-    metrics: str
+    load: tuple[int, Any]
     states: Iterator[Any] = iter(())  # what `/fleet` answers, one after the other; then STATUS
     ended: Event  # of a publication
 
     def do_GET(self) -> None:
         answers = {"/fleet/rounds": self.rounds, "/fleet/adapters": {"adapters": []}}
-        if self.path == "/metrics":
-            self.answer_text(200, self.metrics)
+        if self.path == "/fleet/load":
+            self.answer(*self.load)
         else:
             self._answer(200, answers[self.path] if self.path in answers else next(self.states, STATUS))
 
@@ -60,7 +65,7 @@ class Fleet(JsonHandler):
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "s3cret")
     Fleet.requests, Fleet.states, Fleet.ended = [], iter(()), Event()
-    Fleet.rounds, Fleet.metrics = ROUNDS, 'vllm:num_requests_running{replica="replica-0",engine="0"} 7\n'
+    Fleet.rounds, Fleet.load = ROUNDS, (200, asdict(LOAD))
     with serving(Fleet) as port:
         yield f"http://127.0.0.1:{port}"
 
@@ -84,7 +89,7 @@ def test_people_get_a_table(url: str, command: str, shown: str) -> None:
 def test_the_load_of_the_engines_is_shown_where_the_fleet_knows_it(url: str) -> None:
     lines = CliRunner().invoke(cli, ["status", "--url", url]).stdout.splitlines()
     assert "running" in lines[-2] and "7" in lines[-1].split()
-    Fleet.metrics = "no metrics"
+    Fleet.load = (503, {"error": {"type": "fleet_unavailable", "message": "starts"}})
     assert "running" not in CliRunner().invoke(cli, ["status", "--url", url]).stdout
 
 
@@ -255,8 +260,9 @@ def test_a_fleet_that_does_not_answer_is_named() -> None:
     assert result.stderr.endswith("): --url or SLIPSTREAM_URL gives its address\n")
 
 
-def test_the_jobs_options_are_passed_on_unread() -> None:
+def test_the_jobs_options_are_read_before_the_fleet_is_asked() -> None:
     environment = {"SLIPSTREAM_URL": "http://127.0.0.1:1"}
-    result = CliRunner().invoke(cli, ["rl", "--steps", "3", "--no-such-option", "x"], env=environment)
-    assert result.exit_code == 1, "without a fleet; no complaint about options"
-    assert "no fleet answers at http://127.0.0.1:1: start one" in result.stderr
+    result = CliRunner().invoke(cli, ["rl", "--steps", "3"], env=environment)
+    assert result.exit_code == 1 and "no fleet answers at http://127.0.0.1:1: start one" in result.stderr
+    result = CliRunner().invoke(cli, ["rl", "--no-such-option", "x"], env=environment)
+    assert result.exit_code == 2 and "No such option: --no-such-option" in result.stderr

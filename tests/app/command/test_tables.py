@@ -1,19 +1,21 @@
 """What an operator sees: all of it on a wide terminal, the essential at 40 columns, plain text in a pipe."""
 
 import io
+import time
 from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
 
 from app.command import tables
-from app.command.engine_load import EngineLoad
+from app.command.asking import tokens_per_s
 from deployments.protocol.adapters import AdapterStatus, AdapterTimings
 from deployments.protocol.publishing import ReplicaTimings
-from deployments.protocol.responses import LeaseStatus
+from deployments.protocol.responses import FleetLoad, LeaseStatus, ReplicaLoad
 from tests.app.http.fake_status import report, status
 
-LOADS = {"replica-0": EngineLoad(running=12, waiting=3, kv_use=0.42, tokens=900.0, tokens_per_s=1234.5)}
+LOADS = {"replica-0": ReplicaLoad(running=12, waiting=3, kv_cache_use=0.42, generated_tokens=900)}
+SPEEDS = {"replica-0": 1234.5}
 ADAPTER = AdapterStatus(
     name="math",
     version=3,
@@ -45,7 +47,7 @@ def two_replicas() -> RenderableType:
     made = status(3, ["replica-0", "replica-1"], label="step-3", round_id=9)
     lost = replace(made.members[1], state="fenced", admitted=False, version=2, reason=FENCED)
     lease = LeaseStatus(publisher="trainer", remaining_s=28.0)
-    return tables.fleet(replace(made, members=[made.members[0], lost], lease=lease), LOADS)
+    return tables.fleet(replace(made, members=[made.members[0], lost], lease=lease), LOADS, SPEEDS)
 
 
 def test_each_replica_has_its_state_version_and_load() -> None:
@@ -60,21 +62,42 @@ def test_each_replica_has_its_state_version_and_load() -> None:
     assert "rounds: 3 committed, 4 aborted" in text
 
 
-def test_a_round_has_its_slowest_replicas_phases_and_its_outcome() -> None:
+def test_a_round_has_its_publisher_its_parts_its_outcome_and_the_longest_gap() -> None:
     timings = {
-        "replica-0": ReplicaTimings(bytes=2_000_000, stage_s=1.0, verify_s=0.25, swap_s=0.01, gap_s=0.002),
-        "replica-1": ReplicaTimings(bytes=2_000_000, stage_s=0.5, verify_s=0.5, swap_s=0.02, gap_s=0.004),
+        "replica-0": ReplicaTimings(bytes=2_000_000, gap_s=0.002),
+        "replica-1": ReplicaTimings(bytes=2_000_000, gap_s=0.004),
     }
-    committed = replace(report(1, 3, "step-3"), replicas=timings, duration_s=125.0)
+    committed = replace(
+        report(1, 3, "step-3"),
+        replicas=timings,
+        duration_s=125.0,
+        publisher="trainer",
+        opened_at=time.mktime((2026, 11, 28, 17, 5, 9, 0, 0, -1)),
+        parts={"open": 0.5, "send": 0.0, "stage": 123.0, "verify": 1.5},
+    )
     aborted = replace(
-        report(2, 4, phase="aborted"), reason="replica-1 did not stage", fenced={"replica-1": "x"}
+        report(2, 4, phase="aborted"),
+        reason="replica-1 did not stage",
+        fenced={"replica-1": "x"},
+        opened_at=0.0,
     )
     lines = rows(drawn(tables.rounds([committed, aborted]), 200))
     assert [cell.strip() for cell in lines[1]] == [
-        *("1", "3", "committed", "0:02:05", "2.0 MB", "1.0 s", "500 ms", "20 ms", "4 ms"),
-        *("none", "step-3"),
+        *("1", "3", "committed", "11-28 17:05:09", "trainer", "0:02:05", "2.0 MB"),
+        *("500 ms", "0:02:03", "1.5 s", "4 ms", "none", "step-3"),
     ]
     assert lines[2][-1].strip() == "replica-1 did not stage; replica-1 fenced: x"
+
+
+def test_speed_needs_two_answers_of_the_same_engine() -> None:
+    def load(at: float, **tokens: int) -> FleetLoad:
+        replicas = {
+            name: ReplicaLoad(running=0, waiting=0, kv_cache_use=0.0, generated_tokens=count)
+            for name, count in tokens.items()
+        }
+        return FleetLoad(at=at, replicas=replicas, dashboard=None)
+
+    assert tokens_per_s(load(10.0, r0=100, r1=900), load(12.0, r0=150, r1=3, r2=5)) == {"r0": 25.0}
 
 
 def test_an_adapter_has_its_version_size_and_holders() -> None:
@@ -96,7 +119,7 @@ def test_a_narrow_terminal_has_the_essential_and_no_line_is_too_long(width: int)
 
 
 def test_a_column_that_says_nothing_is_left_out() -> None:
-    assert "KV" not in drawn(tables.fleet(status(3, ["replica-0"]), {}), 160)
+    assert "KV" not in drawn(tables.fleet(status(3, ["replica-0"]), {}, {}), 160)
 
 
 @pytest.mark.parametrize("empty", [tables.rounds([]), tables.adapters([])])
