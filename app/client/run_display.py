@@ -22,7 +22,7 @@ EVENTS = "SLIPSTREAM_EVENTS"  # it reads the output
 WORKING_DIR = "SLIPSTREAM_WORKING_DIR"  # where its user stands
 STATUS_S = 30.0  # between two lines of status, where no bar is drawn
 CHANGED_S, SAME_S = 1.0, 10.0  # between two events
-_PREFIX = "run-status "
+EVENT = "run-status "  # how the line of an event begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class RunStatus:
         )
 
     def event(self) -> str:
-        return _PREFIX + json.dumps(asdict(self))
+        return EVENT + json.dumps(asdict(self))
 
 
 def status_of(line: str) -> RunStatus | None:
     """The status that a line of a job's output is; None: it is for people."""
-    if not line.startswith(_PREFIX):
+    if not line.startswith(EVENT):
         return None
-    return RunStatus(**json.loads(line.removeprefix(_PREFIX)))
+    return RunStatus(**json.loads(line.removeprefix(EVENT)))
 
 
 def span(seconds: float) -> str:

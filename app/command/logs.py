@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
+from app.client.run_display import EVENT
 from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs
 
 PERIOD_S = 0.5
 _ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # how Ray begins a worker's output
 _HEAD_BYTES = 1000
 _JOB = "job-driver-"
+NOT_FOR_PEOPLE = (":job_id:", ":actor_name:", EVENT)
 _FILES = ("worker-*.err", "worker-*.out", f"{_JOB}*.log")
 
 
@@ -107,9 +109,8 @@ def _new_lines(path: Path, position: int) -> tuple[list[str], int]:
         written = file.read()
     complete = written[: written.rfind(b"\n") + 1]
     lines = complete.decode(errors="replace").split("\n")[:-1]
-    return [line for line in lines if not line.startswith((":job_id:", ":actor_name:"))], position + len(
-        complete
-    )
+    shown = [line for line in lines if not line.startswith(NOT_FOR_PEOPLE)]
+    return shown, position + len(complete)
 
 
 def _ticks(follow: bool) -> Iterator[None]:

@@ -205,12 +205,20 @@ def test_a_signal_stops_a_running_job_and_the_weights_stay(
 def test_a_job_under_nohup_outlives_the_terminal_and_is_stopped_by_name(
     launched: Launched, tmp_path: Path
 ) -> None:
-    output, given = tmp_path / "output", ["rl", *options(launched, tmp_path)]
+    """It has the user's own files, from a directory that is uploaded."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "my_rewards.py").write_text("def length(entry, answer):\n    return len(answer)\n")
+    (own / "problems.jsonl").write_text('{"prompt": "5 6 7"}\n{"prompt": "7 8"}\n')
+    run = f'prompts = "problems.jsonl"\nreward = "my_rewards:length"\nmetrics = "{tmp_path}/run.jsonl"\n'
+    (own / "run.toml").write_text(run)
+    output = tmp_path / "output"
+    given = ["rl", "@", str(own / "run.toml"), "--working-dir", str(own), *OPTIONS.split()]
     with submitter(launched, output, *given, hangup=signal.SIG_IGN) as job:
         until(lambda: "RL job: loading" in output.read_text(), JOB_S, "the job's first line")
         job.send_signal(signal.SIGHUP)
-        until(lambda: "GRPO on" in output.read_text(), JOB_S, "the line before the first step")
-        assert job.poll() is None
+        until(lambda: "\nstep   1 of" in output.read_text() or job.poll(), JOB_S, "the first step")
+        assert job.poll() is None, output.read_text()
         (name,) = live_jobs(launched)
         assert said(launched, "jobs", "stop") == (0, f"Stopped RL job {name}\n")
         assert job.wait(STOP_S) == 1

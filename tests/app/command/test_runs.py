@@ -58,7 +58,7 @@ def directory(tmp_path: Path) -> Path:
     ):
         text = f":job_id:01\n:actor_name:{actor}\n" + "".join(f"{actor} {line}\n" for line in (1, 2, 3))
         (tmp_path / WORKER.format(number, 90 + number)).write_text(text)
-    (tmp_path / "job-driver-grpo-1.log").write_text("step 1\n")
+    (tmp_path / "job-driver-grpo-1.log").write_text('step 1\nrun-status {"step": 2}\n')
     (tmp_path / WORKER.format(9, 100)).write_text(":job_id:01\n")  # an idle worker
     return tmp_path
 

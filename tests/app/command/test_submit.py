@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from app.client.program_options import parse
-from app.command.jobs import JobsError, end
+from app.command.cli import cli
+from app.command.jobs import Job, JobsError, end, print_table
 from app.command.ports import free_ports
 from app.command.submit import run_job, submission, submit
 from app.jobs.options import JobOptions
@@ -90,7 +92,8 @@ def test_a_dry_run_shows_the_options_and_tries_the_users_own_reward_where_he_sta
 def test_the_options_are_read_without_what_the_job_needs() -> None:
     program = (
         "import sys, app.command.submit\n"
-        "print(sorted({'torch', 'numpy', 'ray', 'vllm', 'reasoning_gym', 'aiohttp'} & set(sys.modules)))"
+        "large = {'torch', 'numpy', 'ray', 'vllm', 'reasoning_gym', 'aiohttp', 'httpx', 'rich'}\n"
+        "print(sorted(large & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
@@ -216,3 +219,21 @@ async def test_the_wait_for_a_job_to_start_is_not_silent() -> None:
     assert lines[2] == "Ray starts the job: 0 s"
     os.kill(os.getpid(), signal.SIGTERM)
     assert await running == 143
+
+
+@pytest.mark.parametrize("command", [["jobs"], ["jobs", "stop"], ["jobs", "stop", "grpo-1"]])
+def test_jobs_without_a_fleet_says_so(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{port}")
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 1
+    assert f"slipstream: Ray's dashboard does not answer at http://127.0.0.1:{port} (" in done.stderr
+
+
+def test_jobs_are_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    metadata = {"user": "ann", "options": "--steps=3 --prompts=[x].jsonl"}
+    print_table([Job(job_id="grpo-1", status="RUNNING", message="", started=0.0, metadata=metadata)])
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["job", "status", "started", "user", "options"]
+    assert row.startswith("grpo-1  running") and row.rstrip().endswith("ann   --steps=3 --prompts=[x].jsonl")
