@@ -69,15 +69,17 @@ function forever(work, pauseMs) {
     for (;;) {
       const woken = new Promise((done) => { wake = done; });
       let pause = pauseMs();
-      try { await work(); } catch (error) { failed(error, work === refreshFleet); pause = Math.max(pause, SLOW_MS); }
+      try { await work(); } catch (error) { failed(error, work === refreshFleet); pause = isRefused(error) ? SILENT_MS : Math.max(pause, SLOW_MS); }
       await Promise.race([sleep(document.hidden ? Math.max(pause, SLOW_MS) : pause), woken]);
     }
   })();
   return () => wake();
 }
 
+const isRefused = (error) => error.status === 401 || error.status === 403; // until there is another token
+
 function failed(error, loudly) {
-  if (error.status === 401 || error.status === 403) {
+  if (isRefused(error)) {
     if ($("locked").hidden) say("The fleet asks for the operator's token.");
     $("locked_why").textContent = sessionStorage.getItem(TOKEN) ? `This token was refused: ${error.message}` : "Operator's token";
     $("locked").hidden = false;
@@ -110,6 +112,7 @@ async function refreshFleet() {
   }
   if (fleet.round) fastUntil = Date.now() + 4000;
   drawFleet();
+  if (!$("model").textContent && fleet.members.some((it) => it.admitted)) $("model").textContent = (await ask("v1/models")).data[0].id;
 }
 
 /** Another fleet is behind this address. */
@@ -239,7 +242,7 @@ const doing = () => (fleet.condition.includes("sleep") ? "asleep" : fleet.condit
 function drawFleet() {
   if (!fleet || silentSince !== null || !$("locked").hidden) return;
   const here = fleet.members.filter((it) => !["fenced", "lost"].includes(it.state)), serving = here.filter((it) => it.state === "serving");
-  const loads = lastLoad?.replicas ?? {}, now = rates.at(-1), sum = (key) => Object.values(loads).reduce((total, it) => total + it[key], 0);
+  const loads = lastLoad?.replicas ?? {}, now = rates.at(-1), sum = (key) => here.reduce((total, it) => total + (loads[it.replica_id]?.[key] ?? 0), 0);
   const problems = [fleet.store_problem && `Version ${fleet.committed_version} will not get into the store: ${fleet.store_problem}`, fleet.size.problem, trainer?.missed, trainer?.store_problem].filter(Boolean);
   $("problems").hidden = !problems.length;
   if ($("problems").dataset.shown !== problems.join()) {
@@ -254,7 +257,7 @@ function drawFleet() {
 
   const last = rounds.findLast((it) => it.phase === "committed");
   const tiles = {
-    version: fleet.committed_version, label: fleet.label ?? (fleet.stored_version === null ? "" : `stored: ${fleet.stored_version}`), serving: `${serving.length} / ${here.length}`, workers: `${fleet.workers} workers, epoch ${fleet.epoch}`,
+    version: fleet.committed_version, label: fleet.label ?? (fleet.stored_version === null ? "" : `stored: ${fleet.stored_version}`), serving: `${serving.length} / ${here.length}`, workers: `${fleet.workers} ${fleet.workers === 1 ? "worker" : "workers"}, epoch ${fleet.epoch}`,
     tokens: number(now?.total ?? null), each: now ? `${number(now.total / Math.max(1, Object.keys(now.each).length))} each` : "", running: lastLoad ? sum("running") : "–", waiting: lastLoad ? `${sum("waiting")} waiting` : "",
     kv: lastLoad ? `${(100 * Math.max(0, ...Object.values(loads).map((it) => it.kv_cache_use))).toFixed(0)} %` : "–", gap: last ? seconds(most(last, "gap_s")) : "–", gap_of: last ? `version ${last.version}, ${clock(last.committed_at)}` : "",
     round: fleet.round ? fleet.round.phase : "idle", lease: fleet.lease ? `lease: ${fleet.lease.publisher}, ${fleet.lease.remaining_s.toFixed(0)} s` : "no publisher",
@@ -520,4 +523,3 @@ const hurryLoad = forever(refreshLoad, () => (Date.now() < fastUntil ? FAST_MS :
 const hurryRun = forever(refreshRun, () => FLEET_MS);
 const hurryAdapters = forever(refreshAdapters, () => 5 * FLEET_MS);
 const hurryEvents = forever(follow, () => SLOW_MS);
-ask("v1/models").then((models) => { $("model").textContent = models.data[0].id; }, () => {});
