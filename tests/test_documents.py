@@ -45,6 +45,8 @@ def commands(document: Path) -> Iterator[str]:
     for block in blocks(document, "console"):
         for each in re.split(r"^\$ ", block, flags=re.M)[1:]:
             yield from each.replace("\\\n", " ").strip().split(" && ")
+    for block in blocks(document, ""):  # drawings, and commands with what they do beside them
+        yield from re.findall(r"^(?:python -m|make|slipstream) [^│─]*?(?=  |$)", block, re.M)
 
 
 # -- commands --------------------------------------------------------------------------------------
