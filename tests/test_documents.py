@@ -18,6 +18,7 @@ from app.command.cli import cli
 from app.settings.config import parse_config
 from deployments.protocol.passed_routes import PASSED, REFUSED
 from tests.test_architecture import exists, names_in
+from trainers.trajectory import parse_trajectories
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"])
@@ -277,3 +278,9 @@ def test_the_reward_of_the_page_grades_the_problem_of_the_page() -> None:
     entry = json.loads(blocks(page, "json")[0])
     assert names["exact"](entry, "It is 42.") == 1.0
     assert names["exact"](entry, "It is 43.") == 0.0 and names["exact"](entry, "") == 0.0
+
+
+def test_the_trajectory_of_the_page_is_one() -> None:
+    (body,) = blocks(ROOT / "docs" / "guides" / "losses.md", "json")
+    entries = json.loads(body)["trajectories"]
+    assert len(parse_trajectories(entries, vocabulary_size=32_000, max_length=1024)) == 1
