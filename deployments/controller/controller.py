@@ -95,6 +95,7 @@ class Controller:
             tick_s=tick_s,
             clock=clock,
             on_tick=self._remove_old,
+            on_closed=self._keeper.release,
             open_journal=open_journal,
         )
         self._ledger, self._durable, self._adapter_files = ledger, durable, adapter_files

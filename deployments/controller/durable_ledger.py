@@ -122,6 +122,7 @@ class DurableLedger:
         tick_s: float,
         clock: Callable[[], float],
         open_journal: Callable[[Path], Journal],
+        on_closed: Callable[[], None] = lambda: None,
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._ledger = ledger
@@ -129,7 +130,7 @@ class DurableLedger:
         self._silent_s = silent_s
         self._tick_s = tick_s
         self._clock = clock
-        self._on_tick = on_tick
+        self._on_tick, self._on_closed = on_tick, on_closed
         self._log_lines = LogLines()
         journal = open_journal(state_dir)
         self._last_now = clock()
@@ -304,7 +305,7 @@ class DurableLedger:
         self._failure = str(error)
         logger.error("failed to persist decisions; controller is shutting down: %s", error)
         # Lets the next process take over at once, though not before a hanging write has returned.
-        asyncio.get_running_loop().run_in_executor(self._thread, self._journal.close)
+        asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._written.set()
         self._waits.end_all()
 
@@ -369,8 +370,13 @@ class DurableLedger:
 
     def release(self) -> None:
         """Give the state directory to the next process, before any call."""
-        self._journal.close()
+        self._close()
         self._thread.shutdown(wait=False)
+
+    def _close(self) -> None:
+        """From now on a successor may begin."""
+        self._journal.close()
+        self._on_closed()
 
     async def aclose(self) -> None:
         self._failure = self._failure or "it is closed"
@@ -379,7 +385,7 @@ class DurableLedger:
         await asyncio.gather(*self._running, return_exceptions=True)
         self._processes.close()
         try:
-            await self._in_thread(self._journal.close)
+            await self._in_thread(self._close)
         except TimeoutError as error:
             logger.error("the journal is not closed: %s", error)
         self._thread.shutdown(wait=False)

@@ -5,6 +5,7 @@ disk is read and changed in threads.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,9 +25,10 @@ from deployments.weights.store.adapter_store import (
     Incomplete,
     until_complete,
 )
-from deployments.weights.store.owner import check_owner, claim, has_owner
+from deployments.weights.store.owner import check_owner, claim, has_owner, hold
 from deployments.weights.store.versions import Store
 
+PREDECESSOR_S = 10.0  # until it has exited
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
 THREADS = 8  # a disk that hangs blocks one of them for each adapter
 
@@ -90,6 +92,7 @@ class StoreKeeper:
         self._store = store
         self._state_dir = state_dir
         self._ledger = ledger
+        self._held: int | None = None  # the claim, until `release`
         self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
         # A version that is being read stays until a later pass.
         self.removal = Removal(
@@ -109,11 +112,20 @@ class StoreKeeper:
 
         Raises:
             JournalError: it belongs to another fleet, has versions of one, has none where this fleet stored
-                some, or cannot be read or written.
+                some, is used by another controller, or cannot be read or written.
         """
+        if not has_owner(self._store.directory, self._ledger.fleet_id):
+            self._claim()
+        self._held = hold(self._store.directory, PREDECESSOR_S)
+
+    def release(self) -> None:
+        """Let another controller have the store."""
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held)
+
+    def _claim(self) -> None:
         directory, fleet_id = self._store.directory, self._ledger.fleet_id
-        if has_owner(directory, fleet_id):
-            return
         stored = self._ledger.state.stored
         if stored is not None and Path(stored.path).parent == directory and not self._store.list():
             self.check_owner()

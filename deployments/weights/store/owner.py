@@ -4,8 +4,10 @@ Everything durable beside the journal is below the store's directory: versions, 
 checkpoints and saves. So it belongs to one fleet, and is moved away as one.
 """
 
+import fcntl
 import os
 import socket
+import time
 import uuid
 from dataclasses import asdict, dataclass
 from json import dumps
@@ -17,6 +19,7 @@ from deployments.host.durable_files import sync
 from deployments.protocol.errors import JournalError
 
 OWNER = "fleet.json"
+RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,37 @@ def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
             f"the store {directory} cannot be claimed for fleet {fleet_id}: {error}"
         ) from error
     check_owner(directory, fleet_id)
+
+
+def hold(directory: Path, wait_s: float = 0.0) -> int:
+    """A descriptor that keeps others from holding this claim: a copied journal has the same fleet id.
+
+    Args:
+        wait_s: for a predecessor to exit.
+
+    Raises:
+        JournalError: another process holds it, or the file cannot be opened.
+    """
+    until = time.monotonic() + wait_s
+    try:
+        descriptor = os.open(directory / OWNER, os.O_RDWR)  # a network file system locks no other
+    except OSError as error:
+        raise JournalError(f"the store {directory} cannot be used: {error}") from error
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(RETRY_S)
+                continue
+            os.close(descriptor)
+            raise JournalError(
+                f"the store {directory} is used by another controller of the same fleet: was 'state_dir' "
+                "copied? Stop that fleet, or copy the store too and set 'store.path' to the copy"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        return descriptor
 
 
 def _place(aside: Path, file: Path) -> None:

@@ -1,6 +1,7 @@
 """The controller removes the versions that nobody needs, and no others; and it keeps out another fleet's."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,19 @@ async def test_a_second_fleet_on_a_store_is_refused_and_touches_nothing(tmp_path
         Fleet(tmp_path / "second")
     assert sorted((tmp_path / "first" / "store").rglob("*")) == before and files.is_dir()
     await first.aclose()
+
+
+@pytest.mark.slow
+async def test_a_fleet_with_a_copied_journal_is_refused_by_the_store_of_the_first(tmp_path: Path) -> None:
+    """Its id is the same."""
+    first = Fleet(tmp_path / "first")
+    await first.controller.fleet()
+    share(tmp_path / "first" / "store", tmp_path / "second")
+    shutil.copytree(tmp_path / "first" / "state", tmp_path / "second" / "state")
+    with pytest.raises(JournalError, match="another controller of the same fleet: was 'state_dir' copied"):
+        Fleet(tmp_path / "second")
+    await first.aclose()
+    await Fleet(tmp_path / "second").aclose()
 
 
 async def test_a_fleet_whose_store_was_given_to_another_leaves_it_alone(tmp_path: Path) -> None:

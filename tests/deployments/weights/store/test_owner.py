@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deployments.protocol.errors import JournalError
-from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner
+from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner, hold
 from deployments.weights.store.versions import Store, VersionManifest
 
 OURS, STATE = "ours", Path("/state")
@@ -54,6 +54,15 @@ def test_its_fleet_claims_it_again_and_another_is_told_both_ids_and_what_to_do(t
             "'store.path' to another directory, move this one away",
         ):
             refused()
+
+
+def test_of_two_processes_one_holds_the_claim(tmp_path: Path) -> None:
+    claim(tmp_path, OURS, STATE)
+    held = hold(tmp_path)
+    with pytest.raises(JournalError, match="is used by another controller of the same fleet"):
+        hold(tmp_path)
+    os.close(held)
+    os.close(hold(tmp_path))
 
 
 def test_nobody_sees_a_claim_that_a_crash_could_leave_empty(
