@@ -7,13 +7,13 @@ import torch
 from trainers.settings import AdvantageEstimator
 
 
-def group_normalised(rewards: torch.Tensor, *, epsilon: float = 1e-6) -> torch.Tensor:
-    """(r - mean) / (std + epsilon) within the group; float [G] -> float [G].
+def group_normalised(rewards: torch.Tensor) -> torch.Tensor:
+    """(r - mean) / (std + 1e-6) within the group; float [G] -> float [G].
 
     GRPO: Shao et al. 2024, "DeepSeekMath", https://arxiv.org/abs/2402.03300, section 4.1, with the unbiased
     deviation of the authors' code.
     """
-    return centred(rewards) / (rewards.std() + epsilon)
+    return centred(rewards) / (rewards.std() + 1e-6)
 
 
 def centred(rewards: torch.Tensor) -> torch.Tensor:

@@ -101,14 +101,11 @@ class Share:
     stop: int
 
 
-def split_prompts(
-    prompts: int, completions: int, loads: Mapping[str, int], *, least: int = MIN_SEQUENCES
-) -> list[Share]:
-    """Divide a list of prompts so that the loads of the replicas are level afterwards. Empty: do not split
-    it.
+def split_prompts(prompts: int, completions: int, loads: Mapping[str, int]) -> list[Share]:
+    """Divide a list of prompts so that the loads of the replicas are level afterwards; empty: do not.
 
     A share is a run of neighbours in the list: they are often the same prompt, whose prefix is computed once.
-    A replica that is too busy for a share of `least` sequences gets none.
+    A replica that is too busy for a share of `MIN_SEQUENCES` gets none.
 
     Args:
         completions: for each prompt; they stay together.
@@ -119,7 +116,7 @@ def split_prompts(
     for count in range(min(len(ordered), prompts), 1, -1):
         chosen = ordered[:count]
         level = (total + sum(loads[replica_id] for replica_id in chosen)) / count
-        if level - loads[chosen[-1]] >= max(least, completions):
+        if level - loads[chosen[-1]] >= max(MIN_SEQUENCES, completions):
             return _shares(prompts, {each: (level - loads[each]) / total for each in chosen})
     return []
 
