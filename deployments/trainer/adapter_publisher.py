@@ -45,8 +45,6 @@ logger = serve_logger()
 
 
 class FileSource(WeightSource):
-    """The bytes of files (uint8 [size]) under their names."""
-
     def __init__(self) -> None:
         self._files: dict[str, torch.Tensor] = {}
 
@@ -67,12 +65,8 @@ class FileSource(WeightSource):
 
 
 class AdapterSyncClient(FleetWeightSyncClient):
-    """vLLM's weight-sync client for a transfer that is no round.
-
-    Attributes:
-        load_id: of the load that the files are for.
-        on_sending: called when the replicas are about to receive.
-    """
+    """vLLM's weight-sync client for a transfer that is no round. `on_sending` is called when the replicas are
+    about to receive."""
 
     load_id = ""
     on_sending: Callable[[], None] = staticmethod(lambda: None)
@@ -90,12 +84,7 @@ class AdapterSyncClient(FleetWeightSyncClient):
 
 class AdapterSender:
     """Sends an adapter's files to the replicas. A failed transfer costs time only: replicas load the fleet's
-    copy.
-
-    Args:
-        every_rank: each rank reaches only the replicas on its own GPU, so all of them send; else rank 0
-            alone.
-    """
+    copy. `every_rank`: each rank reaches only the replicas on its own GPU, so all of them send."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle, *, every_rank: bool) -> None:
         self._spec = spec
@@ -114,16 +103,9 @@ class AdapterSender:
         load_id: str = "",
         on_sending: Callable[[], None] = lambda: None,
     ) -> float | None:
-        """Send an adapter's files; returns the seconds it took, None if it failed (the log has the reason).
-
-        Args:
-            files: uint8 [size] by name, on any device, always in the same order; the same on every rank that
-                sends.
-            on_sending: called on rank 0 once the replicas are about to receive.
-
-        Raises:
-            Exception: every rank sends, and this one has a fault that the others do not know of.
-        """
+        """Send an adapter's files (uint8 [size] by name, the same on every rank that sends); returns the
+        seconds it took, None if it failed. Raises if every rank sends, and this one has a fault that the
+        others do not know of."""
         began = time.perf_counter()
         self._client.load_id, self._client.on_sending = load_id, on_sending
         try:
@@ -172,8 +154,6 @@ def _last_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveVersion:
-    """The newest version of a name that requests can use."""
-
     version: int
     path: Path
     digest: str
@@ -181,12 +161,8 @@ class LiveVersion:
 
 
 class AdapterPublisher:
-    """Publishes the adapter of one name.
-
-    Args:
-        sender: None: replicas read the fleet's copy.
-        directory: holds the files until the fleet has its copy; emptied first.
-    """
+    """Publishes the adapter of one name. `directory` holds the files until the fleet has its copy; emptied
+    first."""
 
     def __init__(
         self,
@@ -225,8 +201,8 @@ class AdapterPublisher:
 
         Raises:
             InvalidRequest: the replicas rejected it.
-            Conflict: others loaded the newest version or are loading one, some replicas rejected it, or the
-                files cannot be written. The fleet is as it was.
+            Conflict: others loaded the newest version or are loading one, some rejected it, or the files
+                cannot be written. The fleet is as it was.
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = time.monotonic()

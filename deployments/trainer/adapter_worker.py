@@ -54,13 +54,8 @@ class AdapterWorker(TrainerRank):
         return self._policy.adapter
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, load the base, and continue with the adapter where it was.
-
-        Raises:
-            ValueError: the model has no such modules, or a checkpoint or the live version is of an adapter
-                with other settings.
-            OSError: the checkpoint cannot be read, or the store is another fleet's.
-        """
+        """Join the group, load the base, and continue with the adapter where it was. Raises ValueError (no
+        such modules, or other settings) or OSError."""
         self._begin(rendezvous_address)
         self._fleet_id = self._fleet().fleet_id
         self._check_owner()
@@ -101,12 +96,8 @@ class AdapterWorker(TrainerRank):
         )
 
     def publish(self, label: str | None) -> AdapterReport | None:
-        """Make the adapter the next version of its name, on all replicas or on none. Returns the report on
-        rank 0.
-
-        Raises:
-            SlipstreamError: as `AdapterPublisher.publish`; Conflict: the fleet serves another base.
-        """
+        """Make the adapter the next version of its name. Returns the report on rank 0. Raises as
+        `AdapterPublisher.publish`; Conflict: the fleet serves another base."""
         if self._rank == 0:
             try:
                 return self._publish(label)
@@ -136,11 +127,8 @@ class AdapterWorker(TrainerRank):
         self._save_checkpoint(every=1, adapter=settings)
 
     def save(self, path: str | None) -> SavedCheckpoint | None:
-        """Write the current adapter in peft's format, as `TrainerWorker.save`.
-
-        Returns:
-            The report on rank 0. None elsewhere: a late rank would find rank 0's files in `path`.
-        """
+        """Write the current adapter in peft's format. Returns the report on rank 0; None elsewhere: a late
+        rank would find rank 0's files in `path`."""
         if self._rank != 0:
             return None
         started, step = time.perf_counter(), self._learner.steps_done
@@ -194,10 +182,8 @@ class AdapterWorker(TrainerRank):
         return _Published(version=live.version, step=live.step, values=values)
 
     def _resume(self, published: _Published | None) -> str | None:
-        """Continue from the newest checkpoint, or from the live version if that is newer.
-
-        Returns the difference from what the learner was, for the log.
-        """
+        """Continue from the newest checkpoint, or from the live version if that is newer. Returns the
+        difference from what the learner was, for the log."""
         found = self._checkpoints.complete()
         own = adapter_settings(self._lora, self._base_version)
         for path, meta in found:

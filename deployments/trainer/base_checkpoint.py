@@ -23,15 +23,8 @@ CONFIG = "config.json"
 
 
 class BaseCheckpoint:
-    """A checkpoint directory.
-
-    Attributes:
-        names: its tensors; empty without safetensors files.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file has no safetensors header.
-    """
+    """A checkpoint directory; `names` are its tensors, empty without safetensors files. Raises OSError or
+    ValueError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -72,11 +65,8 @@ class BaseCheckpoint:
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a complete checkpoint of the model's and the frozen weights.
-
-        Raises:
-            InvalidRequest: the directory cannot be written; its weights are then as before.
-        """
+        """Write a complete checkpoint of the model's and the frozen weights. Raises InvalidRequest: the
+        directory cannot be written; its weights are then as before."""
         try:
             self.write_files(directory, model, dtype)
             with replacing(directory / "model.safetensors") as partial:

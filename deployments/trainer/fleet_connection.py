@@ -26,15 +26,10 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 
 
 class FleetWeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet.
+    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet. Errors are those of `PublishSession`.
 
-    Synchronous: never call it inside an event loop. `update_weights` may run in another thread. Errors are
-    those of `PublishSession`.
-
-    Attributes:
-        label: of the next round, stated when it is closed.
-        options: of the next round.
-        report: of the last round; None while one is open or after it failed.
+    Synchronous: never call it inside an event loop. `update_weights` may run in another thread. `label` and
+    `options` are of the next round, `report` is of the last one (None while one is open or after it failed).
     """
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
@@ -87,14 +82,9 @@ class FleetWeightSyncClient:
 
 
 class FleetConnection:
-    """One rank's transfer engine, which all ranks connect together.
-
-    A rank that connected alone would wait for the others forever, so they agree first
-    (`transports.rank_agreement.agree`).
-
-    Args:
-        takes_over: replaces the connection of another publisher; else that is a `Conflict`.
-    """
+    """One rank's transfer engine, which all ranks connect together: they agree first
+    (`rank_agreement.agree`), since one that connected alone would wait for the others forever. `takes_over`:
+    replaces the connection of another publisher; else that is a `Conflict`."""
 
     def __init__(
         self,
@@ -116,20 +106,13 @@ class FleetConnection:
         self._engine: TrainerWeightTransferEngine[Any] | None = None
 
     def agree(self, *, reusable: bool = True, together: bool = True) -> PublishTarget | None:
-        """What all ranks must connect to; None if all connections are still good.
-
-        Args:
-            reusable: this rank's connection suits what it sends now.
-            together: every rank calls this; else rank 0 alone.
-
-        Raises:
-            FleetUnavailable: rank 0 cannot send (on rank 0: what the controller raised).
-        """
+        """What all ranks must connect to; None if all connections are still good. `reusable`: this rank's
+        connection suits what it sends now. `together`: every rank calls this; else rank 0 alone. Raises
+        FleetUnavailable."""
         find = self._membership if self._rank == 0 else None
         return agree(find, connected=reusable and self._is_connected(), together=together)
 
     def connect(self, membership: PublishTarget) -> None:
-        """Replace the connection. Called on every rank that `agree` was called on."""
         self.close()
         register()
         facts = TrainerFacts(

@@ -1,8 +1,5 @@
 """Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own: nothing waits for them.
-
-Copies to pageable memory may delay what other threads queue (`benchmarks/RESULTS.md`, "GPU tests that
-passed").
-"""
+(Copies to pageable memory may delay what other threads queue: benchmarks/RESULTS.md.)"""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,11 +19,8 @@ logger = serve_logger()
 
 
 def in_host_memory(content: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in host memory; the same if it is there already.
-
-    From a GPU it is copied to pinned memory, which torch reuses: a copy to new pageable memory takes thirty
-    times as long (`benchmarks/RESULTS.md`).
-    """
+    """A contiguous tensor in host memory; the same if it is there already. From a GPU it is copied to pinned
+    memory, which torch reuses: new pageable memory takes thirty times as long."""
     if content.device.type != "cuda":
         return content
     copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
@@ -45,11 +39,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GpuCopier:
-    """Copies published weights from a GPU into pinned memory for the store, while they are sent.
-
-    Pinned memory for two versions is allocated while the trainer starts, because pinning takes seconds. It
-    grows to as many versions as exist at once.
-    """
+    """Copies published weights from a GPU into pinned memory for the store, while they are sent. Pinned
+    memory for two versions is allocated at the start, because pinning takes seconds, and grows to as many as
+    exist at once."""
 
     def __init__(self, source: ParameterSource) -> None:
         device = source.device

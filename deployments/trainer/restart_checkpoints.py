@@ -82,13 +82,8 @@ Complete = tuple[Path, CheckpointMeta]
 class RestartCheckpoints:
     """The checkpoints below a directory that the ranks share. Every rank makes every call.
 
-    Args:
-        keep: the older ones are removed.
-        check_owner: called before any is replaced or removed. Raises OSError if the directory is not this
-            fleet's any more.
-
-    Attributes:
-        step: of the newest that this process began to write or resumed from exactly; None: there is none.
+    `check_owner`, called before any is replaced or removed, raises OSError if the directory is not this
+    fleet's any more. `step`: of the newest that this process began to write or resumed from exactly.
     """
 
     def __init__(
@@ -119,7 +114,6 @@ class RestartCheckpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def complete(self) -> list[Complete]:
-        """Newest first."""
         found = []
         for path in self.directory.glob("step-*"):
             with contextlib.suppress(OSError, ValueError):  # being removed, or damaged
@@ -135,11 +129,8 @@ class RestartCheckpoints:
         digest: str | None = None,
         due: bool = True,
     ) -> bool:
-        """Begin to write the learner's state; False if no checkpoint is due or one is being written.
-
-        The learner may change after `wait_until_copied`. Ranks may differ in `due` after a fault of one: rank
-        0's counts.
-        """
+        """Begin to write the learner's state; False if no checkpoint is due or one is being written. The
+        learner may change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
         if not agreed[0]["due"]:
             return False
@@ -171,11 +162,7 @@ class RestartCheckpoints:
         return self._written is None or not wait_for([self._written], timeout_s).not_done
 
     def discard(self) -> None:
-        """Remove all checkpoints, and the one being written.
-
-        Raises:
-            OSError: one cannot be removed.
-        """
+        """Remove all checkpoints, and the one being written. Raises OSError."""
         with self._lock:
             self._generation = object()
             self.step = None
@@ -262,18 +249,10 @@ def resume(
     step: int,
     digest: str | None = None,
 ) -> str | None:
-    """Continue from the learner's weights with what the nearest usable checkpoint has. Called on every rank.
-
-    A checkpoint of these weights restores the learner exactly; another one gives its moments; without any,
-    moments start at zero.
-
-    Args:
-        step: optimizer steps that the weights have had.
-        digest: of the version with the weights; None: unknown.
-
-    Returns:
-        None if the learner is exactly what it was, else the difference, for the log.
-    """
+    """Continue from the learner's weights (`step` and `digest` are theirs) with what the nearest usable
+    checkpoint has: a checkpoint of these weights restores the learner exactly; another one gives its moments;
+    else they start at zero. Returns None if the learner is exactly what it was, else the difference, for the
+    log."""
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):
         problem = restore(learner, checkpoints, path, meta, exact=meta.is_of(step, digest))
@@ -293,12 +272,8 @@ OTHER_WEIGHTS = "other weights"
 def restore(
     learner: Learner, checkpoints: RestartCheckpoints, path: Path, meta: CheckpointMeta, *, exact: bool
 ) -> str | None:
-    """Read a checkpoint into the learner. Called on every rank; all of them read it, or none does.
-
-    Returns:
-        None if the learner has its weights and moments (`exact` only); `OTHER_WEIGHTS` if moments alone; else
-        why it cannot be used.
-    """
+    """Read a checkpoint into the learner, on all ranks or on none. Returns None if the learner has its
+    weights and moments (`exact` only); `OTHER_WEIGHTS` if moments alone; else why it cannot be used."""
     own = _look(learner, path)
     agreed = gather_from_ranks(own if isinstance(own, str) else None)
     if (problem := next((each for each in agreed if each is not None), None)) is not None:

@@ -11,12 +11,10 @@ PUBLISHER = "trainer"  # its name in the fleet
 
 
 def state_directory(store_dir: str | Path) -> Path:
-    """Where a trainer keeps what it needs after a restart."""
     return Path(store_dir) / "trainer"
 
 
 def adapter_directory(store_dir: str | Path) -> Path:
-    """Holds a trainer's adapter until the fleet has copied it."""
     return state_directory(store_dir) / "adapters"
 
 
@@ -26,9 +24,6 @@ class TrainerSpec:
 
     Attributes:
         model: a checkpoint directory or a hub id, loaded if the store has no version yet.
-        device: "cpu" or "cuda".
-        store_dir: the fleet's store: its versions, and all that the trainer keeps on a disk.
-        transport: a name in `deployments.weights.transports.registry`.
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
     """
 
@@ -46,8 +41,6 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTrainer:
-    """What a worker has loaded."""
-
     version: int  # loaded weights; 0: the configured model
     missed: str | None = None  # why they are not those that the fleet serves, and what to do; None: they are
     step: int  # optimizer steps done

@@ -23,15 +23,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """The version that a trainer starts from."""
-
     version: int  # 0: the model
     committed: int
     problem: str  # why the committed one cannot be loaded; empty: it can
 
 
 class StoredWeights:
-    """The store as one rank of the trainer sees it. Every rank makes every call."""
+    """Every rank makes every call."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
@@ -39,10 +37,7 @@ class StoredWeights:
 
     def find(self, fleet: Callable[[], FleetStatus]) -> Found:
         """The committed version; if it cannot be used or is not stored in time, the newest usable before it.
-
-        Raises:
-            ValueError: some are stored, and none can be used.
-        """
+        Raises ValueError: some are stored, and none can be used."""
         status, stored = from_rank_0(self._once_stored(fleet))
         committed, problems = status.committed_version, list[str]()
         for version in sorted((each for each in stored if each <= committed), reverse=True):
@@ -62,11 +57,7 @@ class StoredWeights:
         return Found(version=version, committed=committed, problem="; ".join(problems))
 
     def problem(self, version: int, fleet_id: str) -> str | None:
-        """Why a version cannot be used; None if it can.
-
-        Raises:
-            FileNotFoundError: it is not in the store.
-        """
+        """Why a version cannot be used; None if it can. Raises FileNotFoundError: it is not in the store."""
         path = self._store.path_of(version)
         return from_rank_0(_problem(path, version, fleet_id) if self._rank == 0 else None)
 
@@ -90,7 +81,6 @@ def _problem(path: Path, version: int, fleet_id: str) -> str | None:
 
 
 def from_rank_0(value: Value) -> Value:
-    """Rank 0's value, on every rank. Called on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]

@@ -43,12 +43,9 @@ logger = serve_logger()
 
 
 class SerialQueue:
-    """Runs calls one at a time, first come first served. A call that has begun runs to its end.
-
-    Workers cannot be stopped in mid-step: if the caller disconnects, the call continues, and the status tells
-    what was done. Work runs in a new context, because Serve cancels every actor call made for a request whose
-    caller disconnected.
-    """
+    """Runs calls one at a time, first come first served. A call that has begun runs to its end, in a new
+    context: workers cannot be stopped in mid-step, and Serve cancels every actor call made for a request
+    whose caller disconnected."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +58,6 @@ class SerialQueue:
         return round(self._clock() - self._since, 3) if self.doing is not None else 0.0
 
     async def run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Wait until earlier calls are done, then do the work; raises what it raises."""
         await self._lock.acquire()
         task = asyncio.create_task(self._run(name, work), context=contextvars.Context())
         try:
@@ -131,12 +127,8 @@ async def watch(
     """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
 
     The store is written after the commit: if every replica dies before, or the write fails, joiners cannot
-    load it. Nobody has a version that was lost, so nothing is undone.
-
-    Args:
-        publish: gets the label, and the version that is replaced.
-        published: the trainer's version.
-        settle: learns what became of a publish whose answer was lost.
+    load it. Nobody has a version that was lost, so nothing is undone. `published`: the trainer's version.
+    `settle` learns what became of a publish whose answer was lost.
     """
     lost_checks = 0
     while True:
@@ -184,14 +176,8 @@ STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few s
 
 
 class Trainer:
-    """Serve's deployment class of the trainer.
-
-    Args:
-        slots: their GPUs are shared by ranks and replicas; None: the ranks have GPUs of their own.
-
-    Raises:
-        FleetUnavailable: a worker died while it loaded the model, or did not load it in time.
-    """
+    """Serve's deployment class of the trainer. `slots`: their GPUs are shared by ranks and replicas. Raises
+    FleetUnavailable: a worker died while it loaded the model, or did not load it in time."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,

@@ -26,7 +26,6 @@ class TrainerRounds:
     Attributes:
         version: of the weights that the trainer loaded or published last.
         missed: why `version` is not the committed one, and what to do; None: the trainer knows of no other.
-        last: the report of the last round.
         unanswered: the last round's close was not answered: it may be committed.
     """
 
@@ -59,7 +58,6 @@ class TrainerRounds:
         return await self._publish(label, self.version if after is None else after)
 
     async def replace(self, label: str) -> RoundReport:
-        """Publish the weights in place of any version."""
         return await self._publish(label, None)
 
     async def settle(self) -> RoundReport | None:
@@ -126,15 +124,9 @@ _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker, which would block other publishers and joiners until it
-    expires.
-
-    A new lease under the same name makes the dead worker's token stale. A closed round is left alone: it may
-    commit.
-
-    Args:
-        shares_memory: replicas open the trainer's GPU memory, which stays allocated until they disconnect.
-    """
+    """End the round and the lease of a dead worker, which would block others until it expires: a new lease
+    under the same name makes its token stale. A closed round is left alone: it may commit. `shares_memory`:
+    replicas open the trainer's GPU memory, which stays allocated until they disconnect."""
     try:
         if not shares_memory:
             fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")

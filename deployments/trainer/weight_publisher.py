@@ -91,9 +91,6 @@ class WeightPublisher:
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere.
 
-        Args:
-            after: see `RoundOptions`.
-
         Raises:
             AnswerLost: it may be committed; call `settle` before anything changes.
             SlipstreamError: the round was aborted, or no replica can take part; the fleet is as it was.
@@ -119,7 +116,6 @@ class WeightPublisher:
         return None if report is None else (report, self._unanswered)
 
     def close(self) -> None:
-        """Close the connection."""
         self._connection.close()
 
     def _clean_up(self, error: BaseException) -> None:

@@ -64,11 +64,8 @@ class TrainerRank:
         return own_address(), free_port()
 
     def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
-        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`.
-
-        Raises:
-            InvalidRequest: the batch is not valid, or does not fit in memory. Nothing changed.
-        """
+        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`. Raises
+        InvalidRequest: the batch is not valid, or does not fit in memory; nothing changed."""
         self._checkpoints.wait_until_copied()
         try:
             given = settings_of(trajectories) if isinstance(trajectories, bytes) else None
@@ -97,11 +94,8 @@ class TrainerRank:
         return metrics
 
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
-        """Find the model on this rank's host, seed, and join the other ranks.
-
-        Raises:
-            ValueError: the model is no directory, and cannot be downloaded; or it is not what version 0 is.
-        """
+        """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: the model is
+        no directory, cannot be downloaded, or is not what version 0 is."""
         model, revision, fleet = self._spec.model, self._spec.revision, self._fleet()
         self._checkpoint = InitialCheckpoint(model, revision)
         if fleet.committed_version == 0 and (self._rank == 0 or not Path(model).is_dir()):
@@ -206,12 +200,8 @@ class TrainerWorker(TrainerRank):
         self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, and load the committed version, as `StoredWeights.find` does.
-
-        Raises:
-            ValueError: the model does not suit the trainer, or no stored version can be used.
-            OSError: the checkpoint cannot be read, or the store is another fleet's.
-        """
+        """Join the group, and load the committed version, as `StoredWeights.find` does. Raises ValueError
+        (the model does not suit the trainer, or no stored version can be used) or OSError."""
         self._begin(rendezvous_address)
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
@@ -258,14 +248,7 @@ class TrainerWorker(TrainerRank):
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to store the version. Returns the report on rank 0, None
-        elsewhere.
-
-        Args:
-            after: see `RoundOptions`.
-
-        Raises:
-            SlipstreamError: as `WeightPublisher.publish`; the fleet is as it was.
-        """
+        elsewhere. Raises as `WeightPublisher.publish`; the fleet is as it was."""
         if self._spec.device != "cpu":
             return self._publish(label, after)
         # A copy on every core delays every matrix product of the engines on this host.
