@@ -54,6 +54,16 @@ def test_weights_that_were_thrown_away_come_back_with_a_round() -> None:
     assert_refused(scene)  # the next time as well
 
 
+def test_the_round_has_told_a_successor_already() -> None:
+    scene = Scene(replicas=1)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    scene.publish()
+    scene.ledger.take_decisions()
+    scene.call("sleep 0")  # as it is
+    assert not scene.ledger.take_decisions()
+
+
 def test_waking_all_at_once_is_right_after_the_round() -> None:
     scene = Scene(replicas=1)
     scene.call("sleep 2")
