@@ -17,6 +17,7 @@ from app.client.program_options import read_file
 from app.command.cli import cli
 from app.settings.config import parse_config
 from deployments.protocol.passed_routes import PASSED, REFUSED
+from deployments.serve.metrics import OWN
 from tests.test_architecture import exists, names_in
 from trainers.trajectory import parse_trajectories
 
@@ -267,6 +268,7 @@ def test_the_page_of_metrics_has_all_of_the_fleets_own() -> None:
         f"slipstream_{name}{'_total' if kind == 'counter' else ''}"
         for kind, name in re.findall(r"\b(gauge|counter)\(\s*\"(\w+)\"", code)
     }
+    made |= {metric.family for metric in OWN}
     page = (ROOT / "docs" / "operating" / "metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(slipstream_\w+)` \|", page, re.M)) == made
 

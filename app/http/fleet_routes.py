@@ -143,12 +143,19 @@ class FleetRoutes:
         """A session is over. It held no state: its name and the replicas determine where its requests go."""
         return Status(status="finished")
 
-    async def metrics(self) -> Response:
-        """The fleet's state, vLLM's metrics of each replica and Serve's, in Prometheus' text format."""
+    async def metrics(
+        self,
+        with_serve: Annotated[
+            bool, Query(alias="all", description="Serve's metrics too, a megabyte")
+        ] = False,
+    ) -> Response:
+        """The fleet's metrics and vLLM's of each replica, in Prometheus' text format."""
         fleet: FleetStatus = await self._controller.fleet.remote()
         rounds: list[RoundReport] = await self._controller.rounds.remote()
         # In a thread: a replica has some thousand lines, and this event loop streams responses.
-        text = await asyncio.to_thread(exposition, fleet, rounds, await self._scrape(()))
+        text = await asyncio.to_thread(
+            exposition, fleet, rounds, await self._scrape(()), with_serve=with_serve
+        )
         return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
     async def _events(self, since: int) -> AsyncIterator[str]:

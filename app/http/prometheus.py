@@ -1,10 +1,11 @@
 """`/metrics` in Prometheus' text format, the same from whichever router a scrape reaches.
 
-The controller's counts come from its journal. vLLM's metrics of each replica get the label `replica`. Serve's
-(`ray_serve_*`, from Ray's agent on each node) have a label `replica` of their own, for all deployments.
+The fleet's state comes from the controller. vLLM's metrics of each replica get the label `replica`. What our
+processes count (`deployments.serve.metrics`) comes from Ray's agent on each node, as Serve's metrics do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,12 +17,17 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, ReplicaLoad
 from deployments.router.scrape import Scraped
 
-SERVE = "ray_serve_"
+OWN, SERVE = "ray_slipstream_", "ray_serve_"
+Read = Callable[[str], Iterable[Metric]]
+_KEPT_LABELS = {"WorkerId": "process"}
+_RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "JobId"}  # the same for all, or long
 
 
-def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped) -> str:
+def exposition(
+    fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped, *, with_serve: bool = False
+) -> str:
     """The fleet's own metrics and those of other processes. One that did not answer with metrics is left out,
-    and its `slipstream_..._metrics_up` is 0."""
+    and its `slipstream_..._metrics_up` is 0. `with_serve`: also Serve's, a megabyte."""
     families = _Families()
     _fleet(families, fleet)
     _last_round(families, rounds)
@@ -30,8 +36,8 @@ def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scrap
         up = families.merge(scraped.replicas.get(name), replica=name)
         families.gauge("replica_metrics_up", "1 if the replica's own metrics are here", up, replica=name)
     for name, text in scraped.nodes.items():
-        up = families.merge(text, keep=lambda family: family.startswith(SERVE))
-        families.gauge("node_metrics_up", "1 if Serve's metrics of this node are here", up, node=name)
+        up = families.merge(text, read=partial(_of_node, prefixes=(OWN, SERVE) if with_serve else (OWN,)))
+        families.gauge("node_metrics_up", "1 if the metrics of this node's processes are here", up, node=name)
     registry = CollectorRegistry()
     registry.register(families)
     return generate_latest(registry).decode()
@@ -79,14 +85,12 @@ class _Families(Collector):
         assert isinstance(family, CounterMetricFamily)
         family.add_metric([*labels.values()], value)
 
-    def merge(
-        self, text: str | None, keep: Callable[[str], bool] = lambda family: True, **labels: str
-    ) -> bool:
+    def merge(self, text: str | None, read: Read = text_string_to_metric_families, **labels: str) -> bool:
         """Add the families of another process with these labels; returns False if it has none that fit."""
         if text is None:
             return False
         try:
-            theirs = [each for each in text_string_to_metric_families(text) if keep(each.name)]
+            theirs = list(read(text))
         except ValueError:
             return False
         if any(self._families.get(each.name, each).type != each.type for each in theirs):
@@ -97,6 +101,28 @@ class _Families(Collector):
                 Sample(s.name, {**s.labels, **labels}, s.value, s.timestamp) for s in each.samples
             ]
         return True
+
+
+def _of_node(text: str, prefixes: tuple[str, ...]) -> Iterator[Metric]:
+    """The families of an agent's metrics, a megabyte, that begin with one of these; ours as we name them."""
+    starts = tuple(f"{start}{prefix}" for prefix in prefixes for start in ("", "# HELP ", "# TYPE "))
+    wanted = "".join(line for line in text.splitlines(keepends=True) if line.startswith(starts))
+    for family in text_string_to_metric_families(wanted):
+        if family.name.startswith(OWN):
+            family.name = family.name.removeprefix("ray_")
+            family.samples = [
+                Sample(s.name.removeprefix("ray_"), _own_labels(s.labels), s.value, s.timestamp)
+                for s in family.samples
+            ]
+        yield family
+
+
+def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    return {
+        _KEPT_LABELS.get(name, name): value[:12] if name in _KEPT_LABELS else value
+        for name, value in labels.items()
+        if name not in _RAYS_LABELS and not name.startswith("otel_")
+    }
 
 
 def _fleet(families: _Families, fleet: FleetStatus) -> None:

@@ -37,8 +37,10 @@ from deployments.router.http_client import ConnectionPool, NotConnected, Replica
 from deployments.router.replica_policy import load_of
 from deployments.router.router_limits import RETRY_AFTER_S, RouterLimits
 from deployments.router.scrape import Scraped, scrape
+from deployments.serve.metrics import REROUTED, WAITED, WAITED_SECONDS, Record, record
 
 RETRY_PAUSE_S = 0.05
+WAITED_S = 0.1  # choosing a replica takes less if there is one
 MAX_REFUSALS = 8  # remembered for a request
 CENSUS_TIMEOUT_S = 1.0  # without a remote call: it returns at once, or no replica may answer
 SILENCE_S = 30.0
@@ -95,7 +97,15 @@ class _Lost(Exception):
 class Forwarder:
     """Chooses replicas and sends requests to them. A response that was silent for `silence_s` is probed."""
 
-    def __init__(self, rollout: DeploymentHandle, *, silence_s: float, probe_timeout_s: float) -> None:
+    def __init__(
+        self,
+        rollout: DeploymentHandle,
+        *,
+        silence_s: float,
+        probe_timeout_s: float,
+        record: Record = record,
+    ) -> None:
+        self._record = record
         self._rollout = rollout
         self._silence_s = silence_s
         self._probe_timeout_s = probe_timeout_s
@@ -129,6 +139,7 @@ class Forwarder:
         `find_replica_timeout_s`) or DeadlyRequest."""
         deadline = time.monotonic() + limits.find_replica_timeout_s
         reason = "no replica is ready"
+        started, tried_s = time.monotonic(), 0.0
         self.deadly.check(request.identity)
         while True:
             try:
@@ -141,20 +152,30 @@ class Forwarder:
                 self.deadly.check(request.identity)  # again: the choice may have waited long
                 began = time.monotonic()
                 try:
-                    return await self._attempt(replica_id, endpoint, request)
+                    response = await self._attempt(replica_id, endpoint, request)
+                    self._count_wait(began - started - tried_s)
+                    return response
                 except _NotBegun as error:
                     reason = str(error)
+                    self._record(REROUTED, reason="refused")
                     attempts.avoid(replica_id)
                 except _Lost as error:
                     reason = str(error)
+                    self._record(REROUTED, reason="lost")
                     self.count_loss(request, attempts, replica_id, reason)
                     deadline += time.monotonic() - began  # generating is not searching
+                tried_s += time.monotonic() - began
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
                     f"no replica could answer within {limits.find_replica_timeout_s:g} s: {reason}",
                     {"retry_after_s": RETRY_AFTER_S},
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _count_wait(self, waited_s: float) -> None:
+        if waited_s > WAITED_S:
+            self._record(WAITED)
+            self._record(WAITED_SECONDS, waited_s)
 
     def count_loss(self, request: Outgoing, attempts: AttemptHistory, replica_id: str, reason: str) -> None:
         """A replica was lost under a request; raises `DeadlyRequest` if that may not be retried."""

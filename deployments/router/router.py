@@ -38,6 +38,7 @@ from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_pro
 from deployments.router.request_inspection import check_headers, inspect, read_body
 from deployments.router.router_limits import RetryAfterPacing, RouterLimits
 from deployments.router.scrape import Scraped
+from deployments.serve.metrics import REQUESTS, Record, record
 
 # Headers of one connection, headers set anew for the replica, and tokens, which are for the router alone.
 NOT_FORWARDED = frozenset(
@@ -103,8 +104,12 @@ class Router:
         *,
         silence_s: float = SILENCE_S,
         probe_timeout_s: float = PROBE_TIMEOUT_S,
+        record: Record = record,
     ) -> None:
-        self._forwarder = Forwarder(rollout, silence_s=silence_s, probe_timeout_s=probe_timeout_s)
+        self._record = record
+        self._forwarder = Forwarder(
+            rollout, silence_s=silence_s, probe_timeout_s=probe_timeout_s, record=record
+        )
         self.limits = limits
         self.in_flight = 0
         self._pacing = RetryAfterPacing()
@@ -119,12 +124,14 @@ class Router:
         """
         limits = self.limits
         if self.in_flight >= limits.max_in_flight:
+            self._record(REQUESTS, outcome="busy")
             raise FleetUnavailable(
                 f"the router takes at most {limits.max_in_flight} requests at once; try again",
                 {"retry_after_s": self._pacing.retry_after_s()},
             )
         self._pacing.admitted()
         self.in_flight += 1
+        outcome = "left"
         try:
             request = Request(scope, receive)
             check_headers(request)
@@ -142,8 +149,13 @@ class Router:
             # Leaving closes the connections, which aborts the request in the engines.
             async with self._respond(outgoing, attempts, inspection.prompts) as response:
                 await response(scope, receive, send)
+            outcome = "answered"
+        except SlipstreamError as error:
+            outcome = error.type
+            raise
         finally:
             self.in_flight -= 1
+            self._record(REQUESTS, outcome=outcome)
 
     async def metrics(self, names: Sequence[str] = ()) -> Scraped:
         """The Prometheus metrics of every replica and every node; with `names` only these, of replicas."""

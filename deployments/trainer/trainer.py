@@ -7,6 +7,7 @@ status, check_health          ──► answered at once, also during a step
 import asyncio
 import contextlib
 import contextvars
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,6 +34,7 @@ from deployments.protocol.responses import (
     StepMetrics,
     TrainerStatus,
 )
+from deployments.serve.metrics import STEP, STEPS, Record, record
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec
 from deployments.trainer.trainer_rounds import TrainerRounds, end_former_session
 from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup
@@ -171,6 +173,15 @@ class StepHistory:
         return [entry for entry in self._entries if entry.at > at]
 
 
+def count_step(entry: StepEntry, record: Record = record) -> None:
+    """A step's figures for Prometheus."""
+    if not entry.run:
+        record(STEPS)
+    for name, value in entry.values.items():
+        if value is not None and math.isfinite(value):
+            record(STEP, float(value), source="job" if entry.run else "trainer", figure=name)
+
+
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
 
@@ -290,7 +301,7 @@ class Trainer:
 
     async def report(self, entry: StepEntry) -> None:
         """What a job says of its step; kept until this trainer exits, for `steps`."""
-        self._history.add(entry)
+        self._add(entry)
 
     async def steps(self, after: float = 0.0) -> StepLog:
         """The steps that were entered after this time."""
@@ -350,8 +361,12 @@ class Trainer:
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"
         self._step, self._last_step = int(step), metrics
-        self._history.add(StepEntry(run="", step=self._step, values=metrics))
+        self._add(StepEntry(run="", step=self._step, values=metrics))
         return metrics
+
+    def _add(self, entry: StepEntry) -> None:
+        self._history.add(entry)
+        count_step(entry)
 
     async def _save(self, path: str | None) -> SavedCheckpoint:
         saved: SavedCheckpoint = await self._group.call("save", path, timeout_s=self._step_timeout_s)

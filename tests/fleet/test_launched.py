@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from app.main import STATS_PERIOD_S
 from app.settings.security import OPERATOR_VARIABLE
+from deployments.serve.metrics import OWN
 from tests.chaos.launching import Launched, launch
 from tests.environment import users_environment
 from tests.fleet.deployed import MODEL
@@ -357,6 +358,17 @@ def test_metrics_do_not_depend_on_the_router(launched: Launched) -> None:
     made = sum(answer.json()["usage"]["completion_tokens"] for answer in answers)
     assert sum(after["tokens"].values()) - sum(before["tokens"].values()) == made, "each is counted once"
     assert after["rounds"] == before["rounds"]
+
+
+def test_a_scrape_has_what_every_process_counts_and_is_small(launched: Launched) -> None:
+    counted = {each.family.removesuffix("_total") for each in OWN} - {
+        *("slipstream_fences", "slipstream_router_rerouted"),  # nothing has failed yet
+        *("slipstream_router_waited", "slipstream_router_waited_seconds"),
+    }
+    with launched.client() as client:
+        until(lambda: counted <= scraped(client).keys(), SEEN_S, "what the processes count")
+        assert len(client.get("/metrics").content) < 200_000
+        assert "ray_serve_" in client.get("/metrics", params={"all": "1"}).text
 
 
 def test_requests_come_to_no_other_cluster_of_the_host(launched: Launched) -> None:

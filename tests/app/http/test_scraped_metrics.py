@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.http.prometheus import exposition
 from deployments.router.scrape import Scraped
+from deployments.serve.metrics import ROUND
 from tests.app.http.fake_status import report, status
 
 REPLICAS = ("replica-0", "replica-1")
@@ -26,16 +27,27 @@ def of_an_engine(tokens: int) -> str:
 
 
 def of_a_node(replica: str) -> str:
+    rays = (
+        f'Component="core_worker",NodeAddress="192.0.2.2",SessionName="session_1",WorkerId="{replica * 56}",'
+        'otel_scope_name="ray",Version="2.60.0"'
+    )
     return (
         "# HELP ray_serve_request_count_total requests\n# TYPE ray_serve_request_count_total counter\n"
         f'ray_serve_request_count_total{{deployment="router",replica="{replica}"}} 4.0\n'
+        "# HELP ray_slipstream_router_requests_total requests\n"
+        "# TYPE ray_slipstream_router_requests_total counter\n"
+        f'ray_slipstream_router_requests_total{{{rays},outcome="answered"}} 3.0\n'
+        "# HELP ray_slipstream_round_seconds rounds\n# TYPE ray_slipstream_round_seconds histogram\n"
+        f'ray_slipstream_round_seconds_bucket{{{rays},le="+Inf"}} 1.0\n'
+        f"ray_slipstream_round_seconds_count{{{rays}}} 1.0\nray_slipstream_round_seconds_sum{{{rays}}} 2.0\n"
         "# HELP ray_node_disk_usage disk\n# TYPE ray_node_disk_usage gauge\nray_node_disk_usage 1.0\n"
     )
 
 
-def families(scraped: Scraped) -> Mapping[str, Any]:
+def families(scraped: Scraped, *, with_serve: bool = False) -> Mapping[str, Any]:
     """By name; a name that comes twice would make two families."""
-    found = list(text_string_to_metric_families(exposition(FLEET, [report(1, 3)], scraped)))
+    text = exposition(FLEET, [report(1, 3)], scraped, with_serve=with_serve)
+    found = list(text_string_to_metric_families(text))
     assert len({family.name for family in found}) == len(found)
     return {family.name: family for family in found}
 
@@ -70,10 +82,20 @@ def test_histograms_are_intact() -> None:
         assert (count, round(total, 1)) == (3.0, 3.8)
 
 
-def test_only_serves_metrics_of_a_node_are_exposed() -> None:
-    found = families(Scraped(nodes={"n1": of_a_node("a"), "n2": of_a_node("b"), "n3": None}))
+def test_our_own_counts_are_named_without_ray_and_serves_come_on_request() -> None:
+    nodes = {"n1": of_a_node("a"), "n2": of_a_node("b"), "n3": None}
+    found = families(Scraped(nodes=nodes))
+    own = found["slipstream_router_requests"]
+    assert own.type == "counter" and own.documentation == "requests"
+    assert [sample.labels for sample in own.samples] == [
+        {"outcome": "answered", "process": "aaaaaaaaaaaa"},
+        {"outcome": "answered", "process": "bbbbbbbbbbbb"},
+    ]
+    assert {sample.name for sample in found["slipstream_round_seconds"].samples} == set(ROUND.series)
+    assert "ray_serve_request_count" not in found and "ray_node_disk_usage" not in found
+    found = families(Scraped(nodes=nodes), with_serve=True)
     assert values(found["ray_serve_request_count"], "replica") == {("a",): 4.0, ("b",): 4.0}
-    assert "ray_node_disk_usage" not in found
+    assert "ray_node_disk_usage" not in found and "slipstream_router_requests" in found
     up = values(found["slipstream_node_metrics_up"], "node")
     assert up == {("n1",): 1.0, ("n2",): 1.0, ("n3",): 0.0}
 

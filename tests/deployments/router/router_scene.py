@@ -12,6 +12,7 @@ import httpx
 from deployments.protocol.routing import Demand
 from deployments.router.router import Router
 from deployments.router.router_limits import RouterLimits
+from tests.deployments.recorded import Recorded
 
 LIMITS = RouterLimits(
     max_in_flight=8,
@@ -85,6 +86,7 @@ class Scene:
     router: Router
     client: httpx.AsyncClient
     replicas: list[StubReplica]
+    recorded: Recorded
 
 
 @asynccontextmanager
@@ -93,7 +95,8 @@ async def scene(
 ) -> AsyncIterator[Scene]:
     """A router with these options in front of replicas; a client of `library`, which is as `httpx`."""
     handle = FakeHandle()
-    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s), **options)
+    recorded = Recorded()
+    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s), record=recorded, **options)
     replicas = [StubReplica(each) if isinstance(each, bytes) else each for each in responses]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(router.close)
@@ -105,4 +108,4 @@ async def scene(
         transport = library.ASGITransport(app=router)
         client = library.AsyncClient(transport=transport, base_url="http://fleet", timeout=10)
         await stack.enter_async_context(client)
-        yield Scene(handle=handle, router=router, client=client, replicas=replicas)
+        yield Scene(handle=handle, router=router, client=client, replicas=replicas, recorded=recorded)

@@ -6,14 +6,17 @@ The router in front of real replica fronts is tested in `tests/deployments/test_
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.serve.exceptions import BackPressureError
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
+from deployments.protocol.errors import DeadlyRequest, FleetUnavailable, InvalidRequest
+from deployments.router.forwarding import WAITED_S
 from deployments.router.router_limits import RETRY_AFTER_S
+from deployments.serve.metrics import REQUESTS, REROUTED, WAITED, WAITED_SECONDS
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
 
@@ -73,6 +76,35 @@ async def test_back_pressure_of_serve_is_a_reason_to_try_again() -> None:
             await fleet.client.get("/")
         fleet.handle.error = None
         assert (await fleet.client.get("/")).text == "ok"
+
+
+async def test_requests_are_counted_by_outcome_and_by_what_was_tried() -> None:
+    async with scene(REFUSAL, OK) as fleet:
+        await fleet.client.get("/")
+        await fleet.client.get("/")
+        with pytest.raises(InvalidRequest):
+            await fleet.client.get("/", headers={"x-min-weight-version": "soon"})
+        fleet.router.limits = replace(LIMITS, max_in_flight=0)
+        with pytest.raises(FleetUnavailable):
+            await fleet.client.get("/")
+        recorded = fleet.recorded
+        outcomes = {name: len(found) for name, found in recorded.values(REQUESTS, "outcome").items()}
+        assert outcomes == {"answered": 2, "invalid_request": 1, "busy": 1}
+        tried = len(fleet.replicas[0].received)
+        assert recorded.values(REROUTED, "reason") == {"refused": [1.0] * tried}
+
+
+async def test_requests_that_waited_for_a_replica_are_counted_with_their_time() -> None:
+    async with scene(OK) as fleet:
+        assert (await fleet.client.get("/")).text == "ok"
+        assert fleet.recorded.values(WAITED) == {}
+        fleet.handle.error = BackPressureError(num_queued_requests=5, max_queued_requests=5)
+        waiting = asyncio.create_task(fleet.client.get("/"))
+        await asyncio.sleep(WAITED_S + 0.1)
+        fleet.handle.error = None
+        assert (await waiting).text == "ok"
+        ((waited_s,),) = fleet.recorded.values(WAITED_SECONDS).values()
+        assert waited_s > WAITED_S and fleet.recorded.values(WAITED) == {None: [1.0]}
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -8,12 +9,14 @@ from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublish
 from deployments.protocol.poll import InitialWeights, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.responses import FleetStatus, MemberStatus, RolloutSample, RoundStatus, StepEntry
+from deployments.serve.metrics import STEP, STEPS
 from deployments.trainer.spec import PUBLISHER, LoadedTrainer
 from deployments.trainer.trainer import (
     CONFIRMATIONS,
     SerialQueue,
     StepHistory,
     check_version_0,
+    count_step,
     is_lost,
     is_starved,
     watch,
@@ -21,6 +24,7 @@ from deployments.trainer.trainer import (
 from deployments.trainer.trainer_rounds import end_former_session
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.ledger.ledger_scene import Scene
+from tests.deployments.recorded import Recorded
 
 # -- the serial queue ------------------------------------------------------------------------------
 
@@ -92,6 +96,15 @@ def test_each_step_is_told_once_though_the_clock_is_set_back_and_rollouts_only_o
         (3, 12.0, 1),
     ]
     assert [each.step for each in history.after(told[1].at)] == [3]
+
+
+def test_figures_of_steps_are_those_of_the_trainer_or_of_its_job() -> None:
+    recorded = Recorded()
+    count_step(StepEntry(run="", step=3, values={"loss": 0.5, "lost": None, "bad": math.nan}), recorded)
+    count_step(StepEntry(run="grpo-1", step=3, values={"reward": 0.25}), recorded)
+    assert recorded.values(STEPS) == {None: [1.0]}
+    assert recorded.values(STEP, "figure") == {"loss": [0.5], "reward": [0.25]}
+    assert recorded.values(STEP, "source") == {"trainer": [0.5], "job": [0.25]}
 
 
 # -- the session of a dead worker ------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""What our processes count. Ray's agent on each node collects it, `/metrics` shows it without Ray's prefix.
+
+A process starts its counts at zero; the label `process` tells processes apart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Protocol
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnMetric:
+    """One metric; `buckets` are the upper bounds of a histogram's."""
+
+    name: str
+    kind: Kind
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """Its name on `/metrics`."""
+        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+    @property
+    def series(self) -> list[str]:
+        """The names of its series on `/metrics`."""
+        if self.kind is Kind.HISTOGRAM:
+            return [f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
+        return [self.family]
+
+
+_ROUND_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+ROUND = OwnMetric(
+    name="slipstream_round_seconds",
+    kind=Kind.HISTOGRAM,
+    text="rounds that ended, from their opening",
+    labels=("outcome",),
+    buckets=_ROUND_S,
+)
+ROUND_PART = OwnMetric(
+    name="slipstream_round_part_seconds",
+    kind=Kind.HISTOGRAM,
+    text="what committed rounds waited for",
+    labels=("part",),
+    buckets=_ROUND_S,
+)
+ROUND_GAP = OwnMetric(
+    name="slipstream_round_gap_seconds",
+    kind=Kind.HISTOGRAM,
+    text="pause of each replica in each committed round",
+    buckets=_GAP_S,
+)
+FENCES = OwnMetric(
+    name="slipstream_fences", kind=Kind.COUNTER, text="replicas that were fenced", labels=("reason",)
+)
+REQUESTS = OwnMetric(
+    name="slipstream_router_requests",
+    kind=Kind.COUNTER,
+    text="requests of a router that ended, by outcome",
+    labels=("outcome",),
+)
+REROUTED = OwnMetric(
+    name="slipstream_router_rerouted",
+    kind=Kind.COUNTER,
+    text="attempts after which a request went to another replica",
+    labels=("reason",),
+)
+WAITED = OwnMetric(
+    name="slipstream_router_waited", kind=Kind.COUNTER, text="requests that waited for a replica"
+)
+WAITED_SECONDS = OwnMetric(
+    name="slipstream_router_waited_seconds", kind=Kind.COUNTER, text="how long requests waited for a replica"
+)
+STEPS = OwnMetric(name="slipstream_trainer_steps", kind=Kind.COUNTER, text="optimizer steps")
+STEP = OwnMetric(
+    name="slipstream_step",
+    kind=Kind.GAUGE,
+    text="figures of the last step, the trainer's own and those that its job reports",
+    labels=("source", "figure"),
+)
+OWN = (ROUND, ROUND_PART, ROUND_GAP, FENCES, REQUESTS, REROUTED, WAITED, WAITED_SECONDS, STEPS, STEP)
+
+
+class Record(Protocol):
+    def __call__(self, metric: OwnMetric, value: float = 1.0, /, **labels: str) -> None:
+        """Add to a counter, set a gauge, observe for a histogram."""
+
+
+def record(metric: OwnMetric, value: float = 1.0, /, **labels: str) -> None:
+    instrument = _instrument(metric)
+    tags: Mapping[str, str] = labels
+    if isinstance(instrument, Counter):
+        if value > 0:  # Ray refuses zero
+            instrument.inc(value, tags)
+    elif isinstance(instrument, Gauge):
+        instrument.set(value, tags)
+    else:
+        instrument.observe(value, tags)
+
+
+@cache
+def _instrument(metric: OwnMetric) -> Counter | Gauge | Histogram:
+    if metric.kind is Kind.HISTOGRAM:
+        return Histogram(metric.name, metric.text, boundaries=[*metric.buckets], tag_keys=metric.labels)
+    made = Counter if metric.kind is Kind.COUNTER else Gauge
+    return made(metric.name, metric.text, tag_keys=metric.labels)
