@@ -11,10 +11,12 @@ from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
 from app.client.connection import FleetClient, FleetError
-from app.external_publisher import outcome, whole_source
+from app.external_publisher import Publisher, outcome, whole_source
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, History
 from tests.app.http.fake_status import report, status
+from tests.app.http.serving import application, on_a_socket
+from tests.deployments.controller_in_process import ControllerInProcess
 from tests.tiny_models import tiny_llama
 
 
@@ -85,3 +87,21 @@ def test_a_round_that_is_not_committed_is_said_to_be_what_it_is(
 def test_a_fleet_that_stays_silent_leaves_the_outcome_open() -> None:
     with pytest.raises(FleetError, match="round 7 may be committed: no fleet answers"):
         SilentFleet(9, [OPENED], []).outcome(limit_s=0.0)
+
+
+@pytest.mark.slow
+def test_a_publisher_goes_on_from_a_commit_that_was_not_answered(tmp_path: Path) -> None:
+    controller = ControllerInProcess(tmp_path)
+    try:
+        with (
+            on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
+            Publisher(f"http://{address}", tiny_llama(0)) as publisher,
+        ):
+            assert publisher.publish().version == 1
+            controller.loses = {"close_round"}
+            made = publisher.publish()
+            controller.loses.clear()
+            assert (made.version, made.phase) == (2, "committed")
+            assert publisher.publish().version == 3
+    finally:
+        controller.close()

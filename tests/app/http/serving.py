@@ -52,10 +52,11 @@ def application(
     router: ASGIApp | None = None,
     allow_pickled_ipc: bool = False,
     checkpoint_roots: Sequence[Path] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     routes = _routes(trainer is not None, tuple(checkpoint_roots), allow_pickled_ipc)
     guard = Guard(tokens(token, user_token))
-    app = build_app(routes, guard, FakeRouter() if router is None else router, MAX_BODY_BYTES)
+    app = build_app(routes, guard, FakeRouter() if router is None else router, max_body_bytes)
     app.add_middleware(_CalledBehind, controller=controller, trainer=trainer)
     return app
 
