@@ -115,7 +115,8 @@ def _gpus(config: AppConfig, environment: Mapping[str, str]) -> Iterator[Finding
         doctor.require_gpus(config)
         for line in machine.ask_gpus().splitlines():
             yield Finding(Grade.OK, f"GPU: {line}")
-        yield from gpu_memory(machine.ask_gpus(_MEMORY), config.engine.gpu_memory_utilization)
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        yield from gpu_memory(machine.ask_gpus(_MEMORY), config.engine.gpu_memory_utilization, visible)
     except (ConfigError, machine.NotEnough) as error:
         yield Finding(Grade.PROBLEM, str(error))
     chosen = {name: value for name, value in sorted(environment.items()) if name.startswith("NCCL_")}
@@ -124,15 +125,22 @@ def _gpus(config: AppConfig, environment: Mapping[str, str]) -> Iterator[Finding
         yield Finding(Grade.NOTE, f"NCCL is told otherwise than by default: {given}")
 
 
-def gpu_memory(answer: str, utilization: float) -> Iterator[Finding]:
+def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> Iterator[Finding]:
     """GPUs that other processes use too much of.
 
     Args:
         answer: nvidia-smi's, a line `index, total, used` for each GPU, in MiB.
         utilization: the part of a GPU's memory that an engine takes.
+        visible: CUDA_VISIBLE_DEVICES; None: not set.
     """
+    chosen = None if visible is None else [name.strip() for name in visible.split(",")]
     for line in answer.splitlines():
-        index, total, used = (int(cell) for cell in line.split(","))
+        cells = [cell.strip() for cell in line.split(",")]
+        if not all(cell.isdecimal() for cell in cells):  # a GPU that shares the host's memory: [N/A]
+            continue
+        index, total, used = map(int, cells)
+        if chosen is not None and str(index) not in chosen:
+            continue
         if total - used < utilization * total:
             yield Finding(
                 Grade.PROBLEM,

@@ -51,6 +51,15 @@ def test_a_gpu_that_others_use_is_named_with_its_free_memory() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("answer", "visible"), [("0, [N/A], [N/A]", None), ("1, 100, 90", "0"), ("0, 100, 1", None)]
+)
+def test_gpus_without_a_figure_and_those_that_are_not_used_are_no_problem(
+    answer: str, visible: str | None
+) -> None:
+    assert list(gpu_memory(answer, 0.9, visible)) == []
+
+
 @pytest.mark.parametrize(("free", "grade"), [(4000, Grade.OK), (3999, Grade.NOTE)])
 def test_a_disk_holds_the_kept_versions_and_the_next(free: int, grade: Grade) -> None:
     (finding,) = disk(parse_config({"model": "m", "store": {"keep": 3}}), free, 1000)
