@@ -146,11 +146,13 @@ def _upload_and_submit(address: str, body: dict[str, Any]) -> None:
     from ray.job_submission import JobSubmissionClient  # which packs the directory; it takes seconds
 
     os.environ["RAY_API_SERVER_ADDRESS"] = address  # else it prefers RAY_ADDRESS
-    logging.getLogger("ray").setLevel(logging.WARNING)
+    logging.disable(logging.INFO)  # its loggers set their own levels and handlers
     try:
         JobSubmissionClient(address).submit_job(**body)
     except (RuntimeError, ValueError, ConnectionError) as error:
         raise JobsError(f"Ray at {address} refuses: {str(error).strip().splitlines()[-1]}") from error
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _job(details: Mapping[str, Any]) -> Job:

@@ -223,7 +223,8 @@ def test_a_job_under_nohup_outlives_the_terminal_and_is_stopped_by_name(
         (name,) = live_jobs(launched)
         assert said(launched, "jobs", "stop") == (0, f"Stopped RL job {name}\n")
         assert job.wait(STOP_S) == 1
-    assert output.read_text().endswith(f"RL job {name} was stopped\n")
+    printed = output.read_text()
+    assert printed.endswith(f"RL job {name} was stopped\n") and " INFO " not in printed
     assert said(launched, "jobs", "stop") == (1, "slipstream: no RL job runs\n")
 
 
