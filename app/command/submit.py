@@ -64,9 +64,7 @@ class Submission:
     metadata: Mapping[str, str]
 
 
-def submission(
-    options: JobOptions, *, dashboard: str, token_file: str | None = None, here: Path | None = None
-) -> Submission:
+def submission(options: JobOptions, *, dashboard: str, token_file: str | None = None) -> Submission:
     """The job with these options. On this machine it runs where the user stands; elsewhere it has the files
     of --working-dir.
 
@@ -74,7 +72,6 @@ def submission(
         dashboard: the address to which it is submitted.
         token_file: for the job, which runs in the cluster; process arguments and Ray's dashboard would show a
             token. None: the job uses the cluster's.
-        here: where the user stands; None: this process's directory.
     """
     variables = {
         EVENTS: "1",
@@ -88,7 +85,7 @@ def submission(
     if options.working_dir is not None:
         runtime_env["working_dir"] = str(options.working_dir.absolute())
     elif urlsplit(dashboard).hostname in ("127.0.0.1", "::1", "localhost"):
-        variables[WORKING_DIR] = str(here or Path.cwd())
+        variables[WORKING_DIR] = str(Path.cwd())
     arguments = arguments_of(replace(options, working_dir=None))
     if options.url == LOCAL_URL:
         arguments.append(f"--url={LOCAL_URL}")  # whatever the cluster's environment says
