@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.fleet.deployed import MODEL, Fleet
-from tests.fleet.talk import succeeded
+from tests.fleet.talk import complete, succeeded, train_and_publish
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 
@@ -41,3 +41,25 @@ def test_the_document_has_the_routes_of_both(fleet: Fleet) -> None:
             assert time.monotonic() < deadline, paths.keys()
             time.sleep(1.0)
     assert "/collective_rpc" not in paths and "/inference/v1/abort_requests" not in paths
+
+
+def test_page_has_its_files_and_what_it_shows(fleet: Fleet) -> None:
+    def generated() -> dict[str, int]:
+        replicas = succeeded(client.get("/fleet/load")).json()["replicas"]
+        return {name: load["generated_tokens"] for name, load in replicas.items()}
+
+    with fleet.client() as client:
+        for path in ("/", "/page/page.js", "/page/uPlot.iife.min.js"):
+            assert len(succeeded(client.get(path)).content) > 1000, path
+        before = generated()
+        complete(client, max_tokens=16)
+        after = generated()
+        members = client.get("/fleet").json()["members"]
+        assert after.keys() == {each["replica_id"] for each in members if each["admitted"]}
+        assert sum(after.values()) - sum(before.values()) >= 16
+        version = train_and_publish(client)
+        last = client.get("/fleet/rounds").json()["rounds"][-1]
+        assert (last["version"], last["publisher"]) == (version, "trainer")
+        assert sum(last["parts"].values()) == pytest.approx(last["duration_s"])
+        assert last["opened_at"] < last["committed_at"] < time.time()
+        assert "loss" in client.get("/train/steps").json()["steps"][-1]["values"]
