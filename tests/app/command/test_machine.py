@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from app.command import machine
 from app.command.cli import default_config
 from app.command.machine import NotEnough, build_for, check, check_gpus, choose, uv_variables
+from app.http.page_routes import FILES
 
 ROOT = Path(__file__).parents[3]
 H200 = "NVIDIA H200, 580.95.05, 9.0"
@@ -272,6 +273,8 @@ def test_the_wheel_has_what_the_default_fleet_needs(tmp_path: Path, monkeypatch:
     built = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
     with zipfile.ZipFile(built) as wheel:
         assert wheel.read("app/serve_config.yaml") == (ROOT / "serve_config.yaml").read_bytes()
+        page = {name.removeprefix("app/http/page/") for name in wheel.namelist()}
+        assert page >= {*FILES.values(), "uPlot.LICENSE"}
         metadata = next(name for name in wheel.namelist() if name.endswith("/METADATA"))
         asked = wheel.read(metadata).decode()
     for package, extra in [
