@@ -54,6 +54,7 @@ class FleetRoutes:
         self._trainer = trainer
         self._directories = directories
         self._scrape = scrape
+        self._dashboard: str | None = None  # its address, once it is known
 
     def routes(self) -> list[GuardedRoute]:
         return [
@@ -91,8 +92,11 @@ class FleetRoutes:
     async def load(self) -> FleetLoad:
         """What each replica does now, as its engine counts it."""
         scraped = await self._scrape(LOAD)
+        now = time.time()
+        if self._dashboard is None:
+            self._dashboard = await asyncio.to_thread(dashboard)
         replicas = {name: load_of(text) for name, text in scraped.replicas.items() if text is not None}
-        return FleetLoad(at=time.time(), replicas=replicas, dashboard=dashboard())
+        return FleetLoad(at=now, replicas=replicas, dashboard=self._dashboard)
 
     async def events(
         self,

@@ -8,6 +8,8 @@ from urllib.parse import urlencode
 
 import aiohttp
 import ray
+from ray._private.services import get_webui_url_from_internal_kv
+from ray.experimental import internal_kv
 
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 
@@ -78,6 +80,9 @@ def _agents() -> list[str]:
 
 
 def dashboard() -> str | None:
-    """The address of Ray's dashboard, on the head node; None without one."""
-    node = ray._private.worker._global_node
-    return None if node is None else node.webui_url or None
+    """The address of Ray's dashboard, on the head node; None without one. Asks Ray's head."""
+    # A worker's own `webui_url` has the default port, whatever the dashboard's is.
+    if not internal_kv._internal_kv_initialized():
+        return None
+    address: str | None = get_webui_url_from_internal_kv()
+    return address or None

@@ -2,6 +2,7 @@
 
 import time
 
+import httpx
 import pytest
 
 from tests.fleet.deployed import MODEL, Fleet
@@ -45,7 +46,10 @@ def test_the_document_has_the_routes_of_both(fleet: Fleet) -> None:
 
 def test_page_has_its_files_and_what_it_shows(fleet: Fleet) -> None:
     def generated() -> dict[str, int]:
-        replicas = succeeded(client.get("/fleet/load")).json()["replicas"]
+        load = succeeded(client.get("/fleet/load")).json()
+        if load["dashboard"] is not None:
+            assert httpx.get(f"http://{load['dashboard']}/api/version").is_success
+        replicas = load["replicas"]
         return {name: load["generated_tokens"] for name, load in replicas.items()}
 
     with fleet.client() as client:

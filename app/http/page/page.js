@@ -383,6 +383,7 @@ function drawTokens() {
 
 function drawRounds() {
   const shown = rounds.filter((it) => it.opened_at > 0).slice(-ROUNDS);
+  $("c_rounds").hidden = !shown.length;
   if (!shown.length) return;
   // Stacked: the longest bar is drawn first, and shorter ones over it.
   const sums = PARTS.map((_, i) => shown.map((it) => PARTS.slice(0, i + 1).reduce((sum, part) => sum + (partsOf(it)[part] ?? 0), 0)));
@@ -501,7 +502,7 @@ $("ask").addEventListener("submit", async (event) => {
   $("stop").hidden = false;
   try {
     const model = (await ask("v1/models")).data[0].id;
-    const body = { model, stream: true, max_tokens: 256, messages: [{ role: "user", content: $("prompt").value }] };
+    const body = { model, stream: true, temperature: 0, max_tokens: 256, messages: [{ role: "user", content: $("prompt").value }] };
     for await (const data of eventsOf("v1/chat/completions", { body, signal: mine.signal }, LONG_MS)) {
       if (data.error) throw new Error(data.error.message);
       for (const choice of data.choices) {
