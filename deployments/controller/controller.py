@@ -19,7 +19,7 @@ from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
-from deployments.controller.store_keeper import AdapterKeeper, StoreKeeper
+from deployments.controller.store_keeper import AdapterKeeper, StoreKeeper, hold_claim
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
@@ -77,12 +77,13 @@ class Controller:
         tick_s: float = 0.5,
         clock: Callable[[], float] = time.monotonic,
         open_journal: Callable[[Path], Journal] = open_journal,
+        hold_claim: Callable[[Path], int | None] = hold_claim,
     ) -> None:
         self._config, self._capacity = config, capacity
         ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
         files = Path(store_dir) / "adapters"
         self._poll_s = poll_s
-        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, Path(state_dir), max_versions)
+        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, Path(state_dir), max_versions, hold_claim)
         adapter_files = AdapterKeeper(
             files, adapter_roots, ledger.adapter_ids, self._keeper.check_owner, clock=clock
         )

@@ -80,18 +80,32 @@ class Removal(Generic[T]):
             logger.warning("old %s stay in the store: %s", self._what, self._problem)
 
 
+def hold_claim(directory: Path) -> int | None:
+    """Wait for a predecessor to exit, and hold the store's claim."""
+    return hold(directory, PREDECESSOR_S)
+
+
 class StoreKeeper:
     """Claims, reads and empties the store.
 
     Args:
         state_dir: named where the store is refused.
         keep: versions that stay, beside those that a joiner was told to load.
+        hold_claim: keeps other processes off the store until its result is closed.
     """
 
-    def __init__(self, store: Store, ledger: Ledger, state_dir: Path, keep: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        ledger: Ledger,
+        state_dir: Path,
+        keep: int,
+        hold_claim: Callable[[Path], int | None] = hold_claim,
+    ) -> None:
         self._store = store
         self._state_dir = state_dir
         self._ledger = ledger
+        self._hold_claim = hold_claim
         self._held: int | None = None  # the claim, until `release`
         self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
         # A version that is being read stays until a later pass.
@@ -116,7 +130,7 @@ class StoreKeeper:
         """
         if not has_owner(self._store.directory, self._ledger.fleet_id):
             self._claim()
-        self._held = hold(self._store.directory, PREDECESSOR_S)
+        self._held = self._hold_claim(self._store.directory)
 
     def release(self) -> None:
         """Let another controller have the store."""

@@ -95,6 +95,7 @@ class Serve:
                 tick_s=0.5,
                 clock=world.loop.time,
                 open_journal=world.disk.open,
+                hold_claim=lambda directory: None,  # the kernel does not see a process of this world die
             )
         except OSError as error:  # JournalError, or the first decisions could not be written
             world.log("{} cannot start: {}", process, error)
