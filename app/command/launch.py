@@ -29,6 +29,7 @@ from app.command.runs import logs_of
 from app.settings.config import AppConfig
 from app.settings.models import is_offline, resolve_model
 from app.settings.section import ConfigError
+from deployments.host import tracing
 from deployments.host.shared_memory import remove_orphans
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.versions import Store
@@ -100,7 +101,7 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
         defaults["SLIPSTREAM_TOKEN_FILE"] = str(config.security.token_file)
     if is_offline(config.model):
         defaults["HF_HUB_OFFLINE"] = "1"
-    return {**defaults, **inherited}
+    return {**defaults, **tracing.serve_variables(inherited), **inherited}
 
 
 def serve(config: Path, dashboard_port: int) -> int:

@@ -35,6 +35,7 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.http_server import HttpServer
+from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, PayloadTooLarge, SlipstreamError
 
@@ -88,7 +89,8 @@ class CallServer:
         elif method is None:
             status = 404
         else:
-            body = await _outcome(method, receive)
+            with tracing.span(name, tracing.received(headers)):
+                body = await _outcome(method, receive)
         length = [(b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": length})
         await send({"type": "http.response.body", "body": body})
@@ -167,7 +169,9 @@ class CallHandle:
         answer, reason, unreachable = None, "", False
         try:
             async with _session().post(
-                f"{address.url}/{name}", data=body, headers={"authorization": address.key}
+                f"{address.url}/{name}",
+                data=body,
+                headers={"authorization": address.key, **tracing.headers()},
             ) as response:
                 reason = f"HTTP status {response.status}"
                 if response.status == 200:

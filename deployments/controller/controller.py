@@ -20,6 +20,7 @@ from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
 from deployments.controller.store_keeper import AdapterKeeper, StoreKeeper, hold_claim
+from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
@@ -109,6 +110,7 @@ class Controller:
             raise
         self._calls = CallServer(self)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll, which supersedes older ones
+        self._round_trace: Mapping[str, str] = {}  # of the last round
         self._told: dict[str, int] = {}  # incarnation -> decisions that must be durable before it is told
 
     # -- publishers ---------------------------------------------------------------------------
@@ -160,6 +162,7 @@ class Controller:
         """Returns the round's id. Raises Conflict: a round is open, the weights sleep, or connect again."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
+            self._round_trace = tracing.headers()
             return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
     async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
@@ -295,6 +298,8 @@ class Controller:
                 raise FleetUnavailable(f"a newer poll of {report.replica_id} superseded this one")
             has_updates = self._ledger.has_updates(report)
             directive = self._ledger.directive(report)
+            if self._round_trace:
+                directive = replace(directive, trace=self._round_trace)
             made = self._durable.change(wake=False)
             # A directive without updates is a heartbeat: it does not wait for a slow disk.
             if has_updates or report.incarnation not in self._told:

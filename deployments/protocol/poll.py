@@ -231,6 +231,7 @@ class Directive:
     fenced: str | None = None  # the reason; the replica stops for good
     may_leave: bool = False
     desired: DesiredReplicas = DesiredReplicas()
+    trace: Mapping[str, str] | None = None  # `tracing.headers` of the call that opened the last round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
@@ -247,6 +248,12 @@ class Follower:
         return None
 
     async def _execute(self, instruction: Instruction) -> None:
+        round_id = getattr(instruction.body, "round_id", None)
+        trace = None if round_id is None or self._directive is None else self._directive.trace
+        with tracing.span(instruction.body.name, trace, replica=self._replica_id, round=round_id or 0):
+            await self._execute_one(instruction)
+
+    async def _execute_one(self, instruction: Instruction) -> None:
         name, outcome, message = instruction.body.name, Outcome.DONE, ""
         value: Value = None
         missing: tuple[int, ...] = ()

@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Send
 
+from deployments.host import tracing
 from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import require_passed
 from deployments.protocol.routing import (
@@ -141,7 +142,11 @@ class ReplicaFront:
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
             answer = _Response(self, send, recorder, part)
             self._running[task] = answer
-            await answer.run(self._app, scope, receive)
+            with tracing.span("replica", tracing.received(headers), replica=self.replica_id):
+                if tracing.ENABLED:  # vLLM's span is a child of this one
+                    sent = {name.encode(): text.encode() for name, text in tracing.headers().items()}
+                    scope = {**scope, "headers": [*(headers | sent).items()]}
+                await answer.run(self._app, scope, receive)
         except SlipstreamError as error:
             await _send_error(send, error, self._refusal_of(answer))
         except ClientDisconnected:

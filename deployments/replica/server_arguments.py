@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from deployments.host import tracing
 from deployments.protocol.poll import InitialWeights
 
 WORKER_EXTENSION = "deployments.replica.worker_extension.WorkerExtension"
@@ -67,6 +68,7 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate; `passed_routes` filters the rest
         "log_error_stack": False,
+        **tracing.engine_arguments(),
         **spec.arguments,
     }
     for name, value in chosen.items():

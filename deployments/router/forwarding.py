@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
 from deployments.protocol.routing import (
@@ -251,6 +252,7 @@ class Forwarder:
         headers = request.headers.copy()
         headers[KEY_HEADER.decode()] = endpoint.key
         headers[ROUTER_HEADER.decode()] = router_header(self._router_id, request.load)
+        headers.update(tracing.headers())
         self._in_flight[replica_id] += request.load
         try:
             async with self._connections.request(

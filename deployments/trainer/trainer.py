@@ -10,7 +10,7 @@ import contextvars
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from ray.serve.handle import DeploymentHandle
 
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
+from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (
     Conflict,
@@ -61,7 +62,7 @@ class SerialQueue:
 
     async def run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
         await self._lock.acquire()
-        task = asyncio.create_task(self._run(name, work), context=contextvars.Context())
+        task = asyncio.create_task(self._run(name, work, tracing.headers()), context=contextvars.Context())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -70,10 +71,13 @@ class SerialQueue:
                 task.add_done_callback(_log_failure)
             raise
 
-    async def _run(self, name: str, work: Callable[[], Awaitable[Result]]) -> Result:
+    async def _run(
+        self, name: str, work: Callable[[], Awaitable[Result]], trace: Mapping[str, str]
+    ) -> Result:
         self.doing, self._since = name, self._clock()
         try:
-            return await work()
+            with tracing.span(name, trace):
+                return await work()
         finally:
             self.doing = None
             self._lock.release()

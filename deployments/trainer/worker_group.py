@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
 
 from deployments.calls.rpc import CallHandle
+from deployments.host import tracing
 from deployments.host.fork_server.use import forked_worker
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
@@ -50,8 +51,9 @@ class TrainerWorkerActor:
 
             self._worker = AdapterWorker(spec, rank, controller)
 
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self._worker, method)(*args)
+    def call(self, trace: Mapping[str, str], method: str, *args: Any) -> Any:
+        with tracing.span(method, trace):
+            return getattr(self._worker, method)(*args)
 
     @ray.method(concurrency_group="control")
     def process_id(self) -> int:
@@ -113,7 +115,7 @@ class WorkerGroup:
         try:
             # An exiting worker group may still hold the GPUs.
             async with asyncio.timeout(spec.config.start_timeout_s):
-                address = await group._workers[0].call.remote("rendezvous_address")
+                address = await group._workers[0].call.remote({}, "rendezvous_address")
             loaded = await group.call("load", address, timeout_s=spec.config.start_timeout_s)
         except BaseException:  # a cancelled start must not leave workers behind
             group.kill()
@@ -129,8 +131,10 @@ class WorkerGroup:
         """
         if self.broken is not None:
             raise FleetUnavailable(f"the trainer is being restarted: {self.broken}")
+        trace = tracing.headers()
         calls = [
-            asyncio.ensure_future(_result(worker.call.remote(method, *args))) for worker in self._workers
+            asyncio.ensure_future(_result(worker.call.remote(trace, method, *args)))
+            for worker in self._workers
         ]
         try:
             done, pending = await asyncio.wait(calls, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)

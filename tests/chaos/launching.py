@@ -103,12 +103,14 @@ def launch(
     *,
     host: str = "127.0.0.1",
     token: str | None = None,
+    variables: Mapping[str, str] | None = None,
     **of_serve: Any,
 ) -> Iterator[Launched]:
     """A fleet that the launcher has started. Ctrl-C ends it, and nothing may be left of it.
 
     Args:
         changes: of the application's settings.
+        variables: of the environment.
         of_serve: other entries of the configuration.
     """
     http_port, dashboard_port = free_ports(2)
@@ -127,7 +129,7 @@ def launch(
     file.write_text(yaml.safe_dump(document))
     command = [sys.executable, "-m", "app.command.cli", "serve", "--config", str(file)]
     command += ["--dashboard-port", str(dashboard_port)]
-    environment = users_environment(**{MARK: mark, "TMPDIR": str(scratch)})
+    environment = users_environment(**{MARK: mark, "TMPDIR": str(scratch), **(variables or {})})
     if token is not None:
         environment[OPERATOR_VARIABLE] = token
     shared = _shared_memory()

@@ -27,6 +27,7 @@ from app.settings.security import OPERATOR_VARIABLE
 from deployments.serve.metrics import OWN
 from tests.chaos.launching import Launched, launch
 from tests.environment import users_environment
+from tests.fleet.collector import Collector, Span, collector
 from tests.fleet.deployed import MODEL
 from tests.fleet.losing import kill_a_replica, members, wait_for_another
 from tests.fleet.processes import names_of, wait_until_gone
@@ -59,7 +60,13 @@ ALONE = {"x-session-id": "all of it to one replica"}
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+def traces() -> Iterator[Collector]:
+    with collector() as collected:
+        yield collected
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[Launched]:
     root = tmp_path_factory.mktemp("launched")
     changes = {
         "engine": {"load_format": "dummy"},  # noise, until the trainer has published
@@ -67,7 +74,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         "store": {"keep": KEPT},
     }
     model = save_tiny_llama(root / "model", seed=1)
-    with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex) as fleet:
+    tracing = {"OTEL_EXPORTER_OTLP_ENDPOINT": traces.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "500"}
+    with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex, variables=tracing) as fleet:
         until(lambda: len(fleet.named("router")) == ROUTERS, SEEN_S, "the second router")
         with fleet.client(300) as client:
             noise = complete(client)
@@ -128,6 +136,45 @@ def test_streams_do_not_arrive_in_one_piece_and_end_when_the_client_leaves(launc
 def total(client: httpx.Client, name: str, suffix: str = "") -> float:
     """Over the replicas."""
     return sum(by_replica(scraped(client)[name], suffix).values())
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def test_a_request_and_a_round_are_traces_of_the_processes_that_they_go_through(
+    launched: Launched, traces: Collector
+) -> None:
+    ROUTER = "replica_handle_request router __call__"
+    asked, published = uuid.uuid4().hex, uuid.uuid4().hex
+    with launched.client(120) as client:
+
+        def parent(trace_id: str) -> dict[str, str]:
+            return {"traceparent": f"00-{trace_id}-{'1' * 16}-01"}
+
+        replica = complete(client, headers=parent(asked)).replica
+        succeeded(client.post("/train/publish", headers=parent(published)))
+    names = {"llm_request", "replica", ROUTER}
+    until(lambda: names <= {span.name for span in traces.trace(asked)}, SEEN_S, "the request's spans")
+    (engine,) = [span for span in traces.trace(asked) if span.name == "llm_request"]
+    assert [name for name in traces.above(engine) if name in names] == ["replica", ROUTER]
+    assert {span.attributes.get("replica") for span in traces.trace(asked)} >= {replica}
+
+    def of_replicas() -> list[Span]:
+        return [span for span in traces.trace(published) if span.name in ("receive", "verify", "commit")]
+
+    def members_of(name: str) -> set[str]:
+        return {span.attributes["replica"] for span in of_replicas() if span.name == name}
+
+    until(lambda: len(members_of("commit")) == 2, SEEN_S, "both replicas' commits")
+    assert members_of("receive") == members_of("verify") == members_of("commit")
+    until(
+        lambda: {"close_round", "publish"} <= {span.name for span in traces.trace(published)},
+        SEEN_S,
+        "a round",
+    )
+    for span in of_replicas():
+        assert [name for name in traces.above(span) if name != "publish"] == ["open_round", ROUTER]
+        assert traces.above(span).count("publish") == 3, "the trainer's call, its turn, and its worker's"
 
 
 # -- the RL job ------------------------------------------------------------------------------------
