@@ -51,7 +51,9 @@ def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: b
         return 1
     try:
         if not print_logs(directory, part, last, _ticks(follow)):
-            print(f"slipstream: {directory} has no log of the {part or 'fleet'}", file=sys.stderr)
+            print(
+                f"slipstream: no process of the {part or 'fleet'} has begun in {directory}", file=sys.stderr
+            )
             return 1
     except KeyboardInterrupt:  # the usual end of --follow
         pass
@@ -60,7 +62,7 @@ def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: b
 
 def print_logs(directory: Path, part: Part | None, last: int, ticks: Iterable[object]) -> bool:
     """Print at each tick what is new, `last` lines of each process at the first one; returns whether there
-    was anything. A process that starts meanwhile is included."""
+    was a process. One that starts meanwhile is included."""
     positions: dict[Path, int] = {}
     shown: Path | None = None
     for number, _ in enumerate(ticks):
@@ -74,7 +76,9 @@ def print_logs(directory: Path, part: Part | None, last: int, ticks: Iterable[ob
             for line in lines:
                 print(line)
         sys.stdout.flush()
-    return shown is not None
+    if positions and shown is None:
+        print(f"The {part or 'fleet'} has printed nothing: 'log_level' says what is", file=sys.stderr)
+    return bool(positions)
 
 
 def _outputs(directory: Path, part: Part | None) -> Iterator[tuple[Path, str]]:

@@ -73,8 +73,11 @@ def test_each_part_of_a_fleet_is_named(directory: Path) -> None:
         *("==> job grpo-1 <==", "step 1"),
     ]
     result = CliRunner().invoke(cli, ["logs", "replica", "--directory", str(directory), "--last", "0"])
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == "The replica has printed nothing: 'log_level' says what is\n"
+    result = CliRunner().invoke(cli, ["logs", "router", "--directory", str(directory)])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"slipstream: {directory} has no log of the replica\n"
+    assert result.stderr == f"slipstream: no process of the router has begun in {directory}\n"
 
 
 def test_followed_logs_have_new_lines_whole_and_new_processes(
