@@ -41,6 +41,12 @@ PIP := $(PY) -m pip --disable-pip-version-check install --no-deps --no-input --p
 MORE := $(if $(filter cpu,$(BUILD)),--extra-index-url $(TORCH_INDEX))
 PROGRESS := -e '/^\(Resolved\|Prepared\|Installed\)/s/^/      /p' -e 's/^ *\(Downloading .*[0-9] *Mi*B\)/      \1/p'
 
+# uv does not compile modules, and pip compiles all, which takes minutes. Engines would each compile what they import.
+COMPILED = echo "[3/3] importing what an engine imports once, which compiles it"; $(PY) -uc 'import importlib; \
+  from deployments.host.fork_server import server; \
+  [(print("     ", name), importlib.import_module(name)) for name in ("ray.serve", *server._modules())]' \
+  2>>$(VENV)/install.log || true
+
 help:
 	@sed -n '3,14s/^# \{0,1\}//p' Makefile
 
@@ -48,17 +54,17 @@ setup: $(STAMP)
 
 $(STAMP): requirements-$(BUILD).txt pyproject.toml
 	@$(PYTHON) app/command/machine.py check $(BUILD)
-	@test -x $(PY) || { echo "[1/2] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(PY) || { echo "[1/3] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@$(PY) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else \
 	  "Slipstream needs Python 3.11 to 3.13, but $(VENV) has %d.%d: make PYTHON=python3.11, after rm -r $(VENV)" % v[:2])'
 	@echo $(BUILD) >$(VENV)/.build
 	@test -x $(UV) || $(PIP) -qq 'uv>=0.9.8' || echo "      there is no uv here: pip installs, which takes longer"
-	@echo "[2/2] installing the $$(grep -c == requirements-$(BUILD).txt) packages of requirements-$(BUILD).txt and this folder"
+	@echo "[2/3] installing the $$(grep -c == requirements-$(BUILD).txt) packages of requirements-$(BUILD).txt and this folder"
 	@: >$(VENV)/install.log
 	@$(UV_ENV); for install in "$(UV_PIP)" "$(UV_PIP) $(MORE)" "$(PIP)" "$(PIP) $(MORE)"; do \
 	  echo "$$install" >>$(VENV)/install.log; \
 	  if $$install -r requirements-$(BUILD).txt 2>&1 | tee -a $(VENV)/install.log | sed -nu $(PROGRESS) && \
-	    $$install --no-build-isolation -e . >>$(VENV)/install.log 2>&1; then touch $@; exit 0; fi; \
+	    $$install --no-build-isolation -e . >>$(VENV)/install.log 2>&1; then $(COMPILED); touch $@; exit 0; fi; \
 	done; tail -n 20 $(VENV)/install.log; echo "The packages could not be installed: see $(VENV)/install.log" >&2; exit 1
 
 # Resolves with the machine's indexes. vLLM for GPUs asks for all that it wants, see [tool.uv].

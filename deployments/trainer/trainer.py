@@ -183,7 +183,8 @@ def count_step(entry: StepEntry, record: Record = record) -> None:
         record(STEPS)
     for name, value in entry.values.items():
         if value is not None and math.isfinite(value):
-            record(STEP, float(value), source="job" if entry.run else "trainer", figure=name)
+            figure = name.encode("ascii", "backslashreplace").decode()  # Ray's labels are ASCII
+            record(STEP, float(value), source="job" if entry.run else "trainer", figure=figure)
 
 
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk

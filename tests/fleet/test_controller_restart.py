@@ -78,14 +78,20 @@ def test_an_rl_run_survives_its_controller_and_its_trainer(
     with fleet.client() as client:
         wait_until_ready(client)
 
+    def recorded(steps: int) -> bool:
+        return record.exists() and len(metrics.records(record)) >= steps
+
+    def stored() -> bool:
+        """A trainer that dies before its version is stored leaves the run to its operator."""
+        with fleet.client() as client:
+            state = client.get("/fleet").json()
+        return bool(state["stored_version"] == state["committed_version"])
+
     def kill_both() -> None:
-        for steps, deployment in ((1, "controller"), (3, "trainer")):
-            until(
-                lambda steps=steps: record.exists() and len(metrics.records(record)) >= steps,
-                200,
-                f"step {steps}",
-            )
-            process_of(fleet, deployment).kill()
+        until(lambda: recorded(1), 200, "step 1")
+        process_of(fleet, "controller").kill()
+        until(lambda: recorded(3) and stored(), 200, "step 3")
+        process_of(fleet, "trainer").kill()
 
     killer = in_a_thread(kill_both)
     asyncio.run(asyncio.wait_for(grpo.main(options, time.monotonic()), 400))

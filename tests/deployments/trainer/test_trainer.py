@@ -101,10 +101,10 @@ def test_each_step_is_told_once_though_the_clock_is_set_back_and_rollouts_only_o
 def test_figures_of_steps_are_those_of_the_trainer_or_of_its_job() -> None:
     recorded = Recorded()
     count_step(StepEntry(run="", step=3, values={"loss": 0.5, "lost": None, "bad": math.nan}), recorded)
-    count_step(StepEntry(run="grpo-1", step=3, values={"reward": 0.25}), recorded)
+    count_step(StepEntry(run="grpo-1", step=3, values={"reward": 0.25, "größe": 1.0}), recorded)
     assert recorded.values(STEPS) == {None: [1.0]}
-    assert recorded.values(STEP, "figure") == {"loss": [0.5], "reward": [0.25]}
-    assert recorded.values(STEP, "source") == {"trainer": [0.5], "job": [0.25]}
+    assert recorded.values(STEP, "figure") == {"loss": [0.5], "reward": [0.25], r"gr\xf6\xdfe": [1.0]}
+    assert recorded.values(STEP, "source") == {"trainer": [0.5], "job": [0.25, 1.0]}
 
 
 # -- the session of a dead worker ------------------------------------------------------------------
