@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,14 +167,17 @@ def test_a_request_and_a_round_are_traces_of_the_processes_that_they_go_through(
 
     until(lambda: len(members_of("commit")) == 2, SEEN_S, "both replicas' commits")
     assert members_of("receive") == members_of("verify") == members_of("commit")
+
+    def above() -> list[list[str]]:
+        return [traces.above(span) for span in of_replicas()]
+
+    # The trainer's call, its turn, and its worker's; each process sends its spans every few seconds.
+    whole = sorted(["open_round", ROUTER, *3 * ["publish"]])
     until(
-        lambda: {"close_round", "publish"} <= {span.name for span in traces.trace(published)},
-        SEEN_S,
-        "a round",
+        lambda: all(sorted(names) == whole for names in above()), SEEN_S, "the spans above those of replicas"
     )
-    for span in of_replicas():
-        assert [name for name in traces.above(span) if name != "publish"] == ["open_round", ROUTER]
-        assert traces.above(span).count("publish") == 3, "the trainer's call, its turn, and its worker's"
+    assert all([name for name in names if name != "publish"] == ["open_round", ROUTER] for names in above())
+    until(lambda: "close_round" in {span.name for span in traces.trace(published)}, SEEN_S, "a round")
 
 
 # -- the RL job ------------------------------------------------------------------------------------
@@ -413,8 +416,11 @@ def test_a_scrape_has_what_every_process_counts_and_is_small(launched: Launched)
         *("slipstream_fences", "slipstream_router_rerouted"),  # nothing has failed yet
         *("slipstream_router_waited", "slipstream_router_waited_seconds"),
     }
-    with launched.client() as client:
-        until(lambda: counted <= scraped(client).keys(), SEEN_S, "what the processes count")
+    with launched.client(300) as client:
+        train_and_publish(client)
+        with suppress(TimeoutError):
+            until(lambda: counted <= scraped(client).keys(), SEEN_S, "what the processes count")
+        assert counted <= scraped(client).keys()
         assert len(client.get("/metrics").content) < 200_000
         assert "ray_serve_" in client.get("/metrics", params={"all": "1"}).text
 
