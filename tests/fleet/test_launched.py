@@ -228,7 +228,14 @@ def options(fleet: Launched, tmp_path: Path) -> list[str]:
     return [*OPTIONS.split(), "--metrics", str(tmp_path / "run.jsonl")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_stops_a_running_job_and_the_weights_stay(
     launched: Launched, tmp_path: Path, number: signal.Signals
 ) -> None:
