@@ -17,7 +17,7 @@ from app.client.program_options import read_file
 from app.command.cli import cli
 from app.settings.config import parse_config
 from deployments.protocol.passed_routes import PASSED, REFUSED
-from deployments.serve.metrics import OWN
+from deployments.serve.instruments import OWN
 from tests.test_architecture import exists, names_in
 from trainers.trajectory import parse_trajectories
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.http.prometheus import exposition
 from deployments.router.scrape import Scraped
-from deployments.serve.metrics import OWN
+from deployments.serve.instruments import OWN
 from tests.app.http.fake_status import report, status
 
 ROOT = Path(__file__).parents[1]

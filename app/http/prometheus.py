@@ -1,7 +1,7 @@
 """`/metrics` in Prometheus' text format, the same from whichever router a scrape reaches.
 
 The fleet's state comes from the controller. vLLM's metrics of each replica get the label `replica`. What our
-processes count (`deployments.serve.metrics`) comes from Ray's agent on each node, as Serve's metrics do.
+processes count (`deployments.serve.instruments`) comes from Ray's agent on each node, as Serve's metrics do.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

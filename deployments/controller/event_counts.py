@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import Event
-from deployments.serve.metrics import FENCES, ROUND, ROUND_GAP, ROUND_PART, Record, record
+from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART, Record, record
 
 _ACTION = re.compile(r"([a-z_]+): ")  # what a replica did not do
 

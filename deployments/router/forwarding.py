@@ -38,7 +38,7 @@ from deployments.router.http_client import ConnectionPool, NotConnected, Replica
 from deployments.router.replica_policy import load_of
 from deployments.router.router_limits import RETRY_AFTER_S, RouterLimits
 from deployments.router.scrape import Scraped, scrape
-from deployments.serve.metrics import REROUTED, WAITED, WAITED_SECONDS, Record, record
+from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Record, record
 
 RETRY_PAUSE_S = 0.05
 WAITED_S = 0.1  # choosing a replica takes less if there is one

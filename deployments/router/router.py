@@ -38,7 +38,7 @@ from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_pro
 from deployments.router.request_inspection import check_headers, inspect, read_body
 from deployments.router.router_limits import RetryAfterPacing, RouterLimits
 from deployments.router.scrape import Scraped
-from deployments.serve.metrics import REQUESTS, Record, record
+from deployments.serve.instruments import REQUESTS, Record, record
 
 # Headers of one connection, headers set anew for the replica, and tokens, which are for the router alone.
 NOT_FORWARDED = frozenset(

@@ -35,7 +35,7 @@ from deployments.protocol.responses import (
     StepMetrics,
     TrainerStatus,
 )
-from deployments.serve.metrics import STEP, STEPS, Record, record
+from deployments.serve.instruments import STEP, STEPS, Record, record
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec
 from deployments.trainer.trainer_rounds import TrainerRounds, end_former_session
 from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup

@@ -2,11 +2,11 @@
 
 from collections import defaultdict
 
-from deployments.serve.metrics import OwnMetric
+from deployments.serve.instruments import OwnMetric
 
 
 class Recorded:
-    """A `deployments.serve.metrics.Record`."""
+    """A `deployments.serve.instruments.Record`."""
 
     def __init__(self) -> None:
         self._made: list[tuple[OwnMetric, float, dict[str, str]]] = []

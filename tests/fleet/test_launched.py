@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from app.main import STATS_PERIOD_S
 from app.settings.security import OPERATOR_VARIABLE
-from deployments.serve.metrics import OWN
+from deployments.serve.instruments import OWN
 from tests.chaos.launching import Launched, launch
 from tests.environment import users_environment
 from tests.fleet.collector import Collector, Span, collector

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from app.command.cli import cli
-from app.command.logs import Part, print_logs
+from app.command.run_logs import Part, print_logs
 from app.command.runs import KEPT_RUNS, MARK, keep_logs_only, logs_of, new_run, runs
 
 WORKER = "worker-{:056x}-01000000-{}.err"

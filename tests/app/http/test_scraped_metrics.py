@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.http.prometheus import exposition
 from deployments.router.scrape import Scraped
-from deployments.serve.metrics import ROUND
+from deployments.serve.instruments import ROUND
 from tests.app.http.fake_status import report, status
 
 REPLICAS = ("replica-0", "replica-1")

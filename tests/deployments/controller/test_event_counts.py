@@ -3,7 +3,7 @@ import pytest
 from deployments.controller.event_counts import EventCounts, kind_of
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 from deployments.protocol.responses import Event
-from deployments.serve.metrics import FENCES, ROUND, ROUND_GAP, ROUND_PART
+from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART
 from tests.deployments.recorded import Recorded
 
 

@@ -16,7 +16,7 @@ from deployments.host.logs import serve_logger
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable, InvalidRequest
 from deployments.router.forwarding import WAITED_S
 from deployments.router.router_limits import RETRY_AFTER_S
-from deployments.serve.metrics import REQUESTS, REROUTED, WAITED, WAITED_SECONDS
+from deployments.serve.instruments import REQUESTS, REROUTED, WAITED, WAITED_SECONDS
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
 

@@ -9,7 +9,7 @@ from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublish
 from deployments.protocol.poll import InitialWeights, Verify
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.responses import FleetStatus, MemberStatus, RolloutSample, RoundStatus, StepEntry
-from deployments.serve.metrics import STEP, STEPS
+from deployments.serve.instruments import STEP, STEPS
 from deployments.trainer.spec import PUBLISHER, LoadedTrainer
 from deployments.trainer.trainer import (
     CONFIRMATIONS,

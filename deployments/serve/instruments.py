@@ -5,17 +5,10 @@ A process starts its counts at zero; the label `process` tells processes apart.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from ray.util.metrics import Counter, Gauge, Histogram
-
-
-class Kind(StrEnum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +16,7 @@ class OwnMetric:
     """One metric; `buckets` are the upper bounds of a histogram's."""
 
     name: str
-    kind: Kind
+    kind: type[Counter | Gauge | Histogram]
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -31,12 +24,12 @@ class OwnMetric:
     @property
     def family(self) -> str:
         """Its name on `/metrics`."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+        return f"{self.name}_total" if self.kind is Counter else self.name
 
     @property
     def series(self) -> list[str]:
         """The names of its series on `/metrics`."""
-        if self.kind is Kind.HISTOGRAM:
+        if self.kind is Histogram:
             return [f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
         return [self.family]
 
@@ -46,49 +39,47 @@ _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.
 
 ROUND = OwnMetric(
     name="slipstream_round_seconds",
-    kind=Kind.HISTOGRAM,
+    kind=Histogram,
     text="rounds that ended, from their opening",
     labels=("outcome",),
     buckets=_ROUND_S,
 )
 ROUND_PART = OwnMetric(
     name="slipstream_round_part_seconds",
-    kind=Kind.HISTOGRAM,
+    kind=Histogram,
     text="what committed rounds waited for",
     labels=("part",),
     buckets=_ROUND_S,
 )
 ROUND_GAP = OwnMetric(
     name="slipstream_round_gap_seconds",
-    kind=Kind.HISTOGRAM,
+    kind=Histogram,
     text="pause of each replica in each committed round",
     buckets=_GAP_S,
 )
 FENCES = OwnMetric(
-    name="slipstream_fences", kind=Kind.COUNTER, text="replicas that were fenced", labels=("reason",)
+    name="slipstream_fences", kind=Counter, text="replicas that were fenced", labels=("reason",)
 )
 REQUESTS = OwnMetric(
     name="slipstream_router_requests",
-    kind=Kind.COUNTER,
+    kind=Counter,
     text="requests of a router that ended, by outcome",
     labels=("outcome",),
 )
 REROUTED = OwnMetric(
     name="slipstream_router_rerouted",
-    kind=Kind.COUNTER,
+    kind=Counter,
     text="attempts after which a request went to another replica",
     labels=("reason",),
 )
-WAITED = OwnMetric(
-    name="slipstream_router_waited", kind=Kind.COUNTER, text="requests that waited for a replica"
-)
+WAITED = OwnMetric(name="slipstream_router_waited", kind=Counter, text="requests that waited for a replica")
 WAITED_SECONDS = OwnMetric(
-    name="slipstream_router_waited_seconds", kind=Kind.COUNTER, text="how long requests waited for a replica"
+    name="slipstream_router_waited_seconds", kind=Counter, text="how long requests waited for a replica"
 )
-STEPS = OwnMetric(name="slipstream_trainer_steps", kind=Kind.COUNTER, text="optimizer steps")
+STEPS = OwnMetric(name="slipstream_trainer_steps", kind=Counter, text="optimizer steps")
 STEP = OwnMetric(
     name="slipstream_step",
-    kind=Kind.GAUGE,
+    kind=Gauge,
     text="figures of the last step, the trainer's own and those that its job reports",
     labels=("source", "figure"),
 )
@@ -114,7 +105,5 @@ def record(metric: OwnMetric, value: float = 1.0, /, **labels: str) -> None:
 
 @cache
 def _instrument(metric: OwnMetric) -> Counter | Gauge | Histogram:
-    if metric.kind is Kind.HISTOGRAM:
-        return Histogram(metric.name, metric.text, boundaries=[*metric.buckets], tag_keys=metric.labels)
-    made = Counter if metric.kind is Kind.COUNTER else Gauge
-    return made(metric.name, metric.text, tag_keys=metric.labels)
+    options: dict[str, Any] = {"boundaries": [*metric.buckets]} if metric.kind is Histogram else {}
+    return metric.kind(metric.name, metric.text, tag_keys=metric.labels, **options)
