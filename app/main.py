@@ -337,10 +337,8 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
             "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
             THREADS_BIND: UNBOUND,  # vLLM would bind every engine to the same cores
         }
-    # Not on GPUs: the server's imports leave descriptors open there that Ray's workers have too (RESULTS.md).
-    forked = forked_worker() if args.device is Device.CPU else {}
     return {
         **NO_CPU,
         "num_gpus": replica_gpus(args),
-        "runtime_env": {"env_vars": environment | args.engine.env, **forked},
+        "runtime_env": {"env_vars": environment | args.engine.env, **forked_worker()},
     }

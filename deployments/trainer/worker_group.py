@@ -219,12 +219,11 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
     # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU. torch.set_num_threads would not apply to
     # every thread of the process.
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
-    forked = forked_worker() if spec.device == "cpu" else {}
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": spec.config.gpus_per_rank if spec.device == "cuda" else 0,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": environment, **forked},
+        "runtime_env": {"env_vars": environment, **forked_worker()},
     }
     if slots is not None:
         group = get_placement_group(slots.name)

@@ -44,6 +44,7 @@ BEFORE_IMPORTS = {
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # see client.py
 MODULES = "SLIPSTREAM_PRELOAD"  # separated by commas, instead of those below
 MOST_DESCRIPTORS = 200
+FIRST_OWN = 256  # above what Ray's workers inherit
 PRELOAD = (
     *("torch", "transformers", "safetensors.torch", "accelerate", "peft"),
     *("vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"),
@@ -62,8 +63,9 @@ def main() -> None:
     del sys.path[0]  # this file's folder: its modules would hide others
     os.environ |= BEFORE_IMPORTS
     try:
-        preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
-        _require_forkable()
+        with _low_descriptors_taken():
+            preload(os.environ[MODULES].split(",") if MODULES in os.environ else _modules())
+            _require_forkable()
     except BaseException as error:  # tells the next client, which would wait for the same error
         with open(f"{directory}/failing", "w") as file:
             file.write(f"the fork server's imports failed: {type(error).__name__}: {error}")
@@ -72,6 +74,24 @@ def main() -> None:
     client = serve(directory, owner, lock)
     if client is not None:
         _exit_after(_receive_request(client))
+
+
+@contextlib.contextmanager
+def _low_descriptors_taken() -> Iterator[None]:
+    """Leave the numbers below `FIRST_OWN` to clients: a fork cannot have a file of its imports there too.
+
+    On GPUs the imports keep files open.
+    """
+    taken = os.memfd_create("taken")
+    number = taken
+    while number < FIRST_OWN:
+        number = os.dup(taken)
+    yield
+    for number in range(FIRST_OWN):
+        with contextlib.suppress(OSError):
+            if number != taken and os.path.sameopenfile(number, taken):
+                os.close(number)
+    os.close(taken)
 
 
 def _modules() -> Iterator[str]:
@@ -232,7 +252,7 @@ def _receive_request(client: socket.socket) -> Request:
 
 def _take_descriptors(numbers: list[int], received: list[int]) -> None:
     """Give the client's descriptors their numbers there. The first one is the lifeline."""
-    above = max(max(numbers, default=0), 255) + 1
+    above = max(FIRST_OWN, *numbers, 0) + 1
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in received]
     for each in received:
         os.close(each)

@@ -228,6 +228,24 @@ def test_imports_that_fail_or_start_threads_leave_ordinary_interpreters(
             assert cold["argv"] == ["-c"]
 
 
+def test_files_that_imports_keep_open_leave_the_low_numbers_to_clients(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "opening.py").write_text(
+        "import os; kept = [os.open('/dev/zero', os.O_RDONLY) for _ in range(9)]\n"
+        "def intact(): return all(os.read(each, 1) == bytes(1) for each in kept)"
+    )
+    environment |= {"PYTHONPATH": str(tmp_path), MODULES: "opening"}
+    (tmp_path / "mine").write_text("mine")
+    code = f"{SHOW}; import opening; assert opening.intact(); assert os.pread(3, 4, 0) == b'mine'"
+    inheriting = ["sh", "-c", 'exec 3<"$0" 4<"$0" 5<"$0" 6<"$0"; exec "$@"', str(tmp_path / "mine")]
+    output = subprocess.run(
+        [*inheriting, *client("-c", code)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert output.returncode == 0, output.stderr
+    assert json.loads(output.stdout)["reason"] is None
+
+
 def test_a_descriptor_that_an_import_has_opened_is_not_replaced(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
