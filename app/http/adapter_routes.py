@@ -10,9 +10,8 @@ from starlette.responses import PlainTextResponse
 
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from app.http.route import GuardedRoute
-from deployments.calls.rpc import CallHandle, is_lost, retried
-from deployments.protocol.adapters import Adapter
-from deployments.protocol.errors import FleetUnavailable
+from deployments.calls.rpc import CallHandle, retried
+from deployments.protocol.adapters import LOAD_TIMEOUT_S, Adapter
 from deployments.protocol.responses import AdapterList, Status
 
 
@@ -53,24 +52,14 @@ class AdapterRoutes:
         return AdapterList(adapters=await self._controller.adapters.remote())
 
     async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:
-        """Load an adapter; returns its full name. If the controller dies meanwhile, its successor reports the
-        outcome: clients repeat a lost call, and one that was decided would be refused."""
-        load_id = uuid.uuid4().hex
-        load = self._controller.load_adapter.remote(
-            body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight, None, load_id
+        """Load an adapter; returns its full name. If the controller dies, its successor is asked for the same
+        load, and knows whether it was decided."""
+        load, load_id = self._controller.load_adapter, uuid.uuid4().hex
+        adapter: Adapter = await retried(
+            lambda: load.remote(
+                body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight, None, load_id
+            ),
+            f"the load of {body.lora_name!r}",
+            limit_s=LOAD_TIMEOUT_S,
         )
-        try:
-            adapter: Adapter = await load
-            return adapter.full_name
-        except Exception as error:
-            if not is_lost(error):
-                raise
-            found: Adapter | None = await retried(
-                lambda: self._controller.load_result.remote(load_id), f"the load of {body.lora_name!r}"
-            )
-            if found is not None:
-                return found.full_name
-            raise FleetUnavailable(
-                f"The lora adapter '{body.lora_name}' is not loaded: the controller was lost, and the load "
-                "with it, or it has been unloaded since; try again"
-            ) from error
+        return adapter.full_name

@@ -24,7 +24,7 @@ from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
-from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus
+from deployments.protocol.adapters import Adapter, AdapterStatus
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
@@ -199,43 +199,34 @@ class Controller:
 
         Args:
             after: the name must be at this version, else Conflict.
+            load_id: makes the call repeatable: if a load with this id is live, that is the answer.
             digest: over files that no longer change, see `AdapterStore.copy`; replicas check what they read.
         """
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
+            if load_id:
+                await self._durable.wait(lambda: self._ledger.adapter_settled(load_id), None)
+                if (found := self._ledger.adapter_loaded(load_id)) is not None:
+                    return found
             now = self._durable.now
+            call: PendingCall | None = None
             adapter = self._ledger.begin_adapter(
                 name, now(), in_place=in_place, is_3d=is_3d, after=after, load_id=load_id
             )
             try:
                 await self._durable.durable(self._durable.change())  # no successor reuses this id
                 files = await self._adapter_files.copy(path, adapter.adapter_id, digest)
+                call = self._ledger.stage_adapter(adapter, files, now())
+                self._durable.change()  # replicas load the copy, or what they received, while it is synced
+                await self._adapter_files.complete(adapter.adapter_id)
+                self._ledger.complete_adapter(adapter, now())
             except BaseException as error:  # also when the caller left: frees the name
-                self._ledger.give_up_adapter(adapter, str(error), now())
-                raise
-            call = await self._staged(adapter, files)
+                failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
+                self._ledger.fail_adapter(adapter, failure, now())
+                if call is None or failure is not error:
+                    raise
             live: Adapter = await self._durable.result(call)
             return live
-
-    async def _staged(self, adapter: Adapter, files: AdapterFiles) -> PendingCall:
-        """Replicas load the fleet's copy, or what they received, while the copy is synced. It is live when
-        both are done."""
-        now = self._durable.now
-        call = self._ledger.stage_adapter(adapter, files, now())
-        self._durable.change()
-        completing = asyncio.create_task(self._adapter_files.complete(adapter.adapter_id))
-        try:
-            await asyncio.shield(completing)
-            self._ledger.complete_adapter(adapter, now())
-        except BaseException as error:  # also when the caller left
-            completing.cancel()
-            failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
-            self._ledger.fail_adapter(adapter, failure, now())
-            if failure is not error:
-                raise
-        finally:
-            self._durable.change()
-        return call
 
     async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
         """Returns once every replica has received an adapter's files for the load with this `load_id`."""
@@ -245,13 +236,6 @@ class Controller:
             checked = json_only(payload, "payload")
             now = self._durable.now()
             await self._durable.result(self._ledger.send_adapter(token, load_id, checked, now))
-
-    async def load_result(self, load_id: str) -> Adapter | None:
-        """The adapter of a load whose answer was lost; waits for its end. None: it is not loaded."""
-        async with self._durable.answer():
-            await self._durable.wait(self._ledger.is_complete, None)
-            await self._durable.wait(lambda: self._ledger.adapter_settled(load_id), None)
-            return self._ledger.adapter_loaded(load_id)
 
     async def unload_adapter(self, name: str) -> None:
         """No new request can use it on any replica; see `Ledger.unload_adapter`."""

@@ -50,7 +50,7 @@ KINDS = (LoadAdapter, SetAdapters, DropAdapter)
 def begin(
     state: State, name: str, *, in_place: bool, is_3d: bool, after: int | None = None, load_id: str = ""
 ) -> Adapter:
-    """Reserve the next version of a name; `stage` or `give_up` follows.
+    """Reserve the next version of a name; `stage` or `fail` follows.
 
     `in_place` is vLLM's `load_inplace`; here the name gets another version. `after`: the newest live version
     that the caller knows, 0 for none; None: any.
@@ -98,11 +98,8 @@ def fail(state: State, adapter: Adapter, error: SlipstreamError) -> None:
     load = _load_of(state, adapter)
     if load is not None and not load.stored:
         load.error = load.error or error
-
-
-def give_up(state: State, adapter: Adapter, reason: str) -> None:
-    del state.adapters.loads[adapter.name]
-    _record(state, adapter, "failed", reason)
+        if load.call is None:  # no replica has heard of it
+            _undo(state, load, load.error)
 
 
 def unload(state: State, name: str) -> PendingCall:

@@ -298,9 +298,6 @@ class Ledger:
         adapter_loads.fail(self._at(now), adapter, error)
         self.advance(now)
 
-    def give_up_adapter(self, adapter: Adapter, reason: str, now: float) -> None:
-        adapter_loads.give_up(self._at(now), adapter, reason)
-
     def unload_adapter(self, name: str, now: float) -> PendingCall:
         call = adapter_loads.unload(self._at(now), name)
         self.advance(now)

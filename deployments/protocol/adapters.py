@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
+LOAD_TIMEOUT_S = 300.0  # the fleet has shorter deadlines; this one ends a call to a controller that hangs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:

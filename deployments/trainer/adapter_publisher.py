@@ -2,7 +2,7 @@
 
     the files are written aside, then renamed  ──► load_adapter, if the name is still at the version found
     beside it they go to the replicas          ──► a replica that received none reads the fleet's copy
-    the controller dies meanwhile              ──► its successor's catalog tells what became of the load
+    the controller dies meanwhile              ──► its successor is asked for the same load
 
 Versions that others loaded under the name are never replaced: this trainer's name the fleet and its step.
 """
@@ -21,11 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from deployments.calls.rpc import CallHandle, bounded, is_lost, retried, run_sync
+from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
+from deployments.protocol.adapters import LOAD_TIMEOUT_S, AdapterStatus
 from deployments.protocol.adapters import Adapter as LiveAdapter
-from deployments.protocol.adapters import AdapterStatus
-from deployments.protocol.errors import Conflict, FleetUnavailable, SlipstreamError, TransferFailed
+from deployments.protocol.errors import Conflict, SlipstreamError, TransferFailed
 from deployments.protocol.publishing import RoundOptions
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyncClient
@@ -37,8 +37,6 @@ from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.lora import LoraAdapter
 
 CALL_TIMEOUT_S = 60.0
-LOAD_TIMEOUT_S = 300.0  # the fleet has shorter deadlines; this one ends a call to a controller that hangs
-ATTEMPTS = 3
 ONE_CHUNK = 1 << 62  # a transfer is one payload on every transport
 FLEET, STEP = "fleet_id", "trainer_step"  # metadata of the safetensors file
 logger = serve_logger()
@@ -156,7 +154,6 @@ def _last_line(error: Exception) -> str:
 class LiveVersion:
     version: int
     path: Path
-    digest: str
     step: int | None  # the trainer's step; None: others loaded the version
 
 
@@ -190,7 +187,6 @@ class AdapterPublisher:
         return LiveVersion(
             version=newest.version,
             path=Path(newest.path),
-            digest=newest.digest,
             step=_trainer_step(Path(newest.path) / TENSORS, self._fleet_id),
         )
 
@@ -217,8 +213,7 @@ class AdapterPublisher:
             digest = hashing.result()
             written = time.monotonic()
             sending.wait()  # replicas execute instructions in order, and must receive it first
-            version = self._loaded(directory, digest, "" if self._sender is None else load_id)
-            return written, version, digest
+            return written, self._load(directory, digest, load_id), digest
 
         transfer_s = None
         try:
@@ -258,27 +253,16 @@ class AdapterPublisher:
             shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
             raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
 
-    def _loaded(self, directory: Path, digest: str, load_id: str) -> int:
-        for _ in range(ATTEMPTS):
-            before = self._own_version()
-            try:
-                return run_sync(self._load(str(directory), before, load_id, digest)).version
-            except Exception as error:
-                if not is_lost(error):
-                    raise
-            found = self.newest()
-            if found is not None and found.version > before and found.digest == digest:
-                return found.version
-            logger.warning("the controller was lost during the load of %r; loading again", self._name)
-        raise FleetUnavailable(
-            f"the adapter {self._name!r} is not published: the controller was lost {ATTEMPTS} times"
+    def _load(self, directory: Path, digest: str, load_id: str) -> int:
+        load, before = self._controller.load_adapter, self._own_version()
+        live: LiveAdapter = run_sync(
+            retried(
+                lambda: load.remote(self._name, str(directory), True, False, before, load_id, digest),
+                "load_adapter",
+                limit_s=LOAD_TIMEOUT_S,
+            )
         )
-
-    async def _load(self, directory: str, before: int, load_id: str, digest: str) -> LiveAdapter:
-        load = self._controller.load_adapter.remote(
-            self._name, directory, True, False, before, load_id, digest
-        )
-        return await bounded(load, "load_adapter", LOAD_TIMEOUT_S)
+        return live.version
 
     def _own_version(self) -> int:
         newest = self.newest()

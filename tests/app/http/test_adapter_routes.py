@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -93,19 +93,15 @@ async def test_adapter_routes_are_the_operators() -> None:
 
 
 @pytest.mark.parametrize("route", [LOAD, ALIAS])
-async def test_load_decided_before_the_controller_died_succeeds(
-    fleet: httpx.AsyncClient, controller: ControllerInProcess, math: dict[str, Any], route: str
+@pytest.mark.parametrize("dies", ["before", "after"])
+async def test_load_outlives_the_controller(
+    fleet: httpx.AsyncClient,
+    controller: ControllerInProcess,
+    math: dict[str, Any],
+    route: str,
+    dies: Literal["before", "after"],
 ) -> None:
-    controller.dies_in = {"load_adapter": "after"}
+    controller.dies_in = {"load_adapter": dies}
     answer = await fleet.post(route, json=math)
     assert answer.status_code == 200 and answer.headers.get("x-adapter", "math@1") == "math@1"
     assert await versions(fleet) == ["math@1"]
-
-
-async def test_load_lost_with_the_controller_may_be_repeated(
-    fleet: httpx.AsyncClient, controller: ControllerInProcess, math: dict[str, Any]
-) -> None:
-    controller.dies_in = {"load_adapter": "before"}
-    answer = await fleet.post(LOAD, json=math)
-    assert answer.status_code == 503 and answer.headers["retry-after"] and "x-adapter" not in answer.headers
-    assert (await fleet.post(LOAD, json=math)).headers["x-adapter"] == "math@1"

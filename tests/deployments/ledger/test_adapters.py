@@ -258,7 +258,7 @@ def test_a_fleet_without_adapters_says_why() -> None:
 def test_files_that_could_not_be_copied_leave_nothing_behind() -> None:
     scene = AdapterScene(1)
     adapter = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
-    scene.ledger.give_up_adapter(adapter, "no such directory", scene.now)
+    scene.ledger.fail_adapter(adapter, NotFound("no such directory"), scene.now)
     assert scene.ledger.adapter_ids() == set()
     assert ended(scene.load("math")).full_name == "math@2"  # type: ignore[attr-defined]
 
