@@ -14,6 +14,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     model_validator,
 )
 
@@ -145,6 +146,11 @@ class LossConfig(BaseModel):
         return self
 
 
+def wrong_fields(error: ValidationError) -> str:
+    """What is wrong, field by field, in a line."""
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+
+
 class Strategy(StrEnum):
     SINGLE = "single"  # one process
     FSDP2 = "fsdp2"  # parameters sharded over the ranks, layer by layer
@@ -220,6 +226,16 @@ class StepSettings(_Settings):
     loss: LossConfig | None = None
     updates_per_step: PositiveInt | None = None
     max_grad_norm: PositiveFloat | None = None
+
+    @classmethod
+    def read(cls, given: str | Mapping[str, Any] | None) -> Self:
+        """Read an object or its JSON. Raises ValueError, which names each wrong field."""
+        try:
+            if isinstance(given, str):
+                return cls.model_validate_json(given)
+            return cls.model_validate({} if given is None else given)
+        except ValidationError as error:
+            raise ValueError(wrong_fields(error)) from error
 
     def applied(self, config: LearnerConfig) -> LearnerConfig:
         """The settings of this step."""

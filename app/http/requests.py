@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from deployments.protocol.engine_state import InFlight, SleepTag
+from trainers.settings import StepSettings
 from trainers.trajectory import Trajectory
 
 MAX_SAMPLE = 4000  # characters of a rollout
@@ -64,6 +65,8 @@ class ScaleBody(OwnBody):
 class StepBody(OwnBody):
     trajectories: list[SkipValidation[Trajectory]]
     """The trainer checks them, and names the first bad ones by number."""
+    settings: SkipValidation[StepSettings] | None = None
+    """In place of the trainer's, for this step alone."""
 
     @model_validator(mode="wrap")
     @classmethod

@@ -43,7 +43,7 @@ class TrainRoutes:
 
         The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
         """
-        metrics: StepMetrics = await self._handle().step.remote(body.trajectories)
+        metrics: StepMetrics = await self._handle().step.remote(body.trajectories, body.settings)
         return metrics
 
     async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:

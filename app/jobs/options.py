@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
 from app.client.program_options import LOCAL_URL, Url, json_object
 from app.jobs.extraction import Extraction
@@ -181,12 +180,4 @@ class JobOptions:
             "max_grad_norm": self.max_grad_norm,
         }
         loss = {"name": self.loss, **json_object(self.loss_settings, "--loss-settings")}
-        try:
-            return StepSettings.model_validate(given | {"loss": None if self.loss is None else loss})
-        except ValidationError as error:
-            raise ValueError(wrong_fields(error)) from error
-
-
-def wrong_fields(error: ValidationError) -> str:
-    """What is wrong, field by field, in a line."""
-    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return StepSettings.read(given | {"loss": None if self.loss is None else loss})

@@ -231,16 +231,21 @@ class Trainer:
                 )
             )
 
-    async def step(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
+    async def step(
+        self, trajectories: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None = None
+    ) -> StepMetrics:
         """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`; returns its
         metrics.
+
+        Args:
+            settings: `trainers.settings.StepSettings` of this step; arrays have them in their metadata.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
             Conflict: the trainer has an older version than the fleet.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
-        return await self._queue.run("step", lambda: self._learn(trajectories))
+        return await self._queue.run("step", lambda: self._learn(trajectories, settings))
 
     async def publish(
         self, label: str | None = None, step: int | None = None, after: int | None = None
@@ -356,12 +361,14 @@ class Trainer:
             await group.flush(FLUSH_TIMEOUT_S)
         group.kill()
 
-    async def _learn(self, trajectories: Sequence[JsonValue] | bytes) -> StepMetrics:
+    async def _learn(
+        self, trajectories: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None
+    ) -> StepMetrics:
         await self._rounds.settle()
         self._rounds.require_committed()
         published = self._rounds.version if self._lora is None else self._adapter_version
         metrics: StepMetrics = await self._group.call(
-            "step", trajectories, published, timeout_s=self._step_timeout_s
+            "step", trajectories, published, settings, timeout_s=self._step_timeout_s
         )
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"

@@ -63,14 +63,23 @@ class TrainerRank:
     def rendezvous_address(self) -> tuple[str, int]:
         return own_address(), free_port()
 
-    def step(self, trajectories: Sequence[JsonValue] | bytes, published: int | None = None) -> Metrics:
-        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`. Raises
-        InvalidRequest: the batch is not valid, or does not fit in memory; nothing changed."""
+    def step(
+        self,
+        trajectories: Sequence[JsonValue] | bytes,
+        published: int | None = None,
+        settings: Mapping[str, JsonValue] | None = None,
+    ) -> Metrics:
+        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`.
+
+        Raises:
+            InvalidRequest: the batch is not valid, or does not fit in memory; nothing changed.
+        """
         self._checkpoints.wait_until_copied()
         try:
-            given = settings_of(trajectories) if isinstance(trajectories, bytes) else None
-            settings = StepSettings() if given is None else StepSettings.model_validate_json(given)
-            sampled = settings.applied(self._spec.config).loss.has_rollouts
+            given = StepSettings.read(
+                settings_of(trajectories) if isinstance(trajectories, bytes) else settings
+            )
+            sampled = given.applied(self._spec.config).loss.has_rollouts
             parsed = parse_trajectories(
                 from_bytes(trajectories, sampled=sampled)
                 if isinstance(trajectories, bytes)
@@ -79,7 +88,7 @@ class TrainerRank:
                 max_length=self._policy.max_length,
                 sampled=sampled,
             )
-            self._learner.apply(settings)
+            self._learner.apply(given)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
         try:

@@ -11,9 +11,10 @@ from app.jobs.environments.environment import (
     load_environment,
 )
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
-from app.jobs.options import JobOptions, wrong_fields
+from app.jobs.options import JobOptions
 from app.jobs.rewards import load_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask
+from trainers.settings import wrong_fields
 
 
 def load_environments(options: JobOptions) -> tuple[Environment, Environment]:

@@ -1,6 +1,6 @@
 """The trainer deployment's port: does everything at once, and refuses what the real one refuses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +52,10 @@ class FakeTrainer:
         self._adapts = adapts
         self.received: list[Any] = []
 
-    async def step(self, batch: Sequence[JsonValue] | bytes) -> dict[str, float]:
-        self.received.append(batch)
+    async def step(
+        self, batch: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None
+    ) -> dict[str, float]:
+        self.received.append(batch if settings is None else (batch, settings))
         if not batch:
             raise InvalidRequest("trajectories must be a non-empty list, got an empty list")
         return {"loss": 0.5}

@@ -1,10 +1,8 @@
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from pydantic import JsonValue
 
 from app.client import calls
 from deployments.protocol.publishing import RoundReport
@@ -99,7 +97,7 @@ async def test_publish_of_an_adapter_answers_with_its_name_and_version() -> None
             "/train/step",
             {"trajectories": [], "lr": 1},
             400,
-            "no other fields than ['trajectories'], got 'lr'",
+            "no other fields than ['settings', 'trajectories'], got 'lr'",
         ),
         ("/train/publish", {"label": 3}, 400, "label: expected a valid string, got 3"),
         (
@@ -136,6 +134,17 @@ async def test_trajectories_are_checked_by_the_trainer_which_names_them_by_numbe
     assert str(trainer.received) == "[[{'x': nan}]]"
 
 
+async def test_settings_of_a_step_reach_the_trainer_beside_its_trajectories() -> None:
+    trainer = FakeTrainer()
+    settings = {"learning_rate": 2e-6, "loss": {"name": "dapo"}}
+    async with client(FakeController(), trainer=trainer) as fleet:
+        body = {"trajectories": [TRAJECTORY], "settings": settings}
+        assert (await fleet.post("/train/step", json=body)).json() == {"loss": 0.5}
+        schemas = (await fleet.get("/openapi.json")).json()["components"]["schemas"]
+    assert trainer.received == [([TRAJECTORY], settings)]
+    assert "learning_rate" in json.dumps(schemas["SlipstreamStepBody"]["properties"]["settings"])
+
+
 async def test_without_a_trainer_every_route_says_so() -> None:
     async with client(FakeController()) as fleet:
         answers = [
@@ -151,7 +160,7 @@ async def test_without_a_trainer_every_route_says_so() -> None:
 
 async def test_step_whose_loss_is_not_finite_is_answered_with_null() -> None:
     class Diverged(FakeTrainer):
-        async def step(self, batch: Sequence[JsonValue]) -> dict[str, float]:
+        async def step(self, batch: object, settings: object) -> dict[str, float]:
             return {"loss": float("nan"), "grad_norm": float("inf"), "skipped": True}
 
         async def status(self) -> TrainerStatus:

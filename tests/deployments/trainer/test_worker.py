@@ -284,12 +284,24 @@ def test_a_warm_start_needs_tokens_alone(spec: TrainerSpec, controller: Controll
 def test_a_batch_brings_settings_for_its_own_step(spec: TrainerSpec, controller: ControllerInProcess) -> None:
     worker = started(spec, controller)
     batch = parse_trajectories(BATCH, vocabulary_size=1000, max_length=100)
-    sent = [BATCH, to_bytes(batch, '{"learning_rate": 0.125}'), to_bytes(batch)]
-    rates = [worker.step(each)["learning_rate"] for each in sent]
-    assert rates == pytest.approx([0.2e-3, 0.4 * 0.125, 0.6e-3]), "the spec warms up for four steps"
-    with pytest.raises(InvalidRequest, match="momentum"):
-        worker.step(to_bytes(batch, '{"momentum": 0.9}'))
-    assert worker.step(BATCH)["step"] == 4
+    own = {"learning_rate": 0.125}
+    rates = [
+        worker.step(BATCH)["learning_rate"],
+        worker.step(to_bytes(batch, json.dumps(own)))["learning_rate"],
+        worker.step(BATCH, settings=own)["learning_rate"],
+        worker.step(to_bytes(batch))["learning_rate"],
+    ]
+    assert rates == pytest.approx([0.2e-3, 0.4 * 0.125, 0.6 * 0.125, 0.8e-3]), "the spec warms up for 4 steps"
+    wrong = "momentum: Extra inputs are not permitted; loss.clip_low: Input should be greater than 0"
+    refused = {"momentum": 0.9, "loss": {"clip_low": -1}}
+    for call in (
+        lambda: worker.step(to_bytes(batch, json.dumps(refused))),
+        lambda: worker.step(BATCH, settings=refused),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            call()
+        assert sorted(str(error.value).split("; ")) == sorted(wrong.split("; "))
+    assert worker.step(BATCH)["step"] == 5
 
 
 @pytest.mark.parametrize(("device", "threads"), [("cpu", 1), ("cuda", 3)])
