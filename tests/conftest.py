@@ -96,6 +96,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadscope":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByScope(LoadScopeScheduling):  # type: ignore[misc]

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from tests.chaos.checker import Expected, check
-from tests.chaos.launching import MODEL, SETTINGS, Launched, launch
+from tests.chaos.launching import MODEL, SETTINGS, Launched, gpu_variables, launch
 from tests.chaos.marked_weights import save_marked
 from tests.chaos.recording import Reader, Recording, rounds_of
 from tests.environment import users_environment
@@ -37,7 +37,7 @@ class Started:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=users_environment(),
+            env=users_environment(**gpu_variables()),
         )
         # A queue for each: the end of the former process may be noticed after this one has begun.
         self.said: queue.Queue[dict[str, Any]] = queue.Queue()

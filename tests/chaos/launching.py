@@ -31,7 +31,19 @@ MARK = "SLIPSTREAM_CHAOS"
 START_S = 240.0
 STOP_S = 90.0
 DISK_MIB = 128  # for decisions and versions of 1 MiB
-SETTINGS: Mapping[str, Any] = {
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+# On a machine with GPUs a fleet, its trainer and the outside publisher share one.
+DEVICE: Mapping[str, Any] = {
+    "device": "cuda",
+    "engine": {
+        "gpus_per_rank": 0.15,
+        "gpu_memory_utilization": 0.1,
+        "extra": {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 64 << 20},
+    },
+    "weights": {"transport": "ipc", "staging": "device"},
+    "trainer": {"gpus_per_rank": 0.15},
+}
+COMMON: Mapping[str, Any] = {
     "served_model_name": MODEL,
     "engine": {"max_model_len": 512, "max_num_seqs": 16},
     "weights": {"heartbeat_timeout_s": 30},
@@ -39,6 +51,7 @@ SETTINGS: Mapping[str, Any] = {
     "store": {"keep": 100},
     "trainer": {"optimizer": {"learning_rate": 1e-6}},
 }
+SETTINGS: Mapping[str, Any] = merged(COMMON, DEVICE if GPUS else {})
 # Part of a process's title, by the name that the cases use. Engine cores are found by replica.
 TITLES = {
     "replica": "ServeReplica:slipstream:rollout",
@@ -129,7 +142,9 @@ def launch(
     file.write_text(yaml.safe_dump(document))
     command = [sys.executable, "-m", "app.command.cli", "serve", "--config", str(file)]
     command += ["--dashboard-port", str(dashboard_port)]
-    environment = users_environment(**{MARK: mark, "TMPDIR": str(scratch), **(variables or {})})
+    environment = users_environment(
+        **{MARK: mark, "TMPDIR": str(scratch), **gpu_variables(), **(variables or {})}
+    )
     if token is not None:
         environment[OPERATOR_VARIABLE] = token
     shared = _shared_memory()
@@ -163,6 +178,16 @@ def launch(
                 subprocess.run(["umount", "--lazy", str(root / "state")], check=True)
     left = left_behind(mark, shared, scratch)
     assert not left, f"left behind: {left}"
+
+
+def gpu_variables() -> dict[str, str]:
+    """The processes of pytest-xdist take the GPUs in turn; Ray starts no worker for each of many cores."""
+    if not GPUS:
+        return {}
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(index) for index in range(GPUS)]
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return {"CUDA_VISIBLE_DEVICES": devices[worker % len(devices)], "RAY_prestart_worker_first_driver": "0"}
 
 
 def left_behind(mark: str, shared: set[str], scratch: Path, patience_s: float = 20.0) -> list[str]:

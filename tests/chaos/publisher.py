@@ -20,13 +20,16 @@ from vllm.distributed.weight_transfer import (
     WeightSource,
     WeightTransferTrainerFactory,
 )
+from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from deployments.vllm_plugin import register
+from deployments.weights.transports.ipc import IpcTrainerInitInfo
 from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.chaos.marked_weights import tensors
 
 CHUNK_BYTES = 1 << 16  # several payloads a round
 TIMEOUT_S = 150.0
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def say(**fields: Any) -> None:
@@ -43,7 +46,7 @@ class Source(WeightSource):
     """The tensors of a mark."""
 
     def __init__(self, mark: int, hold: str | None) -> None:
-        self._tensors = tensors(mark)
+        self._tensors = {name: tensor.to(DEVICE) for name, tensor in tensors(mark).items()}
         self._mark = mark
         self._hold = hold
 
@@ -74,7 +77,9 @@ class Client(HTTPVLLMWeightSyncClient):
 
 
 def publish(url: str, mark: int, hold: str | None, digits: int) -> None:
-    info = ShmTrainerInitInfo(rank=0, chunk_bytes=CHUNK_BYTES)
+    info: TrainerInitInfo = ShmTrainerInitInfo(rank=0, chunk_bytes=CHUNK_BYTES)
+    if DEVICE == "cuda":
+        info = IpcTrainerInitInfo(rank=0, world_size=1, chunk_bytes=CHUNK_BYTES)
     client = Client(url, mark, hold, digits)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source(mark, hold))
     engine.send_weights()
