@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -21,7 +21,6 @@ LIVE = ("PENDING", "RUNNING")
 STOPPED_S = 8.0  # from the request to stop until the job is gone, or somebody has to look
 ANSWER_S = 30.0
 _POLL_S = 0.25
-SHOWN = ("user", "options")  # of the metadata
 
 T = TypeVar("T")
 
@@ -223,20 +222,19 @@ def listed(
     if not found:
         print("No RL job: `slipstream rl` submits one")
         return
-    print_table(found)
+    from app.command import tables
 
-
-def print_table(found: Sequence[Job]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for name in ("job", "status", "started", "user", "options"):
-        table.add_column(name, overflow="fold")
-    for job in found:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started))
-        table.add_row(job.job_id, job.status.lower(), started, *(job.metadata.get(n, "") for n in SHOWN))
-    Console().print(table, markup=False)
+    rows = [
+        {
+            "job": job.job_id,
+            "status": job.status.lower(),
+            "started": tables.clock(job.started),
+            "user": job.metadata.get("user", ""),
+            "options": job.metadata.get("options", ""),
+        }
+        for job in found
+    ]
+    tables.console().print(tables.jobs(rows))
 
 
 @cli.command("stop")

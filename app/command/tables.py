@@ -1,10 +1,12 @@
-"""What `slipstream status`, `rounds` and `adapters` print: tables for people, as wide as their terminal."""
+"""Tables for `slipstream status`, `rounds`, `adapters` and `jobs`, as wide as the terminal."""
 
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
+from typing import Generic, TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.filesize import decimal
@@ -16,6 +18,7 @@ from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, MemberStatus, ReplicaLoad, RoundStatus
 
+T = TypeVar("T")
 STYLES = {
     "serving": "green",
     "live": "green",
@@ -26,93 +29,86 @@ STYLES = {
 }
 NONE = "-"
 _NO_LIMIT = 10_000  # columns
-_WORD_WIDTH, _TEXT_WIDTH = 24, 12  # folded below it: names and numbers, sentences
+_WORD_WIDTH, _TEXT_WIDTH = 24, 12  # narrower columns are not folded
 
 
 def console() -> Console:
-    """Standard output. Lines are not folded if it is no terminal, unless COLUMNS says how wide it is."""
+    """Standard output. Without a terminal lines are folded only if COLUMNS is set."""
     made = Console(highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _NO_LIMIT
     return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+@dataclass(frozen=True, slots=True)
+class Column(Generic[T]):
     title: str
-    cells: Sequence[str]
+    cell: Callable[[T], str]
+    leaves: int = 0  # on a narrow terminal the column with the highest number is dropped first; 0: never
     number: bool = False
-    leaves: int = 0  # what does not fit leaves the table, the greatest first; 0: stays, and is folded
 
 
-class FittedTable:
-    """A table without the columns that do not fit, and without those that have nothing to say."""
+class FittedTable(Generic[T]):
+    """Drops columns that do not fit the terminal, and columns without content."""
 
-    def __init__(self, columns: Sequence[Column]) -> None:
-        self._columns = [each for each in columns if any(cell not in ("", NONE) for cell in each.cells)]
+    def __init__(self, rows: Sequence[T], *columns: Column[T]) -> None:
+        cells = [(column, [column.cell(row) for row in rows]) for column in columns]
+        self._columns = [
+            (column, made) for column, made in cells if any(cell not in ("", NONE) for cell in made)
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         left = list(self._columns)
         while True:
-            made = _table(left)
-            last = max(left, key=lambda column: column.leaves, default=None)
-            needed = Measurement.get(console, options.update_width(_NO_LIMIT), made).minimum
-            if last is None or last.leaves == 0 or needed <= options.max_width:
-                yield made
+            table = _table(left)
+            last = max(left, key=lambda each: each[0].leaves, default=None)
+            needed = Measurement.get(console, options.update_width(_NO_LIMIT), table).minimum
+            if last is None or last[0].leaves == 0 or needed <= options.max_width:
+                yield table
                 return
             left.remove(last)
 
 
-def _table(columns: Sequence[Column]) -> Table:
+def _table(columns: Sequence[tuple[Column[T], Sequence[str]]]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for column in columns:
+    for column, cells in columns:
+        longest = max(map(len, [column.title, *cells]))
         table.add_column(
             column.title,
             justify="right" if column.number else "left",
-            min_width=_min_width(column),
+            min_width=min(longest, _WORD_WIDTH if column.title else _TEXT_WIDTH),
             overflow="fold",
         )
-    for row in zip(*(column.cells for column in columns), strict=True):
+    for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
     return table
-
-
-def _min_width(column: Column) -> int:
-    longest = max(map(len, [column.title, *column.cells]))
-    return min(longest, _WORD_WIDTH if column.title else _TEXT_WIDTH)
 
 
 def fleet(
     status: FleetStatus, loads: Mapping[str, ReplicaLoad], tokens_per_s: Mapping[str, float]
 ) -> RenderableType:
-    """The fleet in a few lines, and one row for each replica."""
-    members = status.members
+    """A summary, and one row per replica."""
 
-    def of_load(show: Callable[[ReplicaLoad], str]) -> list[str]:
-        found = [loads.get(member.replica_id) for member in members]
-        return [NONE if load is None else show(load) for load in found]
+    def loaded(show: Callable[[ReplicaLoad], str]) -> Callable[[MemberStatus], str]:
+        return lambda member: show(loads[member.replica_id]) if member.replica_id in loads else NONE
 
-    ids = [member.replica_id for member in members]
-    speeds = [f"{tokens_per_s[each]:.0f}" if each in tokens_per_s else NONE for each in ids]
-    table = FittedTable(
-        [
-            Column(title="replica", cells=ids),
-            Column(title="state", cells=[_state(member) for member in members]),
-            Column(title="version", cells=[str(member.version) for member in members], number=True),
-            Column(title="running", cells=of_load(lambda load: f"{load.running}"), number=True, leaves=1),
-            Column(title="waiting", cells=of_load(lambda load: f"{load.waiting}"), number=True, leaves=2),
-            Column(title="KV", cells=of_load(lambda load: f"{load.kv_cache_use:.0%}"), number=True, leaves=4),
-            Column(title="tokens/s", cells=speeds, number=True, leaves=3),
-            Column(
-                title="silent",
-                cells=[f"{member.silent_s:.1f} s" for member in members],
-                number=True,
-                leaves=5,
-            ),
-            Column(title="", cells=[_remark(member) for member in members]),
-        ]
+    def speed(member: MemberStatus) -> str:
+        made = tokens_per_s.get(member.replica_id)
+        return NONE if made is None else f"{made:.0f}"
+
+    table = FittedTable[MemberStatus](
+        status.members,
+        Column("replica", lambda member: member.replica_id),
+        Column("state", lambda member: "draining" if member.draining else member.state),
+        Column("version", lambda member: str(member.version), number=True),
+        Column("running", loaded(lambda load: f"{load.running}"), 1, number=True),
+        Column("waiting", loaded(lambda load: f"{load.waiting}"), 2, number=True),
+        Column("KV", loaded(lambda load: f"{load.kv_cache_use:.0%}"), 4, number=True),
+        Column("tokens/s", speed, 3, number=True),
+        Column("silent", lambda member: f"{member.silent_s:.1f} s", 5, number=True),
+        Column("", lambda member: member.reason if member.reason else ", ".join(member.pending)),
     )
-    return Group(*_summary(status), "", table) if members else Group(*_summary(status))
+    return Group(*_summary(status), "", table) if status.members else Group(*_summary(status))
 
 
 def _summary(status: FleetStatus) -> Iterable[RenderableType]:
@@ -128,12 +124,9 @@ def _summary(status: FleetStatus) -> Iterable[RenderableType]:
         yield Text(f"size: {status.size.problem}", style="yellow")
     if status.condition:
         yield Text(f"engines: {', '.join(status.condition)}", style="yellow")
-    if status.store_problem is not None:
-        yield Text(f"store: {status.store_problem}", style="bold red")
-    else:
-        yield Text(
-            f"store: {'empty' if status.stored_version is None else f'version {status.stored_version}'}"
-        )
+    stored = "empty" if status.stored_version is None else f"version {status.stored_version}"
+    problem = status.store_problem
+    yield Text(f"store: {stored}") if problem is None else Text(f"store: {problem}", style="bold red")
     if status.round is not None:
         yield Text(_open_round(status.round), style="cyan")
     if status.lease is not None:
@@ -144,62 +137,47 @@ def _summary(status: FleetStatus) -> Iterable[RenderableType]:
 
 
 def _open_round(current: RoundStatus) -> str:
-    sent = ""
-    if current.file_bytes is not None:
-        sent = f", {decimal(current.sent_bytes)} of {decimal(current.file_bytes)}"
     doing = f"{current.phase} for {current.age_s:.1f} s"
-    return f"round {current.round_id}, to version {current.version}: {doing}{sent}"
+    return f"round {current.round_id}, to version {current.version}: {doing}{sent(current)}"
 
 
-def _state(member: MemberStatus) -> str:
-    return "draining" if member.draining else member.state
-
-
-def _remark(member: MemberStatus) -> str:
-    return member.reason if member.reason else ", ".join(member.pending)
+def sent(current: RoundStatus) -> str:
+    """Progress of a round that reads its weights from files; empty for any other."""
+    if current.file_bytes is None:
+        return ""
+    return f", {decimal(current.sent_bytes)} of {decimal(current.file_bytes)}"
 
 
 def rounds(reports: Sequence[RoundReport]) -> RenderableType:
-    """One row for each round. What it waited for adds up to what it took; the gap is the longest one."""
+    """One row per round: its duration, the parts that add up to it, and the longest gap of a replica."""
     if not reports:
         return Text("no round has ended")
+
+    def seconds_of(part: str) -> Callable[[RoundReport], str]:
+        return lambda report: _seconds(report.parts.get(part, 0.0))
+
     parts = dict.fromkeys(part for report in reports for part in report.parts)
-    return FittedTable(
-        [
-            Column(title="round", cells=[str(report.round_id) for report in reports], number=True, leaves=7),
-            Column(title="version", cells=[str(report.version) for report in reports], number=True),
-            Column(title="outcome", cells=[report.phase for report in reports]),
-            Column(title="opened", cells=[_clock(report.opened_at) for report in reports], leaves=4),
-            Column(title="publisher", cells=[report.publisher for report in reports], leaves=5),
-            Column(
-                title="took", cells=[_seconds(each.duration_s) for each in reports], number=True, leaves=1
-            ),
-            Column(title="bytes", cells=[_bytes(report) for report in reports], number=True, leaves=3),
-            *(
-                Column(
-                    title=part,
-                    cells=[_seconds(report.parts.get(part, 0.0)) for report in reports],
-                    number=True,
-                    leaves=2,
-                )
-                for part in parts
-            ),
-            Column(title="gap", cells=[_gap(report) for report in reports], number=True),
-            Column(title="verified", cells=[report.verification for report in reports], leaves=6),
-            Column(title="", cells=[_what_happened(report) for report in reports]),
-        ]
+    return FittedTable[RoundReport](
+        reports,
+        Column("round", lambda report: str(report.round_id), 7, number=True),
+        Column("version", lambda report: str(report.version), number=True),
+        Column("outcome", lambda report: report.phase),
+        Column("opened", lambda report: clock(report.opened_at, "%m-%d %H:%M:%S"), 4),
+        Column("publisher", lambda report: report.publisher, 5),
+        Column("took", lambda report: _seconds(report.duration_s), 1, number=True),
+        Column("bytes", _size, 3, number=True),
+        *(Column(part, seconds_of(part), 2, number=True) for part in parts),
+        Column("gap", _gap, number=True),
+        Column("verified", lambda report: report.verification, 6),
+        Column("", _what_happened),
     )
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%m-%d %H:%M:%S", time.localtime(at)) if at else NONE
 
 
 def _gap(report: RoundReport) -> str:
     return _seconds(max((each.gap_s for each in report.replicas.values()), default=0.0))
 
 
-def _bytes(report: RoundReport) -> str:
+def _size(report: RoundReport) -> str:
     size = max((each.bytes for each in report.replicas.values()), default=0)
     return decimal(size) if size else NONE
 
@@ -210,18 +188,17 @@ def _what_happened(report: RoundReport) -> str:
 
 
 def adapters(found: Sequence[AdapterStatus]) -> RenderableType:
-    """One row for each version of an adapter."""
+    """One row per version of an adapter."""
     if not found:
         return Text("no adapter is loaded")
-    return FittedTable(
-        [
-            Column(title="adapter", cells=[f"{each.name}@{each.version}" for each in found]),
-            Column(title="state", cells=[each.state for each in found]),
-            Column(title="replicas", cells=[str(len(each.replicas)) for each in found], number=True),
-            Column(title="size", cells=[decimal(each.size_bytes) for each in found], number=True, leaves=1),
-            Column(title="loaded in", cells=[_load_time(each) for each in found], number=True, leaves=2),
-            Column(title="digest", cells=[each.digest[:12] for each in found], leaves=3),
-        ]
+    return FittedTable[AdapterStatus](
+        found,
+        Column("adapter", lambda adapter: f"{adapter.name}@{adapter.version}"),
+        Column("state", lambda adapter: adapter.state),
+        Column("replicas", lambda adapter: str(len(adapter.replicas)), number=True),
+        Column("size", lambda adapter: decimal(adapter.size_bytes), 1, number=True),
+        Column("loaded in", _load_time, 2, number=True),
+        Column("digest", lambda adapter: adapter.digest[:12], 3),
     )
 
 
@@ -230,8 +207,19 @@ def _load_time(adapter: AdapterStatus) -> str:
     return NONE if took_s is None else _seconds(took_s)
 
 
+def jobs(found: Sequence[Mapping[str, str]]) -> RenderableType:
+    """One row per RL job."""
+    names = ("job", "status", "started", "user", "options")
+    return FittedTable(found, *(Column(name, itemgetter(name)) for name in names))
+
+
+def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Local time of seconds since 1970; "-" for 0."""
+    return time.strftime(form, time.localtime(at)) if at else NONE
+
+
 def _seconds(duration_s: float) -> str:
-    """Three digits are enough: a gap takes milliseconds, a round of a large model minutes."""
+    """Three digits: a gap takes milliseconds, a round of a large model minutes."""
     if duration_s == 0:
         return NONE
     if duration_s >= 100:
