@@ -1,4 +1,4 @@
-"""What programs print while something takes long: never silent for more than a few seconds."""
+"""Progress lines of programs that wait: never silent for more than a few seconds."""
 
 import threading
 import time
@@ -11,10 +11,20 @@ QUIET_S = 4.0  # longest time without a line
 
 @contextmanager
 def announced(
-    what: str, quiet_s: float = QUIET_S, to: TextIO | None = None
+    what: str,
+    quiet_s: float = QUIET_S,
+    to: TextIO | None = None,
+    ask: Callable[[], str] = str,
 ) -> Iterator[Callable[[str], None]]:
-    """Print what is being done before it blocks, and again while it lasts; `to` None: to stdout.
-    Yields what says how far it is, for the next line."""
+    """Print `what` at once, and again with the elapsed time while the block runs.
+
+    Args:
+        to: None: stdout.
+        ask: called before each line; returns the progress, empty if unknown.
+
+    Yields:
+        A function that sets the progress, for a block that knows it itself.
+    """
     began = time.monotonic()
     progress = ""
     print(what, file=to, flush=True)
@@ -22,11 +32,12 @@ def announced(
 
     def say(how_far: str) -> None:
         nonlocal progress
-        progress = f" {how_far},"
+        progress = how_far
 
     def repeat() -> None:
         while not over.wait(quiet_s):
-            print(f"{what}:{progress} {time.monotonic() - began:.0f} s", file=to, flush=True)
+            parts = [ask() or progress, f"{time.monotonic() - began:.0f} s"]
+            print(f"{what}: {', '.join(filter(None, parts))}", file=to, flush=True)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

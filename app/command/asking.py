@@ -1,13 +1,12 @@
-"""Asks the fleet for a command of the shell, and says in one sentence what went wrong.
-
-Only this module's callers print: a table for people, the fleet's own JSON for programs.
-"""
+"""Calls the fleet for the command line. Prints a table or the fleet's own JSON; an error is one sentence."""
 
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 import typer
@@ -16,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from app.client import calls
+from app.client.announcement import announced
 from app.client.connection import Call, FleetClient, FleetError, token_from, without_credentials
 from app.command import tables
 from deployments.protocol.errors import NotFound
@@ -23,19 +23,36 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetLoad
 
 T = TypeVar("T")
-ANSWER_S = 10.0  # for what only reads
-PERIOD_S = 2.0  # of --watch
+ANSWER_S = 10.0  # deadline of a call that only reads
+PROGRESS_S = 2.0
+PERIOD_S = 2.0  # between two frames of --watch
 Ask = Callable[[FleetClient], T]
 
 
-def run(url: str, call: Call[Any]) -> None:
-    """Send a call that changes the fleet, however long it takes, and print the result as JSON."""
+def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
+    """Send a call that changes the fleet, without a deadline, and print the response as JSON.
+
+    Args:
+        announcement: for a call that publishes: printed with the progress of the round.
+    """
+    watched: AbstractContextManager[Any] = nullcontext()
+    if announcement is not None:
+        watched = announced(announcement, to=sys.stderr, ask=partial(_round_progress, url))
     try:
-        with _connected(url, None) as fleet:
+        with watched, _connected(url, None) as fleet:
             answer = fleet.send(call)
     except FleetError as error:
         raise _exit(url, error) from error
     print(json.dumps(asdict(answer), indent=2))
+
+
+def _round_progress(url: str) -> str:
+    try:
+        with _connected(url, PROGRESS_S) as fleet:
+            current = fleet.send(calls.fleet()).round
+    except FleetError:  # the call itself reports it
+        return ""
+    return "" if current is None else f"{current.phase}{tables.sent(current)}"
 
 
 def show_status(url: str, *, as_json: bool, watch: bool) -> None:
@@ -46,7 +63,7 @@ def show_status(url: str, *, as_json: bool, watch: bool) -> None:
         status = fleet.send(calls.fleet())
         try:
             load = fleet.send(calls.load())
-        except FleetError:  # the fleet is worth showing without its engines' load
+        except FleetError:  # shown without the load of its engines
             return tables.fleet(status, {}, {})
         speeds = {} if before is None else tokens_per_s(before, load)
         before = load
@@ -56,7 +73,7 @@ def show_status(url: str, *, as_json: bool, watch: bool) -> None:
 
 
 def tokens_per_s(before: FleetLoad, now: FleetLoad) -> dict[str, float]:
-    """By replica; without those whose engine has started since."""
+    """Per replica, without those whose engine restarted meanwhile."""
     made = {
         name: now.replicas[name].generated_tokens - before.replicas[name].generated_tokens
         for name in before.replicas.keys() & now.replicas.keys()
@@ -101,12 +118,12 @@ def _show(url: str, document: Ask[object], table: Ask[RenderableType], *, as_jso
                 tables.console().print(table(fleet))
     except FleetError as error:
         raise _exit(url, error) from error
-    except KeyboardInterrupt:  # the usual end of --watch
+    except KeyboardInterrupt:
         return
 
 
 def _draw(frames: Iterable[RenderableType]) -> None:
-    """One frame in the place of the other, or below it without a terminal."""
+    """Redraw in place; without a terminal print frame below frame."""
     console = tables.console()
     if not console.is_terminal:
         for frame in frames:
@@ -120,8 +137,8 @@ def _draw(frames: Iterable[RenderableType]) -> None:
 def frames(
     url: str, fleet: FleetClient, table: Ask[RenderableType], ticks: Iterable[object]
 ) -> Iterator[RenderableType]:
-    """The table at each tick; a sentence when the fleet does not answer any more. Raises FleetError: it did
-    not answer the first time."""
+    """The table at each tick, or a sentence while the fleet does not respond. Raises FleetError if the first
+    call fails."""
     for number, _ in enumerate(ticks):
         try:
             shown = table(fleet)
@@ -149,7 +166,7 @@ def _exit(url: str, error: FleetError) -> typer.Exit:
 
 
 def explained(url: str, error: FleetError) -> str:
-    """The fleet's own message, and what to do where it cannot know that."""
+    """The fleet's message, and a remedy if the fleet cannot know one."""
     if error.status is None:
         return f"{error.message}: --url or SLIPSTREAM_URL gives its address"
     if not error.type or (error.status == 404 and error.type != NotFound.type):

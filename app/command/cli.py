@@ -4,7 +4,6 @@ Each command imports what it needs: `slipstream --help` responds at once.
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -198,11 +197,9 @@ def publish(
     """Serve the weights of a checkpoint directory."""
     from app.client import calls
     from app.command import asking
-    from app.command.round_progress import progress_shown
 
     call = calls.publish_directory(os.path.abspath(path), label)  # the fleet follows links
-    with progress_shown(url):
-        asking.run(url, call)
+    asking.run(url, call, f"publishing {path}")
 
 
 @cli.command()
@@ -211,11 +208,9 @@ def rollback(
 ) -> None:
     """Serve a stored version again."""
     from app.client import calls
-    from app.client.announcement import announced
     from app.command import asking
 
-    with announced(f"version {version}: replicas read and stage", to=sys.stderr):
-        asking.run(url, calls.rollback(version))
+    asking.run(url, calls.rollback(version), f"rolling back to version {version}")
 
 
 @cli.command()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from threading import Event
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from app.client.announcement import announced
 from app.client.connection import FleetClient, FleetError
 from app.command import asking
 from app.command.cli import cli
@@ -215,11 +217,14 @@ def reading(sent_mib: int, phase: str = "open") -> Any:
     return STATUS | {"round": asdict(current)}
 
 
-@pytest.mark.slow
-def test_a_directory_is_published_with_a_progress_bar(url: str, tmp_path: Path) -> None:
+def test_a_directory_is_published_and_the_rounds_progress_is_shown(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "PROGRESS_S", 30.0)
+    monkeypatch.setattr(asking, "announced", partial(announced, quiet_s=0.01))
+
     def states() -> Iterator[Any]:
-        yield STATUS
-        yield from (reading(0), reading(4), reading(10), reading(10, "committing"))
+        yield from (STATUS, reading(4), reading(10, "committing"))
         Fleet.ended.set()
 
     Fleet.states = states()
@@ -228,7 +233,8 @@ def test_a_directory_is_published_with_a_progress_bar(url: str, tmp_path: Path) 
     posted = [each for each in Fleet.requests if each[0] == "POST"]
     body = {"path": str(tmp_path), "label": "s7"}
     assert posted == [("POST", "/fleet/publish", "Bearer s3cret", body)]
-    assert "version 7" in result.stderr
+    assert ": open, 4.2 MB of 10.5 MB, " in result.stderr, result.stderr
+    assert ": committing, 10.5 MB of 10.5 MB, " in result.stderr
 
 
 @pytest.mark.parametrize(("argument", "sent"), [("3", 3), ("auto", "auto")])
@@ -247,7 +253,7 @@ def test_a_refusal_is_the_fleets_own_explanation(url: str) -> None:
     result = CliRunner().invoke(cli, ["rollback", "7", "--url", url])
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
-        "version 7: replicas read and stage",  # it may take long
+        "rolling back to version 7",
         "slipstream: a round is open (409)",
     ]
     assert Fleet.requests[0][3] == {"version": 7}
