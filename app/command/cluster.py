@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from app.command.ports import PortBlock, free_ports
+from app.command.ports import PortBlock
 from app.command.runs import MARK, keep_logs_only, marked_processes, new_run
 
 APPLICATIONS = "/api/serve/applications/"
@@ -179,7 +179,7 @@ class LocalCluster:
 
     def _command(self) -> list[str]:
         # Every port is explicit: with SO_REUSEPORT two clusters can share a default port unnoticed.
-        ports = iter(free_ports(7))
+        ports = iter(self._ports.ray)
         return [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             *(f"--node-ip-address={_NODE_ADDRESS}", f"--temp-dir={self.directory}", "--disable-usage-stats"),

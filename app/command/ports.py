@@ -1,28 +1,24 @@
-"""Ports for a fleet that starts: outside the range that the system assigns to others meanwhile."""
+"""A block of ports for each fleet, below the range from which the system assigns ports."""
 
 import errno
 import random
 import socket
 from contextlib import ExitStack
 
-DASHBOARD_PORT = 8265  # of Ray, where jobs are submitted
-# Below the system's ephemeral range: Serve and HAProxy start late, and one of Ray's workers could have taken
-# such a port by then.
-_SINGLE = range(10_000, 20_000)
+DASHBOARD_PORT = 8265  # Ray's, where jobs are submitted
 _FIRST, _END = 20_000, 32_600
 _SIZE = 200  # Serve does not reuse the port of a stopped router for two minutes
-_NAMED = 4  # the claim, HAProxy's metrics and statistics, the fallback proxy
+_RAY = 7
+_NAMED = 4 + _RAY  # the claim, HAProxy's metrics and statistics, the fallback proxy, Ray's
 _TRIES = 1000
 
 
 class PortBlock:
-    """Adjacent ports of a fleet's HAProxy, fallback proxy and routers, which no other fleet has.
+    """Adjacent ports for one fleet; the first stays bound until `close`, so no other fleet takes the block.
 
-    The first port is bound as long as the block is held.
-
-    Serve's defaults are the same for every cluster of a machine. HAProxy sends requests to the fallback
-    proxy's port while its router does not respond, and Serve's proxies share a port (SO_REUSEPORT): a fleet
-    whose router stalled was seen to answer with another fleet's weights.
+    Serve's defaults are the same for every cluster of a machine, and its proxies share a port (SO_REUSEPORT):
+    a fleet whose router stalled was seen to answer with another fleet's weights. Serve and HAProxy bind late;
+    by then a Ray worker could hold a port of the system's range.
 
     Raises:
         OSError: no block is free.
@@ -30,7 +26,7 @@ class PortBlock:
 
     def __init__(self) -> None:
         self._claim, self._first = _claimed()
-        self.metrics, self.statistics, self.fallback = range(self._first + 1, self._first + _NAMED)
+        self.metrics, self.statistics, self.fallback, *self.ray = range(self._first + 1, self._first + _NAMED)
 
     @property
     def routers(self) -> range:
@@ -40,26 +36,8 @@ class PortBlock:
         self._claim.close()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports without a listener. Raises OSError if there are too few."""
-    found: list[int] = []
-    for port in random.SystemRandom().sample(_SINGLE, len(_SINGLE)):
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError(
-        errno.EADDRINUSE, f"fewer than {count} ports from {_SINGLE.start} to {_SINGLE.stop} are free"
-    )
-
-
 def _claimed() -> tuple[socket.socket, int]:
-    """A block whose named ports are free: the socket that claims it, and its first port."""
+    """The bound socket and the first port of a block whose named ports are free."""
     for _ in range(_TRIES):
         first = random.randrange(_FIRST, _END, _SIZE)
         with ExitStack() as probes:

@@ -19,11 +19,11 @@ import psutil
 import yaml
 
 from app.client.connection import bearer
-from app.command.ports import free_ports
 from app.settings.security import OPERATOR_VARIABLE
 from tests.environment import users_environment
 from tests.fleet.deployed import merged, settings
 from tests.fleet.processes import marked, title
+from tests.free_ports import free_ports
 
 OWNER_FILE = re.compile(r"slipstream-[0-9a-f]{32}-owner")
 MODEL = "marked"

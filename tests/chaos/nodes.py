@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from app.command.ports import free_ports
 from tests.chaos.launching import Launched
+from tests.free_ports import free_ports
 from tests.waiting import until
 
 _ADDRESS = "127.0.0.3"  # of this node; the first one has 127.0.0.2

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from app.command.ports import free_ports
 from app.command.runs import MARK, marked_processes
+from tests.free_ports import free_ports
 
 if TYPE_CHECKING:
     from app.settings.config import AppConfig

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from ray import serve
 
-from app.command.ports import free_ports
 from tests.environment import users_environment
 from tests.fleet.keeping import KEEPER
+from tests.free_ports import free_ports
 
 REASON = "which other hosts can reach: expected a token in SLIPSTREAM_TOKEN"
 # The group's fleet ends before these: no test of it comes after them.

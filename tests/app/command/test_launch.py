@@ -22,7 +22,6 @@ from app.command.cluster import (
     require_free_port,
 )
 from app.command.launch import WRITE_S, await_writes, changes, environment, read_status, why_not_started
-from app.command.ports import free_ports
 from app.command.runs import MARK, marked_processes
 from app.command.submit import submit, why_not
 from app.settings.config import parse_config
@@ -30,6 +29,7 @@ from deployments.protocol.errors import JournalError
 from deployments.weights.store.versions import Store, VersionManifest
 from tests.app.command.fake_http import JsonHandler, serving
 from tests.environment import users_environment
+from tests.free_ports import free_ports
 
 
 def test_variables_that_the_user_has_set_keep_their_values() -> None:

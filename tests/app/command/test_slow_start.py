@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from app.command.cluster import ClusterError, LocalCluster
-from app.command.ports import free_ports
+from tests.free_ports import free_ports
 
 GIVES_UP = [
     "print('The current node timed out during startup.'); raise SystemExit(1)",

@@ -13,10 +13,10 @@ from app.client.program_options import parse
 from app.command import tables
 from app.command.cli import cli
 from app.command.jobs import JobsError, end
-from app.command.ports import free_ports
 from app.command.submit import run_job, submission, submit
 from app.jobs.options import JobOptions
 from tests.app.command.fake_jobs import FakeJobs
+from tests.free_ports import free_ports
 
 HERE = "http://127.0.0.1:8265"
 MADE = submission(parse(JobOptions, ["--steps", "3", "--url", "http://h:1"]), dashboard=HERE)
