@@ -92,9 +92,9 @@ def examine(
     config: Config,
 ) -> None:
     """What this machine lacks for a fleet, and what to do. Starts nothing."""
-    from app.command import checkup
+    from app.command import doctor
 
-    raise typer.Exit(checkup.examine(config))
+    raise typer.Exit(doctor.examine(config))
 
 
 @settings.command("check")

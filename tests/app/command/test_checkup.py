@@ -2,7 +2,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from app.command.checkup import Finding, Grade, disk, gpu_memory, packages
+from app.command.doctor import Finding, Grade, disk, gpu_memory, packages
 from app.settings.config import parse_config
 from app.settings.section import Device
 
