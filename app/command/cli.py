@@ -81,7 +81,7 @@ def deploy(
     config: Config,
     dashboard_port: Annotated[int, typer.Option(help="of the running fleet")] = DASHBOARD_PORT,
 ) -> None:
-    """Give the running fleet another configuration."""
+    """Give the running fleet another deployment."""
     from app.command import deploy as deployment
 
     raise typer.Exit(deployment.deploy(config, dashboard_port))
@@ -100,25 +100,25 @@ def examine(
 @settings.command("check")
 def check_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
     """Say what is wrong, as `serve` would."""
-    from app.command import configuration
+    from app.command import deploy as deployment
 
-    raise typer.Exit(configuration.check(file))
+    raise typer.Exit(deployment.check(file))
 
 
 @settings.command("show")
 def show_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
     """All settings under `args`, with their defaults."""
-    from app.command import configuration
+    from app.command import deploy as deployment
 
-    raise typer.Exit(configuration.show(file))
+    raise typer.Exit(deployment.show(file))
 
 
 @settings.command("schema")
 def show_schema() -> None:
     """The JSON schema of the settings under `args`."""
-    from app.command import configuration
+    from app.command import deploy as deployment
 
-    raise typer.Exit(configuration.schema())
+    raise typer.Exit(deployment.schema())
 
 
 @cli.command(context_settings=PASS_ON)

@@ -5,6 +5,7 @@ moved from `args` to the `user_config` of the deployment that uses them, which S
 processes (`reconfigure`). All other settings restart the fleet, replica after replica.
 """
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -162,3 +163,43 @@ def _effect(deployed: dict[str, Any], wanted: dict[str, Any]) -> str:
     if not names:
         return "Deployed; nothing restarts"
     return f"Deployed; the fleet restarts, replica after replica, because of: {', '.join(names)}"
+
+
+# -- `slipstream config` ---------------------------------------------------------------------------
+
+
+def check(path: Path) -> int:
+    """Print what is wrong, as a start would; returns the exit status."""
+    file = _checked(path)
+    if file is None:
+        return 1
+    config = file.config
+    trains = "no trainer" if config.trainer is None else f"a trainer ({config.trainer.strategy})"
+    print(
+        f"{path} is valid: {config.engine.first_replicas} replicas of {config.model} on {config.device}, "
+        f"{trains}, at {file.url}"
+    )
+    return 0
+
+
+def show(path: Path) -> int:
+    """Print all settings, defaults included, as they would be under `args`; returns the exit status."""
+    file = _checked(path)
+    if file is None:
+        return 1
+    print(yaml.safe_dump(file.config.model_dump(mode="json"), sort_keys=False), end="")
+    return 0
+
+
+def schema() -> int:
+    """Print the JSON schema of what is under `args`; returns the exit status."""
+    print(json.dumps(AppConfig.model_json_schema(), indent=2))
+    return 0
+
+
+def _checked(path: Path) -> ServeFile | None:
+    try:
+        return read_serve_file(path)
+    except (ConfigError, ValueError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        return None
