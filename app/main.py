@@ -234,8 +234,6 @@ def _router(
         max_sequences=args.router.max_sequences,
         find_replica_timeout_s=args.router.request_timeout_s,
         weight_timeout_s=args.router.request_timeout_s,
-        load_factor=args.router.load_factor,
-        prefix_affinity=args.router.prefix_affinity,
     )
     return serve.deployment(
         serve.ingress()(Ingress),

@@ -29,8 +29,6 @@ LIMITS = RouterLimits(
     max_sequences=4096,
     find_replica_timeout_s=30.0,
     weight_timeout_s=30.0,
-    load_factor=1.25,
-    prefix_affinity=True,
 )
 
 

@@ -20,12 +20,7 @@ from app.command.cluster import APPLICATIONS, dashboard_client
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import ConfigError
 
-ROUTER = (
-    "max_ongoing_requests",
-    "request_timeout_s",
-    "load_factor",
-    "prefix_affinity",
-)
+ROUTER = ("max_ongoing_requests", "request_timeout_s")
 WEIGHTS = (
     "min_replicas",
     "max_unavailable",

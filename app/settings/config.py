@@ -40,11 +40,6 @@ class RouterConfig(Section):
     """The size of a request's body; above that: 413."""
     max_sequences: PositiveInt = 16384
     """Prompts times `n` of one request; above that: 400."""
-    load_factor: float = Field(default=1.25, gt=1)
-    """At this multiple of the mean load a session leaves its replica, and a prompt the one that has its
-    prefix in the KV cache. 1000: they stay."""
-    prefix_affinity: bool = True
-    """Prefer the replica that has the prompt's prefix in its KV cache."""
 
 
 class StoreConfig(Section):
@@ -251,10 +246,6 @@ def _count_rules(config: AppConfig) -> Iterator[str]:
         if count > replicas:
             reason = f"'engine.{setting}' is {replicas}"
             yield expected(f"weights.{name}", f"at most {replicas}", count, reason)
-    if config.weights.lease_s < config.weights.heartbeat_timeout_s:
-        reason = "a lease must not expire before a replica's membership does"
-        least = f"at least 'weights.heartbeat_timeout_s', {config.weights.heartbeat_timeout_s:g}"
-        yield expected("weights.lease_s", least, f"{config.weights.lease_s:g}", reason)
     if config.engine.enable_expert_parallel and config.engine.world_size == 1:
         reason = "experts are distributed over the ranks of one replica"
         wanted = "more than one rank in a replica, or false"

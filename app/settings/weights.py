@@ -59,7 +59,8 @@ class WeightsConfig(Section):
     max_unavailable: PositiveInt = 1
     """With commit `rolling`: how many replicas swap at a time."""
     heartbeat_timeout_s: PositiveFloat = 30.0
-    """A replica that has not polled for so long is lost."""
+    """A replica that has not polled for so long is lost; a publisher that was silent for twice as long loses
+    its lease, and its round is aborted."""
     stage_timeout_s: PositiveFloat = 120.0
     """How long a replica may take to receive and verify a version; then it is fenced."""
     commit_timeout_s: PositiveFloat = 60.0
@@ -67,8 +68,6 @@ class WeightsConfig(Section):
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
     """How long running requests may continue before an update with `in_flight: wait`, or `/pause` and
     `/sleep` with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes."""
-    lease_s: PositiveFloat = 60.0
-    """A publisher that is silent for so long loses its lease, and its round is aborted."""
 
     transport: TransportName = "shm"
     """How bytes move. `shm`: CPUs of one host. `gloo`: CPUs of several. `ipc`: GPUs of one host. `nccl`: GPUs
@@ -105,4 +104,6 @@ class WeightsConfig(Section):
         return self.transport_record.staging_share if self.staging_share is None else self.staging_share
 
     def ledger(self) -> LedgerConfig:
-        return LedgerConfig(**self.model_dump(include=set(LedgerConfig.model_fields)))
+        settings = self.model_dump(include=set(LedgerConfig.model_fields))
+        # A lease must not expire before the membership of a replica does.
+        return LedgerConfig(**settings, lease_s=2 * self.heartbeat_timeout_s)

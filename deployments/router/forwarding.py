@@ -35,7 +35,7 @@ from deployments.protocol.routing import (
 from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.http_client import ConnectionPool, NotConnected, ReplicaResponse, ResponseLost
-from deployments.router.replica_policy import load_of
+from deployments.router.replica_policy import LOAD_FACTOR, load_of
 from deployments.router.router_limits import RETRY_AFTER_S, RouterLimits
 from deployments.router.scrape import Scraped, scrape
 from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Record, record
@@ -144,7 +144,7 @@ class Forwarder:
         self.deadly.check(request.identity)
         while True:
             try:
-                replica_id, endpoint = await self._choose(attempts.demand, request.blocks, limits, deadline)
+                replica_id, endpoint = await self._choose(attempts.demand, request.blocks, deadline)
             except (BackPressureError, DeploymentUnavailableError) as error:
                 reason = _one_line(error)
             except TimeoutError:
@@ -198,7 +198,7 @@ class Forwarder:
         return census
 
     async def _choose(
-        self, demand: Demand, blocks: Sequence[int], limits: RouterLimits, deadline: float
+        self, demand: Demand, blocks: Sequence[int], deadline: float
     ) -> tuple[str, ReplicaEndpoint]:
         """The replica to try, now the home of the session and a holder of the prompt. Raises TimeoutError."""
         choice = Choice()
@@ -206,7 +206,7 @@ class Forwarder:
             demand,
             home=self._affinity.home(demand.session_id),
             holders=partial(self._affinity.holders, blocks),
-            load_factor=limits.load_factor,
+            load_factor=LOAD_FACTOR,
             choice=choice,
         )
         replica_id, endpoint = await self._ask_serve(current, deadline)

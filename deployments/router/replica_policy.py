@@ -16,6 +16,7 @@ def load_of(sequences: int, body: bytes) -> int:
     return sequences + min(len(body) // LONG_PROMPT_BYTES, MAX_LONG_PROMPTS)
 
 
+LOAD_FACTOR = 1.25  # sessions and prefixes leave a replica at this multiple of the mean load
 FREE_LOAD = 8  # a replica with less is never too loaded: a decoding step takes as long for one sequence
 BYTES_PER_LOAD = 1000  # so many cached bytes of a prompt outweigh one load: benchmarks.routing
 MAX_PREFIXES = 2  # lengths of cached prefixes whose holders are compared

@@ -144,7 +144,7 @@ class Router:
             )
             outgoing = _outgoing(request, attempts, path, body, inspection.sequences)
             attempts.demand = replace(attempts.demand, stays=keeps_state(path))
-            if limits.prefix_affinity and not in_session:
+            if not in_session:
                 outgoing = replace(outgoing, blocks=block_hashes(body))
             # Leaving closes the connections, which aborts the request in the engines.
             async with self._respond(outgoing, attempts, inspection.prompts) as response:

@@ -14,10 +14,6 @@ class RouterLimits:
     max_sequences: int  # per request: prompts times completions for each
     find_replica_timeout_s: float  # generation does not count
     weight_timeout_s: float  # waiting for a version, without x-weight-timeout
-    load_factor: (
-        float  # above this multiple of the mean load a replica gets no sessions and prefixes of its own
-    )
-    prefix_affinity: bool  # requests without a session go where the beginning of their prompt is cached
 
     def with_settings(self, settings: Mapping[str, float]) -> "RouterLimits":
         """The same with the settings that may change while the fleet runs."""
@@ -26,8 +22,6 @@ class RouterLimits:
             max_in_flight=int(settings["max_ongoing_requests"]),
             find_replica_timeout_s=settings["request_timeout_s"],
             weight_timeout_s=settings["request_timeout_s"],
-            load_factor=settings["load_factor"],
-            prefix_affinity=bool(settings["prefix_affinity"]),
         )
 
 

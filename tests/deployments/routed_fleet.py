@@ -202,8 +202,6 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
         "max_sequences": 8,
         "find_replica_timeout_s": 1.0,
         "weight_timeout_s": 3.5,
-        "load_factor": 1.25,
-        "prefix_affinity": True,
     }
     fleet = Fleet()
     router = Router(fleet, RouterLimits(**(defaults | limits)))

@@ -53,7 +53,7 @@ def settings(model: Path, state_dir: Path, changes: Mapping[str, Any] | None = N
         "served_model_name": MODEL,
         "state_dir": str(state_dir),
         "engine": {"dtype": "float32", "max_model_len": 1024, "enforce_eager": True, "num_replicas": 2},
-        "weights": {"lease_s": 30, "heartbeat_timeout_s": 20},
+        "weights": {"heartbeat_timeout_s": 20},
         "trainer": {"optimizer": {"learning_rate": 0.02}},  # a step changes the greedy answers
     }
     return merged(common, changes or {})

@@ -48,8 +48,6 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
         max_sequences=1,
         find_replica_timeout_s=1,
         weight_timeout_s=1,
-        load_factor=1.25,
-        prefix_affinity=True,
     )
     # As if it had been built before Serve was started.
     router = serve.deployment(serve.ingress()(Ingress), name="router", max_constructor_retry_count=1)

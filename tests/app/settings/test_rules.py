@@ -56,11 +56,6 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "'weights.min_replicas': expected at most 2, got 3 ('engine.num_replicas' is 2)",
         ),
         (
-            {"weights": {"lease_s": 5}},
-            "'weights.lease_s': expected at least 'weights.heartbeat_timeout_s', 30, got 5 "
-            "(a lease must not expire before a replica's membership does)",
-        ),
-        (
             {"engine": {"extra": {"dtype": "x"}}},
             "'engine.extra.dtype': set 'engine.dtype' instead (every setting has one name)",
         ),

@@ -20,8 +20,6 @@ LIMITS = RouterLimits(
     max_sequences=8,
     find_replica_timeout_s=10.0,
     weight_timeout_s=3.5,
-    load_factor=1.25,
-    prefix_affinity=True,
 )
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 REASON = b'{"error": {"message": "it sleeps"}}'

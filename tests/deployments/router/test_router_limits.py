@@ -19,14 +19,10 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
         max_sequences=50,
         find_replica_timeout_s=5.0,
         weight_timeout_s=5.0,
-        load_factor=1.25,
-        prefix_affinity=True,
     )
     settings = {
         "max_ongoing_requests": 10,
         "request_timeout_s": 60.0,
-        "load_factor": 1000.0,
-        "prefix_affinity": False,
     }
     assert limits.with_settings(settings) == RouterLimits(
         max_in_flight=10,
@@ -34,8 +30,6 @@ def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
         max_sequences=50,
         find_replica_timeout_s=60.0,
         weight_timeout_s=60.0,
-        load_factor=1000.0,
-        prefix_affinity=False,
     )
 
 
