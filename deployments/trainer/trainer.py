@@ -364,7 +364,7 @@ class Trainer:
     async def _learn(
         self, trajectories: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None
     ) -> StepMetrics:
-        await self._rounds.settle()
+        await self._rounds.outcome()
         self._rounds.require_committed()
         published = self._rounds.version if self._lora is None else self._adapter_version
         metrics: StepMetrics = await self._group.call(
@@ -386,7 +386,7 @@ class Trainer:
 
     async def _go_back(self, version: int) -> RoundReport:
         label = f"rollback to {version}"
-        settled = await self._rounds.settle()
+        settled = await self._rounds.outcome()
         if settled is not None and settled.label == label:
             return settled
         await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")

@@ -39,6 +39,7 @@ class TrainerRounds:
         self.missed = loaded.missed
         self.last: RoundReport | None = None
         self.unanswered = False
+        self._untold: RoundReport | SlipstreamError | None = None  # what became of it
 
     def require_committed(self) -> None:
         if self.missed is not None:
@@ -50,7 +51,7 @@ class TrainerRounds:
         If the round before was not answered, is committed and has this label, this is the same call made
         again, and that round's report is its answer.
         """
-        settled = await self.settle()
+        settled = await self.outcome()
         if settled is not None and settled.label == label:
             return settled
         if after is None:
@@ -60,29 +61,33 @@ class TrainerRounds:
     async def replace(self, label: str) -> RoundReport:
         return await self._publish(label, None)
 
-    async def settle(self) -> RoundReport | None:
-        """Learn what became of a round whose close was not answered, and adopt its version if it is
-        committed. None: there is none, or it was aborted.
+    async def outcome(self) -> RoundReport | None:
+        """The report of a committed round whose close was not answered, for the first call after it that
+        changes anything. None: there is none, or it was aborted. Raises Conflict (the fleet has no record of
+        it), or as `settle`."""
+        await self.settle()
+        untold, self._untold = self._untold, None
+        if isinstance(untold, SlipstreamError):
+            raise untold
+        return untold
 
-        Raises:
-            Conflict: the fleet has no record of it.
-            FleetUnavailable: nothing answers yet.
-        """
+    async def settle(self) -> None:
+        """Learn what became of a round whose close was not answered, and adopt its version if it is
+        committed. Raises FleetUnavailable: nothing answers yet."""
         if not self.unanswered:
-            return None
+            return
         try:
             report: RoundReport = await self._group.call("settle", timeout_s=self._spec.publish_timeout_s)
         except FleetUnavailable:
             raise
         except SlipstreamError as error:
             self.unanswered = False
+            self._untold = None if isinstance(error, RoundAborted) else error
             logger.warning("the last publish was not answered: %s", error.message)
-            if isinstance(error, RoundAborted):
-                return None
-            raise
+            return
         logger.warning("the last publish was not answered: it is committed, as version %d", report.version)
+        self._untold = report
         await self._adopt(report)
-        return report
 
     async def _publish(self, label: str | None, after: int | None) -> RoundReport:
         for attempt in range(1, SEND_ATTEMPTS + 1):

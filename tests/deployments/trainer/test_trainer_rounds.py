@@ -67,9 +67,14 @@ async def test_a_committed_round_whose_answer_was_lost_is_adopted_before_the_nex
     assert (stored.digest, stored.trainer_step) == (scene.controller.ask("rounds")[1].digest, 2)
 
 
-async def test_a_publish_that_is_made_again_returns_the_round_that_was_committed(scene: Scene) -> None:
+@pytest.mark.parametrize("by_itself", [False, True])
+async def test_a_publish_that_is_made_again_returns_the_round_that_was_committed(
+    scene: Scene, by_itself: bool
+) -> None:
     await scene.unanswered("mine")
     scene.controller.loses.clear()
+    if by_itself:  # as the trainer asks every few seconds
+        await scene.rounds.settle()
     report = await scene.rounds.publish("mine")
     assert (report.round_id, report.version) == (2, 2) and scene.rounds.last == report
     assert len(scene.controller.ask("rounds")) == 2
@@ -87,13 +92,16 @@ async def test_a_round_that_was_aborted_meanwhile_is_reported_and_published_anew
     assert any("not answered: round 1 aborted" in each.getMessage() for each in caplog.records)
 
 
+@pytest.mark.parametrize("by_itself", [False, True])
 async def test_a_controller_that_forgot_the_round_says_that_its_outcome_is_not_known(
-    tmp_path: Path, scene: Scene
+    tmp_path: Path, scene: Scene, by_itself: bool
 ) -> None:
     await scene.unanswered()
     other = ControllerInProcess(tmp_path / "other")
     try:
         scene.worker._publisher._client._session._controller = other  # type: ignore[assignment]
+        if by_itself:
+            await scene.rounds.settle()
         with pytest.raises(Conflict, match=r"round 2 was committed is not known.*Version 0 is committed"):
             await scene.rounds.publish("next")
     finally:
