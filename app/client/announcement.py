@@ -3,10 +3,16 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 QUIET_S = 4.0  # longest time without a line
+
+
+def tell(line: str, to: TextIO | None = None) -> None:
+    """Print a line; `to` None: to stdout. Its reader may be gone: Ctrl-C ends a `| tee` too."""
+    with suppress(OSError):
+        print(line, file=to, flush=True)
 
 
 @contextmanager
@@ -27,7 +33,7 @@ def announced(
     """
     began = time.monotonic()
     progress = ""
-    print(what, file=to, flush=True)
+    tell(what, to)
     over = threading.Event()
 
     def say(how_far: str) -> None:
@@ -37,7 +43,7 @@ def announced(
     def repeat() -> None:
         while not over.wait(quiet_s):
             parts = [ask() or progress, f"{time.monotonic() - began:.0f} s"]
-            print(f"{what}: {', '.join(filter(None, parts))}", file=to, flush=True)
+            tell(f"{what}: {', '.join(filter(None, parts))}", to)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from app.client.announcement import tell
 from app.command.ports import PortBlock
 from app.command.runs import MARK, keep_logs_only, marked_processes, new_run
 
@@ -78,7 +79,7 @@ class LocalCluster:
             is_slow = self._head_has_ended() and any(words in self._end_of_log() for words in _START_SLOW)
             if is_slow or time.monotonic() > started + _HANGS_S:
                 reason = "took more than its own 30 s to start" if is_slow else "does not respond"
-                print(f"Ray {reason}: restarting it", flush=True)
+                tell(f"Ray {reason}: restarting it")
                 self._end_processes()
                 started = time.monotonic()
                 self._start_head()
@@ -128,7 +129,7 @@ class LocalCluster:
             self.require_alive()
             if time.monotonic() > deadline_s:
                 raise ClusterError(f"Serve did not start within {_START_TIMEOUT_S:.0f} s: {why}")
-            print(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Retrying", flush=True)
+            tell(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Retrying")
             time.sleep(1)
 
     def details(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class LocalCluster:
         try:
             self._client.delete(APPLICATIONS, timeout=timeout_s)
         except httpx.HTTPError as error:
-            print(f"Serve did not shut down ({error!r}); killing it", file=sys.stderr)
+            tell(f"Serve did not shut down ({error!r}); killing it", sys.stderr)
 
     def stop(self) -> None:
         """End every process of this cluster, in any state; returns when they are gone. Its logs stay."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from app.client.announcement import QUIET_S, announced
+from app.client.announcement import QUIET_S, announced, tell
 from app.command import doctor
 from app.command.cluster import ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
@@ -118,9 +118,9 @@ def serve(config: Path, dashboard_port: int) -> int:
 def _run(file: ServeFile, dashboard_port: int) -> None:
     inherited, lines = doctor.prepare(file)
     for line in lines:
-        _print(line)
+        tell(line)
     cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
-    _print(f"Logs: {logs_of(cluster.directory)} (`slipstream logs` shows them)")
+    tell(f"Logs: {logs_of(cluster.directory)} (`slipstream logs` shows them)")
     try:
         with announced("Starting Ray"):
             cluster.start()
@@ -135,7 +135,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
             signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up leaves processes behind
         cluster.stop()
         remove_orphans()
-        _print(f"Stopped; logs are in {logs_of(cluster.directory)}")
+        tell(f"Stopped; logs are in {logs_of(cluster.directory)}")
 
 
 def why_not_started(message: str) -> str:
@@ -158,17 +158,15 @@ def _watch(cluster: LocalCluster, file: ServeFile) -> None:
         if not was_up and not lines and time.monotonic() - printed_s >= QUIET_S:
             lines = [f"starting: {time.monotonic() - start_s:.0f} s"]
         for line in lines:
-            _print(f"  {line}")
+            tell(f"  {line}")
             printed_s = time.monotonic()
         if now.status == "DEPLOY_FAILED" and not was_up:
             raise ClusterError(f"the fleet could not be started:\n{why_not_started(now.message)}")
         if now.status == "RUNNING" and not was_up:
             was_up = True
-            _print(
-                f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)"
-            )
+            tell(f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)")
         elif was_up and now.status != (before.status if before is not None else ""):
-            _print(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
+            tell(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
         before = now
         time.sleep(_POLL_S)
 
@@ -187,7 +185,7 @@ def _stop_serve(cluster: LocalCluster, store: Store, say: Callable[[str], None])
         cluster.undeploy(_GRACE_S)
         await_writes(store, say)
     except Stop:
-        _print("Killing")
+        tell("Killing")
 
 
 def await_writes(
@@ -207,7 +205,3 @@ def await_writes(
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:
     raise Stop
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)

@@ -174,7 +174,7 @@ class Store:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                size = sum(file.stat().st_size for file in partial.glob("*"))
+                size = sum(map(_size, partial.glob("*")))
                 found.append(f"{partial.name.split('.')[1]} ({size / 1e9:.1f} GB)")
             except OSError:
                 pass
@@ -211,3 +211,10 @@ class Store:
 
     def _path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # its directory got its name meanwhile
+        return 0

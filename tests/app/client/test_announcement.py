@@ -1,3 +1,4 @@
+import os
 import re
 import time
 
@@ -15,3 +16,17 @@ def test_a_wait_is_announced_at_once_and_again(capsys: pytest.CaptureFixture[str
         say("3 of 9 tensors")
         time.sleep(0.3)
     assert re.search(r"^loading: 3 of 9 tensors, \d s$", capsys.readouterr().out, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_what_is_announced_goes_on_when_nobody_reads() -> None:
+    """Ctrl-C ends the `tee` behind a fleet too, whose stop has still to wait for the store."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = os.fdopen(writer, "w")
+    try:
+        with announced("stopping", quiet_s=0.05, to=output):
+            time.sleep(0.2)
+    finally:
+        with pytest.raises(BrokenPipeError):  # what could not be printed
+            output.close()

@@ -294,10 +294,13 @@ def test_a_stop_waits_for_a_version_that_a_living_process_writes(tmp_path: Path)
     with ExitStack() as stack:
         directory = stack.enter_context(store.writing(VersionManifest(version=12, tensors={})))
         (directory / "model.safetensors").write_bytes(bytes(60_000_000))
+        gone = directory / "gone since it was listed"
+        gone.symlink_to("nowhere")
 
         def pause(seconds: float) -> None:
             nonlocal paused
             paused += 1
+            gone.unlink(missing_ok=True)
             if paused == 50:
                 stack.close()
 
