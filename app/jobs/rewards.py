@@ -11,6 +11,7 @@ import inspect
 import math
 import multiprocessing
 import numbers
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -72,9 +73,10 @@ def checked(reward: Any, source: str) -> float:
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
             value = item()
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise ValueError(f"{source} must return a finite number, got {reward!r}")
+    with suppress(OverflowError):  # an integer of 400 digits
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+    raise ValueError(f"{source} must return a finite number, got {reward!r:.200}")
 
 
 async def awaited(
@@ -120,23 +122,24 @@ class RewardProcess:
         self._timeout_s = timeout_s
         self._process: SpawnProcess | None = None
         self._pipe: Connection
+        atexit.register(self._end)
 
     async def score(self, entry: Mapping[str, Any], answer: str, details: Mapping[str, Any]) -> float:
         process = self._process or self._start()
         try:
             async with asyncio.timeout(self._timeout_s):
-                self._pipe.send((entry, answer, details))
+                await asyncio.to_thread(self._pipe.send, (entry, answer, details))  # it may still import
                 await _readable(self._pipe)
             made: float | str = self._pipe.recv()
         except TimeoutError:
-            self._end(process)
+            self._end()
             raise Unanswered(f"the reward took longer than {self._timeout_s:g} s") from None
         except (EOFError, OSError) as error:
             process.join(EXIT_S)
-            self._end(process)
+            self._end()
             raise ValueError(f"the reward's process exited with {process.exitcode}") from error
         except asyncio.CancelledError:  # what it would answer is not for the next question
-            self._end(process)
+            self._end()
             raise
         if isinstance(made, str):
             raise ValueError(made)
@@ -148,13 +151,16 @@ class RewardProcess:
         self._process = context.Process(target=_answer, args=(self._path, theirs))  # a daemon has no children
         self._process.start()
         theirs.close()
-        atexit.register(self._process.kill)
         return self._process
 
-    def _end(self, process: SpawnProcess) -> None:
-        process.kill()
-        process.join()
-        self._process = None
+    def _end(self) -> None:
+        """With what the function has started. One that waits for a disk may not exit."""
+        process, self._process = self._process, None
+        if process is not None and process.pid is not None:
+            with suppress(ProcessLookupError):  # it leads no group yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join(EXIT_S)
 
 
 async def _readable(pipe: Connection) -> None:
@@ -172,9 +178,8 @@ def _answer(path: str, pipe: Connection) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     die_with(parent.sentinel)
-    # A terminal sends SIGINT to the job too, and Ray SIGTERM; the job ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.setsid()  # a group of its own, with what the function starts; and no signals of the terminal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray sends it to each of the job's; the job ends this one
     function = imported(path, "--reward")
     while True:
         try:

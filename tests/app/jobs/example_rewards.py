@@ -1,8 +1,10 @@
 """Rewards as users write them; a module of its own, because the process of a reward imports it."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,3 +104,13 @@ def kills_the_job(entry: Entry, answer: str) -> float:
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(120)
     return 0.0
+
+
+def starts_a_program(entry: Entry, answer: str) -> float:
+    """As one that runs what the model wrote."""
+    subprocess.run(["sh", "-c", f"echo $$ > {entry['file']}; exec sleep 600"], check=True)
+    return 0.0
+
+
+if multiprocessing.parent_process() is not None and "IMPORT_WAITS_FOR" in os.environ:
+    waits_for_a_file({"file": os.environ["IMPORT_WAITS_FOR"]}, "")

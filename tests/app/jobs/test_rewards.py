@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from app.jobs.policy import Unanswered
 from app.jobs.rewards import Reward, checked, load_reward
+from tests.waiting import until
 
 EXAMPLES = "tests.app.jobs.example_rewards"
 
@@ -38,6 +40,31 @@ async def test_a_function_that_blocks_does_not_block_the_job(tmp_path: Path) -> 
     await asyncio.sleep(0)  # the task begins
     file.touch()
     assert await asked == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+async def test_a_problem_that_is_larger_than_a_pipe_does_not_block_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMPORT_WAITS_FOR", str(tmp_path / "file"))
+    asked = asyncio.create_task(example("length")({"tests": "x" * 4_000_000}, "a", {}))
+    await asyncio.sleep(0)
+    (tmp_path / "file").touch()
+    assert await asked == 1.0
+
+
+@pytest.mark.slow
+async def test_a_reward_that_is_ended_takes_along_what_it_has_started(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    asked = asyncio.create_task(example("starts_a_program")({"file": str(file)}, "", {}))
+    while not (file.exists() and file.read_text().endswith("\n")):
+        await asyncio.sleep(0.05)
+    started = psutil.Process(int(file.read_text()))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    until(lambda: not started.is_running() or started.status() == psutil.STATUS_ZOMBIE, 30, "its end")
 
 
 @pytest.mark.slow
@@ -133,7 +160,10 @@ def test_a_reward_may_be_any_number(reward: object, expected: float) -> None:
 
 @pytest.mark.parametrize(
     "reward",
-    [None, "1", float("nan"), float("inf"), [1.0], 1j, np.array([1.0, 2.0]), torch.tensor(float("nan"))],
+    [
+        *(None, "1", float("nan"), float("inf"), 10**400, Fraction(10**400), [1.0], 1j),
+        *(np.array([1.0, 2.0]), torch.tensor(float("nan"))),
+    ],
 )
 def test_a_reward_must_be_a_finite_number(reward: object) -> None:
     with pytest.raises(ValueError, match="the reward must return a finite number"):
