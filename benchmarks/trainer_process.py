@@ -21,7 +21,6 @@ class TrainerProcess:
     Args:
         gpu: the trainer's GPU, counted over all of the machine.
         dtype: of its parameters; they are sent in bfloat16.
-        adapter: the rank of a LoRA adapter, whose sum with the model is sent; 0: none.
     """
 
     def __init__(
@@ -32,12 +31,11 @@ class TrainerProcess:
         gpu: int,
         tied: bool = False,
         dtype: str = "bfloat16",
-        adapter: int = 0,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_train, args=(theirs, size, seed, gpu, tied, dtype, adapter), daemon=True
+            target=_train, args=(theirs, size, seed, gpu, tied, dtype), daemon=True
         )
         self._process.start()
         self.size_bytes = int(self._pipe.recv())
@@ -123,7 +121,7 @@ class _PipeClient:
             raise RuntimeError(failure)
 
 
-def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, adapter: int) -> None:
+def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     import torch
 
@@ -132,7 +130,6 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, ad
     torch.cuda.set_device(0)
     model = random_model(size, seed, "cuda", tied=tied, dtype=dtype)
     pipe.send(sum(p.numel() * torch.bfloat16.itemsize for p in model.parameters()))
-    trained = _random_adapter(model, adapter) if adapter else None
     engine: Any = None
     while True:
         command, *rest = pipe.recv()
@@ -141,7 +138,7 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, ad
             if command == "connect":
                 if engine is not None:
                     engine.shutdown()
-                engine = _trainer_engine(_PipeClient(pipe), model, trained, *rest)
+                engine = _trainer_engine(_PipeClient(pipe), model, *rest)
             else:
                 if rest[0] is not None:
                     new = random_model(size, rest[0], "cuda", tied=tied, dtype=dtype)
@@ -160,24 +157,9 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, ad
             pipe.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def _random_adapter(model: Any, rank: int) -> Any:
-    """An adapter that changes something: peft begins with zeros."""
-    import torch
-
-    from trainers.lora import LoraAdapter
-    from trainers.settings import LoraConfig
-
-    adapter = LoraAdapter(model, LoraConfig(publish="merged", rank=rank, alpha=rank), seed=0)
-    with torch.no_grad():
-        for half in adapter.parameters():
-            half.normal_(std=0.01)
-    return adapter
-
-
 def _trainer_engine(
     client: Any,
     model: Any,
-    adapter: Any,
     backend: str,
     workers: int,
     chunk_bytes: int | None,
@@ -197,7 +179,7 @@ def _trainer_engine(
     facts = TrainerFacts(
         rank=0, workers=workers, master_address="127.0.0.1", master_port=free_port(), chunk_bytes=chunk_bytes
     )
-    parameters = ParameterSource(model, adapter=adapter, dtype=torch.bfloat16)
+    parameters = ParameterSource(model, dtype=torch.bfloat16)
     source = PublishSource(parameters, keep_copy=False)
     source.begin()
     info: Any = trainer_init_info(backend, facts)
