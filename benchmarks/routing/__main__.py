@@ -47,12 +47,10 @@ class Run:
     policy: str
     seed: int
     load_factor: float
-    hand_back_s: float | None
 
     def __call__(self) -> Outcome:
         shape, fleet = SCENARIOS[self.scenario]
         made = partial(Ours, load_factor=self.load_factor) if self.policy == OURS else POLICIES[self.policy]
-        fleet = replace(fleet, hand_back_s=self.hand_back_s)
         trace = make_trace(shape, self.seed)
         return Simulation(fleet, trace, Text(self.seed), made, self.seed).run()
 
@@ -62,9 +60,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--load-factor", type=float, default=1.25, help="of ours")
-    parser.add_argument(
-        "--hand-back", type=float, help="seconds; what waits longer moves to where there is room"
-    )
     parser.add_argument("--seeds", type=int, default=4, help="traces of each scenario")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args(arguments)
@@ -75,13 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
     with ProcessPoolExecutor(args.processes) as pool:
         for scenario, policy in itertools.product(args.scenario, args.policy):
             runs = [
-                Run(
-                    scenario=scenario,
-                    policy=policy,
-                    seed=seed,
-                    load_factor=args.load_factor,
-                    hand_back_s=args.hand_back,
-                )
+                Run(scenario=scenario, policy=policy, seed=seed, load_factor=args.load_factor)
                 for seed in range(1, args.seeds + 1)
             ]
             print(_row(scenario, policy, list(pool.map(Run.__call__, runs))), flush=True)

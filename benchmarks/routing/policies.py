@@ -8,7 +8,7 @@ defaults of that package (`router_args.py`), and with an exact index where it ha
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Protocol
@@ -24,7 +24,6 @@ class Asked:
 
     body: bytes
     session: str | None
-    refused: str | None = None  # the replica that has handed it back
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +33,6 @@ class Known:
     own: Counter[str]
     others: dict[str, int]  # as of their last report
     versions: dict[str, int]
-    remaining: Callable[[str], int]  # tokens that a replica has still to make, which nobody knows
 
     def load(self, replica_id: str) -> int:
         return self.own[replica_id] + self.others[replica_id]
@@ -65,30 +63,6 @@ class PowerOfTwo(Policy):
 
     def __call__(self, asked: Asked, known: Known) -> str:
         return min(self._rng.sample(list(known.others), 2), key=known.load)
-
-
-class Oracle(PowerOfTwo):
-    """What the best knowledge of lengths could give: two are drawn, and the one with less to do is chosen."""
-
-    def __call__(self, asked: Asked, known: Known) -> str:
-        return min(self._rng.sample(list(known.others), 2), key=known.remaining)
-
-
-class Rendezvous(Policy):
-    """Ours until now: sessions by rendezvous hashing whatever the load is, all else by power of two."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def __call__(self, asked: Asked, known: Known) -> str:
-        candidates = [
-            Candidate(
-                replica_id=each, version=known.versions[each], admitted=True, in_flight=known.others[each]
-            )
-            for each in known.others
-        ]
-        demand = Demand(session_id=asked.session, stays=True, in_flight=known.own)
-        return order_candidates(candidates, demand, self._rng.sample)[0][0]
 
 
 class ConsistentHash(Policy):
@@ -181,32 +155,18 @@ class Ours(Policy):
             holders=partial(self._affinity.holders, blocks),
             in_flight=known.own,
             load_factor=self._load_factor,
-            refused=() if asked.refused is None else (asked.refused,),
         )
         chosen = order_candidates(candidates, demand, self._rng.sample)[0][0]
         self._affinity.sent(chosen, known.versions[chosen], session_id=asked.session, blocks=blocks)
         return chosen
 
 
-class OursAndOracle(Ours):
-    """Ours, with the tokens that replicas have still to make as their load: in units of a usual answer."""
-
-    answer = 500
-
-    def __call__(self, asked: Asked, known: Known) -> str:
-        loads = {each: known.remaining(each) // self.answer for each in known.others}
-        return super().__call__(asked, replace(known, own=Counter(), others=loads))
-
-
 POLICIES: dict[str, Callable[[random.Random], Policy]] = {
     "round robin": RoundRobin,
     "power of two": PowerOfTwo,
-    "rendezvous (before)": Rendezvous,
     "vllm-router consistent_hash": ConsistentHash,
     "vllm-router cache_aware": CacheAware,
     "Slipstream": Ours,
-    "power of two, lengths known": Oracle,
-    "Slipstream, lengths known": OursAndOracle,
 }
 
 

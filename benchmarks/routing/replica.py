@@ -42,7 +42,6 @@ class Running:
     prompt: int
     output: int
     payload: object
-    arrived: float
     done: int = 0
     unfilled: int = 0
     pinned: int = 0  # blocks
@@ -75,11 +74,6 @@ class Replica:
     @property
     def load(self) -> int:
         return len(self.running) + len(self.waiting)
-
-    @property
-    def remaining(self) -> int:
-        """Tokens that it has still to make."""
-        return sum(each.output - each.done for each in (*self.running, *self.waiting))
 
     def change_weights(self) -> None:
         """No block of the old ones is used again, but by what is running."""

@@ -30,7 +30,6 @@ class Fleet:
     routers: int = 1
     at_once: int | None = None
     version_s: float = 60.0
-    hand_back_s: float | None = None  # a request that waits so long moves to a replica that has a place
     report_s: float = 0.75
     engine: Engine = field(default_factory=Engine)
 
@@ -43,7 +42,6 @@ class Outcome:
     done: float = 0.0  # the last answer
     queried: int = 0
     hits: int = 0
-    moved: int = 0  # requests that were handed back
     imbalance: float = 0.0  # the highest load divided by the mean, averaged over requests
 
 
@@ -78,7 +76,6 @@ class Simulation:
                 own=self._sent[i],
                 others=dict.fromkeys(self._replicas, 0),
                 versions=dict.fromkeys(self._replicas, 0),
-                remaining=lambda name: self._replicas[name].remaining,
             )
             for i in range(fleet.routers)
         ]
@@ -100,8 +97,6 @@ class Simulation:
                 break
         self._at(self._fleet.version_s, self._update)
         self._at(self._fleet.report_s, self._report)
-        if self._fleet.hand_back_s is not None:
-            self._at(self._fleet.hand_back_s, self._hand_back)
         while self._under_way:
             now, _, event = heapq.heappop(self._events)
             event(now)
@@ -124,10 +119,10 @@ class Simulation:
         self._at(now, lambda at: self._ask(trajectory, 0, at))
         return True
 
-    def _ask(self, trajectory: Trajectory, turn: int, now: float, refused: str | None = None) -> None:
+    def _ask(self, trajectory: Trajectory, turn: int, now: float) -> None:
         router = self._rng.randrange(self._fleet.routers)
         body = self._text.body(trajectory, turn)
-        asked = Asked(body=body, session=trajectory.session, refused=refused)
+        asked = Asked(body=body, session=trajectory.session)
         name = self._policies[router](asked, self._known[router])
         request = _Request(
             trajectory=trajectory,
@@ -140,9 +135,7 @@ class Simulation:
         replica = self._replicas[name]
         each = trajectory.turns[turn]
         blocks = self._blocks[trajectory.number][: (each.prompt + each.output) // BLOCK]
-        sequence = Running(
-            blocks=blocks, prompt=each.prompt, output=each.output, payload=request, arrived=now
-        )
+        sequence = Running(blocks=blocks, prompt=each.prompt, output=each.output, payload=request)
         replica.waiting.append(sequence)
         loads = [each.load for each in self._replicas.values()]
         self._imbalances.append(max(loads) * len(loads) / sum(loads))
@@ -187,25 +180,6 @@ class Simulation:
         for replica in self._replicas.values():
             replica.change_weights()
         self._at(now + self._fleet.version_s, self._update)
-
-    def _hand_back(self, now: float) -> None:
-        """What waits in a replica goes through the policy again, if another one has room."""
-        assert self._fleet.hand_back_s is not None
-        with_room = [name for name, each in self._replicas.items() if not each.waiting]
-        for name, replica in self._replicas.items():
-            old = [
-                each
-                for each in replica.waiting
-                if now - each.arrived > self._fleet.hand_back_s and not each.done
-            ]
-            for each in old[: len(with_room)]:
-                replica.waiting.remove(each)
-                request = each.payload
-                assert isinstance(request, _Request)
-                self._sent[request.router][name] -= request.load
-                self.outcome.moved += 1
-                self._ask(request.trajectory, request.turn, now, refused=name)
-        self._at(now + self._fleet.hand_back_s / 2, self._hand_back)
 
     def _report(self, now: float) -> None:
         for index, known in enumerate(self._known):
