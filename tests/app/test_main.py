@@ -62,13 +62,6 @@ def test_no_option_of_a_running_engine_depends_on_how_many_there_are(tmp_path: P
     assert "OMP_NUM_THREADS" not in one["runtime_env"]["env_vars"]
 
 
-def test_the_policy_decides_within_the_configured_bounds(tmp_path: Path) -> None:
-    scaling = rollout(tmp_path, num_replicas=2, max_replicas=4)._deployment_config.autoscaling_config
-    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (1, 2, 4)
-    assert scaling.policy.policy_kwargs["most"] == 4
-    assert scaling.policy.get_policy().__name__ == "FleetScaling"
-
-
 def test_a_fixed_fleet_has_no_policy(tmp_path: Path) -> None:
     config = rollout(tmp_path, num_replicas=3)._deployment_config
     assert (config.num_replicas, config.autoscaling_config) == (3, None)

@@ -40,12 +40,6 @@ def test_prime_rl_updates_from_a_directory_within_a_pause(fleet: Fleet) -> None:
         assert [answer.token_ids for answer in on_every_replica(admin).values()] == [expected] * 2
 
 
-def test_prime_rl_is_told_at_once_that_its_broadcast_is_another(fleet: Fleet) -> None:
-    body = {"host": "127.0.0.1", "port": 1, "rank_offset": 0, "inference_world_size": 2, "timeout": 1}
-    with fleet.client() as admin:
-        assert admin.post("/init_broadcaster", json=body).status_code == 404  # it continues without
-
-
 @pytest.mark.long  # the fleet waits ten seconds for the directory that is missing
 @ADAPTERS
 def test_prime_rl_loads_adapters_under_one_name(adapted: Adapted) -> None:

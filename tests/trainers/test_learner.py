@@ -13,19 +13,6 @@ from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import VersionSpan
 
 
-def test_a_step_makes_good_completions_likelier_and_bad_ones_less_likely(tmp_path: Path) -> None:
-    policy = tiny.policy(tmp_path)
-    before = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
-    metrics = Learner(policy, CONFIG).step(on_policy(policy, ANSWERS))
-    after = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}
-    assert after[(6, 7, 1)] > before[(6, 7, 1)]
-    assert after[(8, 1)] < before[(8, 1)]
-    assert metrics["importance_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert metrics["ratio_mean"] == pytest.approx(1.0)
-    assert metrics["tokens"] == 8 and metrics["step"] == 1 and metrics["skipped"] is False
-    assert metrics["learning_rate"] == pytest.approx(0.25e-3)
-
-
 def test_the_gradient_is_that_of_reinforce_written_out(tmp_path: Path) -> None:
     policy, plain = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
     batch = on_policy(policy, ANSWERS)

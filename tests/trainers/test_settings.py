@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -60,15 +58,6 @@ def test_an_adapter_that_is_merged_has_no_name() -> None:
         "Value error, 'name': expected none with publish 'merged', got 'math' (what is published is a "
         "version of the model, under the model's name)"
     )
-
-
-def test_importing_the_settings_imports_nothing_heavy() -> None:
-    program = (
-        "import sys, trainers.settings\n"
-        "print([name for name in ('torch', 'transformers', 'numpy', 'ray', 'vllm') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_each_loss_has_the_defaults_of_its_paper_and_they_can_be_changed() -> None:

@@ -11,7 +11,7 @@ from deployments.protocol.engine_state import InFlight, Pause
 from deployments.protocol.responses import FleetStatus
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_status import report
-from tests.app.http.fake_trainer import STATUS, FakeTrainer, adapter_report
+from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import FakeRouter, client
 from trainers.trajectory import Trajectory, VersionSpan
 from trainers.trajectory_arrays import from_bytes
@@ -66,12 +66,6 @@ async def test_the_trainers_calls_are_typed() -> None:
         assert (await made.send(calls.save("/data/x"))).path == "/data/x"
         assert await made.send(calls.train_status()) == STATUS
     assert from_bytes(trainer.received[0]) == [TRAJECTORY]
-
-
-async def test_a_publish_of_an_adapter_is_read_as_one() -> None:
-    async with fleet(FakeController(), FakeTrainer(adapts=True)) as made:
-        assert await made.send(calls.publish("step 1")) == adapter_report(5, "step 1")
-        assert (await made.send(calls.train_status())).adapter == "math"
 
 
 async def test_vllms_routes_are_read_too() -> None:

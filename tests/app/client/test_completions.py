@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from app.client.completions import Answer, Completion, complete, join, read_completion
+from app.client.completions import Answer, Completion, join, read_completion
 from trainers.trajectory import Trajectory, VersionSpan
 
 SPANS = [{"version": 3, "start": 0, "end": 2}]
@@ -79,20 +79,6 @@ def test_several_answers_are_no_single_answer() -> None:
         _ = read({"choices": [CHAT, CHAT]}).answer
     with pytest.raises(ValueError, match="got none"):
         join([read({"choices": []})])
-
-
-def test_a_completion_is_greedy_and_of_a_fixed_length_unless_options_say_otherwise() -> None:
-    call = complete("tiny", (1, 2), 8, headers={"x-session-id": "a"}, temperature=1.0, seed=3)
-    assert call.headers == {"x-session-id": "a"}
-    assert call.body == {
-        "model": "tiny",
-        "prompt": [1, 2],
-        "max_tokens": 8,
-        "temperature": 1.0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "seed": 3,
-    }
 
 
 def test_an_answer_with_its_advantage_is_a_trajectory() -> None:

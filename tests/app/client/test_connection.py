@@ -48,14 +48,6 @@ def refusal(status: int, message: str, kind: str) -> httpx.Response:
     return httpx.Response(status, json={"error": {"type": kind, "message": message, "detail": {}}})
 
 
-async def test_both_clients_read_the_same_answer() -> None:
-    with blocking(ok()) as client:
-        health = client.send(calls.health())
-    async with patient(ok()) as other:
-        assert await other.send(calls.health()) == health
-    assert (health.serving, health.weight_version) == (2, 3)
-
-
 async def test_a_fleet_that_is_short_of_replicas_is_asked_again() -> None:
     async with patient(busy(), busy(), ok()) as client:
         assert (await client.send(calls.health())).status == "ok"

@@ -51,14 +51,6 @@ def test_a_wrong_option_ends_the_program_with_its_name(
     assert message in capsys.readouterr().err
 
 
-def test_help_has_the_programs_description(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse(Options, ["--help"])
-    assert caught.value.code == 0
-    shown = capsys.readouterr().out
-    assert "Counts to a number." in shown and "how far" in shown
-
-
 def test_an_object_must_be_one() -> None:
     assert json_object('{"a": 1}', "--engine") == {"a": 1}
     with pytest.raises(ValueError, match=r"--engine: expected a JSON object, got '\[1\]'"):

@@ -24,21 +24,14 @@ OPERATIONS: list[tuple[str, bytes, Operation]] = [  # `test_same_as_vllm` has wh
         WakeUp(tags=(SleepTag.KV_CACHE, SleepTag.WEIGHTS)),
     ),
     ("/sleep", b'{"level": 2}', Sleep(level=2)),  # SkyRL
-    ("/sleep", b'{"level": 2, "tags": ["weights"], "mode": "keep"}', Sleep(level=2, mode=InFlight.KEEP)),
     ("/sleep?level=1", b'{"level": 2}', Sleep(level=1)),
     ("/sleep?mode=wait", b'{"level": 0}', Sleep(level=0, mode=InFlight.WAIT)),
     ("/wake_up", b'{"tags": ["weights"]}', WakeUp(tags=(SleepTag.WEIGHTS,))),  # SkyRL
-    ("/wake_up", b'{"tags": null}', WakeUp(tags=None)),
     ("/wake_up?tags=kv_cache", b'{"tags": ["weights"]}', WakeUp(tags=(SleepTag.KV_CACHE,))),
     (
         "/reset_prefix_cache",
         b'{"reset_running_requests": true}',  # SkyRL
         ResetPrefixCache(reset_running_requests=True),
-    ),
-    (
-        "/reset_prefix_cache?reset_external=true",
-        b'{"reset_running_requests": false}',
-        ResetPrefixCache(reset_connector=True),
     ),
     (
         "/reset_prefix_cache?reset_running_requests=1",
@@ -61,10 +54,7 @@ async def test_parameters_in_query_and_body_become_an_operation(
     ("path", "content", "message"),
     [
         ("/pause?mode=nap", b"", "mode: expected 'keep', 'wait' or 'abort', got 'nap'"),
-        ("/pause?clear_cache=soon", b"", "clear_cache: expected a valid boolean, got 'soon'"),
         ("/sleep?level=3", b"", "level: expected less than or equal to 2, got '3'"),
-        ("/sleep?level=deep", b"", "level: expected a valid integer, got 'deep'"),
-        ("/sleep?level=1&mode=", b"", "mode: expected 'keep', 'wait' or 'abort', got ''"),
         (
             "/wake_up?tags=weights&tags=weigths",
             b"",
@@ -72,15 +62,7 @@ async def test_parameters_in_query_and_body_become_an_operation(
         ),
         ("/reset_prefix_cache?reset_external=", b"", "reset_external: expected a valid boolean, got ''"),
         ("/abort_requests", b'{"request_ids": "a"}', "request_ids: expected a valid list, got 'a'"),
-        ("/sleep", b'{"level": 3}', "level: expected less than or equal to 2, got 3"),
         ("/sleep", b'{"level": "2"}', "level: expected a valid integer, got '2'"),
-        ("/wake_up", b'{"tags": "weights"}', "tags: expected a valid list, got 'weights'"),
-        ("/wake_up", b'{"tags": ["all"]}', "tags: expected 'weights', 'kv_cache' or 'scheduling', got 'all'"),
-        (
-            "/reset_prefix_cache",
-            b'{"reset_running_requests": "yes"}',
-            "reset_running_requests: expected a valid boolean, got 'yes'",
-        ),
         ("/reset_prefix_cache", b"[true]", "the body: expected an object, got list"),
     ],
 )

@@ -196,13 +196,6 @@ def test_changed_byte_of_real_handles_is_handles_or_refused(data: st.DataObject)
         read_handles(base64.b64encode(bytes(real)).decode())
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=10,
-)
-
-
 @pytest.mark.parametrize("protocol", [3, 4, 5])
 def test_real_handles_are_read_whatever_the_protocol(protocol: int) -> None:
     made = pickle.dumps([{"GPU-1": ipc_handle()}] * 3, protocol)

@@ -62,23 +62,10 @@ async def test_call_forbidden_during_a_round_is_a_conflict_and_keeps_the_round(
             b'{"weight_dir": null}',
             "weight_dir: expected the path of a directory, got None",
         ),
-        ("/update_weights", b'{"weight_dir": 7}', "weight_dir: expected a valid string, got 7"),
-        ("/update_weights", b'{"update_info": "x"}', "expected an object or a list of objects, got str"),
         ("/update_weights", b'{"update_info": [1]}', "expected an object or a list of objects, got int"),
-        (
-            "/update_weights",
-            b'{"update_info": null}',
-            "expected an object or a list of objects, got NoneType",
-        ),
         ("/finish_weight_update", b'{"weight_version": 7}', "weight_version: expected a valid string, got 7"),
         ("/update_weight_version", b"{}", "expected the field 'new_version', got []"),
-        ("/weight_checker", b'{"action": "reset"}', "action: expected 'checksum' or 'compare', got 'reset'"),
         ("/weight_checker", b'{"action": "compare"}', "baseline: expected an object of checksums"),
-        (
-            "/weight_checker",
-            b'{"action": "compare", "baseline": []}',
-            "baseline: expected an object, got list",
-        ),
     ],
 )
 async def test_wrong_body_is_refused_before_anything_is_called(
@@ -99,11 +86,6 @@ async def test_round_needs_no_label_and_unknown_fields_are_ignored_as_vllm_does(
     await fleet.post("/update_weights", json={"update_info": {}})
     assert (await fleet.post("/finish_weight_update", content=content)).status_code == 200
     assert controller.label is None
-
-
-async def test_body_that_is_too_large_is_refused(fleet: httpx.AsyncClient) -> None:
-    answer = await fleet.post("/update_weights", content=b"x" * 2000)
-    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "payload_too_large")
 
 
 async def test_pickled_handles_need_the_switch(fleet: httpx.AsyncClient, controller: FakeController) -> None:
@@ -130,7 +112,7 @@ async def test_with_the_switch_handles_are_unpickled_and_nothing_else(controller
 
 @pytest.mark.parametrize(
     ("query", "size"),
-    [("", 4), ("?include_dp=true", 4), ("?include_dp=1", 4), ("?include_dp=False", 2), ("?include_dp=0", 2)],
+    [("", 4), ("?include_dp=False", 2)],
 )
 async def test_world_size_counts_all_workers_or_those_of_one_replica(
     fleet: httpx.AsyncClient, query: str, size: int

@@ -43,13 +43,6 @@ def record(step: int) -> StepRecord:
     )
 
 
-def test_what_is_appended_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "m.jsonl"
-    append(path, record(1))
-    append(path, record(2))
-    assert records(path) == [record(1), record(2)]
-
-
 def test_a_truncated_last_line_is_left_out_and_any_other_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     append(path, record(1))

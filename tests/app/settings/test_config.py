@@ -14,14 +14,6 @@ from tests.app.settings.complaints import complaint
 LAYOUTS = Path("app/layouts")
 
 
-def test_only_the_model_is_required() -> None:
-    config = parse_config({"model": "m"})
-    assert config.public_model_name == "m"
-    assert config.trainer is None
-    assert config.state_dir.is_absolute()
-    assert config.store_path == config.state_dir / "store"
-
-
 @pytest.mark.parametrize("file", sorted(LAYOUTS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_layout_is_valid(file: Path) -> None:
     assert read_serve_file(file).config.device == "cuda"
