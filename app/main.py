@@ -1,7 +1,7 @@
 """The composition root: `serve run serve_config.yaml` imports `build` from here.
 
-No `from __future__ import annotations` here: Serve reads the annotation of `build`'s argument, and would pass
-a raw dict if that were text.
+No `from __future__ import annotations`: Serve reads the annotation of `build`'s argument, and would pass a
+dict.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ from deployments.trainer.trainer import Trainer
 from deployments.weights.transports.registry import backend
 from trainers.settings import TrainerConfig
 
-# A replica reserves one CPU by default, and requests to one that cannot be placed hang without an error.
+# A replica reserves one CPU by default; without a free one its requests hang without an error.
 NO_CPU = {"num_cpus": 0}
-# One event loop instead of three, else every streamed token changes threads twice. The router may do this
-# because it never blocks.
+# One event loop instead of three, which saves two thread switches per streamed token. The router never blocks
+# it.
 ROUTER_OPTIONS = {
     "num_cpus": 0,
     "runtime_env": {
@@ -56,26 +56,25 @@ ROUTER_OPTIONS = {
 UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
-SCALING_PERIOD_S = 1.0  # between reports of replicas to the scaling policy
-STOP_TIMEOUT_S = 10.0  # an engine's, after its last request
+SCALING_PERIOD_S = 1.0  # between replicas' reports to the scaling policy
+STOP_TIMEOUT_S = 10.0  # for an engine, after its last request
 ROLLOUT = "rollout"
-# A replica that cannot reach the controller stops taking requests before the fleet continues without it.
+# A replica that lost the controller stops taking requests before the fleet goes on without it.
 SELF_FENCE_FRACTION = 2 / 3
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNBOUND = "nobind"
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-AUTOMATIC_STAGING = "automatic"  # 'device' where the engine's CPU allows it, else 'host'; its log says why
+AUTOMATIC_STAGING = "automatic"  # 'device' if the engine's CPU allows it, else 'host'
 
 
 def build(args: AppConfig) -> Application:
-    """The application of one configuration. Raises ConfigError: vLLM, the environment or the cluster does
-    not allow a setting."""
+    """Raises ConfigError: vLLM, the environment or the cluster does not allow a setting."""
     check_engine_args(args.engine.extra)
-    if ray.is_initialized():  # always true in Serve; tests build without a cluster
+    if ray.is_initialized():  # always in Serve; not in tests
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
     host = listening_host() if ray.is_initialized() else None
     check_proxy(host, os.environ)
-    tokens = _tokens(args, host)  # before the model, which may take minutes to prepare
+    tokens = _tokens(args, host)  # before the model, which may take minutes
     model = str(resolve_model(args.model))
     check_config_path(model, args.engine.extra)
     controller = _controller(args)
@@ -88,7 +87,7 @@ def build(args: AppConfig) -> Application:
 
 
 def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError if engines would look for the commit of the model's repository in another one."""
+    """Raises ConfigError if engines would look for the model's commit in another repository."""
     path = extra.get("hf_config_path")
     if path not in (None, model) and not Path(path).is_dir() and not Path(model).is_dir():
         raise ConfigError(
@@ -99,7 +98,7 @@ def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
 
 
 def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if every request would be answered with 500: HAProxy asks routers on IPv4 alone."""
+    """Raises ConfigError on IPv6: HAProxy reaches routers over IPv4 only, and would respond 500."""
     if host is not None and ":" in host and environment.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         raise ConfigError(
             f"'http_options.host': expected an IPv4 address, which HAProxy serves, got {host!r}; or "
@@ -151,7 +150,7 @@ def _slots(args: AppConfig) -> Application | None:
 
 
 def slot_plan(args: AppConfig) -> SlotPlan | None:
-    """The GPUs that replicas and trainer share, named after the state directory; None if not colocated."""
+    """GPUs that replicas and trainer share, named after the state directory; None if not colocated."""
     if args.placement is not Placement.COLOCATED or args.trainer is None:
         return None
     digest = hashlib.sha256(str(args.state_dir).encode()).hexdigest()[:12]
@@ -190,16 +189,16 @@ def _size(args: AppConfig) -> dict[str, Any]:
     engine = args.engine
     if engine.max_replicas is None:
         return {"num_replicas": engine.first_replicas}
-    with warnings.catch_warnings():  # Serve prefers an interval for all deployments, in a variable
+    with warnings.catch_warnings():  # Serve prefers one interval for all, in a variable
         warnings.simplefilter("ignore", DeprecationWarning)
         config = AutoscalingConfig(
             min_replicas=engine.min_replicas,
             max_replicas=engine.max_replicas,
-            # Serve would return to it with every new configuration.
+            # Serve would reset the size with every new configuration.
             initial_replicas=None if _is_deployed() else engine.first_replicas,
             metrics_interval_s=SCALING_PERIOD_S,
             look_back_period_s=10 * SCALING_PERIOD_S,
-            upscale_delay_s=0.0,  # the policy has its own delays, which the operator's number skips
+            upscale_delay_s=0.0,  # the policy has delays of its own, which an operator's number skips
             downscale_delay_s=0.0,
             policy=AutoscalingPolicy(
                 policy_function=FleetScaling,
@@ -214,7 +213,7 @@ def _size(args: AppConfig) -> dict[str, Any]:
 
 
 def _is_deployed() -> bool:
-    """This configuration replaces that of a live fleet."""
+    """Whether this configuration replaces that of a live fleet."""
     if not ray.is_initialized():
         return False
     return any(ROLLOUT in application.deployments for application in serve.status().applications.values())
@@ -239,7 +238,7 @@ def _router(
         serve.ingress()(Ingress),
         name="router",
         num_replicas=args.router.num_replicas,
-        max_ongoing_requests=UNLIMITED,  # the router itself limits requests, to answer 503 with Retry-After
+        max_ongoing_requests=UNLIMITED,  # the router limits requests itself: 503 with Retry-After
         ray_actor_options=ROUTER_OPTIONS,
         health_check_period_s=HEALTH_PERIOD_S,
     ).bind(
@@ -282,11 +281,11 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
 
 
 def executor(config: AppConfig) -> dict[str, str]:
-    """vLLM's argument `distributed_executor_backend`; empty: vLLM chooses.
+    """vLLM's `distributed_executor_backend`; empty: vLLM chooses.
 
-    On a CPU vLLM chooses "mp", to bind the worker's threads to cores. Without binding, engine and worker only
-    spin while they wait for each other, up to a second each time (`SpinCondition` in
-    vllm/distributed/device_communicators/shm_broadcast.py); `benchmarks/RESULTS.md` has the cost.
+    On a CPU vLLM chooses "mp" to bind threads to cores. Unbound, engine and worker busy-wait for each other
+    for up to a second (`SpinCondition` in vllm/distributed/device_communicators/shm_broadcast.py; cost in
+    `benchmarks/RESULTS.md`).
     """
     if config.engine.world_size > 1:
         # Inside a placement group vLLM would take Ray's workers.
@@ -314,20 +313,20 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         device=args.device.value,
         config=trainer,
         trust_remote_code=args.trust_remote_code,
-        revision=args.engine.extra.get("revision"),  # the replicas': version 0 is the same everywhere
+        revision=args.engine.extra.get("revision"),  # as replicas: version 0 is the same everywhere
     )
 
 
 def _engine_resources(args: AppConfig) -> dict[str, object]:
-    """The resources that Ray reserves for a replica, and the environment of its processes.
+    """Ray's resources for a replica, and the environment of its processes.
 
-    Serve restarts every replica when one of these changes, so none may depend on the number of replicas.
+    Must not depend on the number of replicas: Serve restarts all of them on a change.
     """
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_API_KEY": "",  # the operator's own would shut the routers out, which check tokens themselves
-        # A replica's part of a list depends on the load; `router.max_sequences` limits the whole list.
+        "VLLM_API_KEY": "",  # routers check tokens; the operator's would lock them out
+        # `router.max_sequences` limits a list; a replica's part depends on the load.
         "VLLM_MAX_COMPLETION_PROMPTS": str((1 << 31) - 1),
     }
     if args.device is Device.CPU:

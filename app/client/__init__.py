@@ -1,6 +1,6 @@
-"""A client of a running fleet: typed calls over HTTP, without Ray, vLLM or torch.
+"""Typed HTTP client of a running fleet, without Ray, vLLM or torch.
 
-`calls` and `completions` define the calls; `connection` sends them, blocking or with asyncio.
+`calls` and `completions` define calls; `connection` sends them, blocking or with asyncio.
 
 Read first: `app.client.connection`.
 """

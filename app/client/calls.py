@@ -1,4 +1,4 @@
-"""Calls of our own routes, and of the few of vLLM's that our programs need."""
+"""Calls of our routes, and of the few of vLLM's that our programs need."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -40,12 +40,11 @@ def fleet() -> Call[FleetStatus]:
 
 
 def rounds() -> Call[Sequence[RoundReport]]:
-    """The rounds that ended, oldest first."""
+    """Ended rounds, oldest first."""
     return Call(method="GET", path="/fleet/rounds", read=_then(typed(History), lambda made: made.rounds))
 
 
 def load() -> Call[FleetLoad]:
-    """What each replica does now."""
     return Call(method="GET", path="/fleet/load", read=typed(FleetLoad))
 
 
@@ -56,7 +55,7 @@ def adapters() -> Call[Sequence[AdapterStatus]]:
 
 
 def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
-    """Publish a checkpoint directory that every replica's host can read."""
+    """Publish a checkpoint directory that is visible on every replica's host."""
     body = {"path": path} if label is None else {"path": path, "label": label}
     return Call(method="POST", path="/fleet/publish", body=body, read=typed(RoundReport), repeatable=False)
 
@@ -67,7 +66,6 @@ def rollback(version: int) -> Call[RoundReport]:
 
 
 def scale(replicas: int | Literal["auto"]) -> Call[SizeStatus]:
-    """Set the number of replicas; 'auto': as many as the load needs."""
     body = {"replicas": replicas}
     return Call(method="POST", path="/fleet/scale", body=body, read=typed(SizeStatus))
 
@@ -88,7 +86,7 @@ def world_size() -> Call[int]:
 
 
 def disconnect() -> Call[None]:
-    """End the fleet's half of a transfer."""
+    """Close the fleet's end of a transfer."""
     return Call(method="POST", path="/shutdown_weight_transfer_engine", read=lambda content, headers: None)
 
 
@@ -96,8 +94,8 @@ def disconnect() -> Call[None]:
 
 
 def step(trajectories: Sequence[Trajectory], settings: str | None = None) -> Call[Object]:
-    """One optimizer step; `settings` is JSON of its `trainers.settings.StepSettings`."""
-    from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy, which the launcher does without
+    """One optimizer step; `settings` is JSON of `trainers.settings.StepSettings`."""
+    from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy is slow to import
 
     return Call(
         method="POST",
@@ -112,8 +110,8 @@ def step(trajectories: Sequence[Trajectory], settings: str | None = None) -> Cal
 def publish(
     label: str | None = None, step: int | None = None, after: int | None = None
 ) -> Call[RoundReport | AdapterReport]:
-    """Publish the trainer's weights or adapter; refused if it has not done `step` optimizer steps, or if
-    another version than its own is committed (or than `after`, which is replaced)."""
+    """Publish the trainer's weights or adapter. Refused unless it has done `step` optimizer steps, and unless
+    its own version, or `after`, is committed."""
     given = {"label": label, "step": step, "after": after}
     body = {name: value for name, value in given.items() if value is not None}
     return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
@@ -122,14 +120,14 @@ def publish(
 def report_step(
     run: str, step: int, values: Mapping[str, float], rollouts: Sequence[RolloutSample] = ()
 ) -> Call[Status]:
-    """Tell what the page shows of a job's step."""
+    """Report a job's step for the page."""
     samples = [asdict(each) for each in rollouts]
     body = {"run": run, "step": step, "values": dict(values), "rollouts": samples}
     return Call(method="POST", path="/train/report", body=body, read=typed(Status))
 
 
 def save(path: str | None = None) -> Call[SavedCheckpoint]:
-    """Write a checkpoint; `path` None lets the trainer choose a directory on its host."""
+    """Write a checkpoint; `path` None: the trainer chooses a directory on its host."""
     body = {} if path is None else {"path": path}
     read = typed(SavedCheckpoint)
     return Call(method="POST", path="/train/save", body=body, read=read, repeatable=False)
@@ -143,7 +141,7 @@ def train_status() -> Call[TrainerStatus]:
 
 
 def model() -> Call[str]:
-    """The name of the model that the fleet serves."""
+    """Name of the served model."""
     return Call(method="GET", path="/v1/models", read=_then(_object(), _first_model))
 
 
@@ -154,7 +152,7 @@ def tokenize(model: str, prompt: str) -> Call[list[int]]:
 
 
 def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[list[int]]:
-    """The token ids of a conversation, with the generation prompt."""
+    """Token ids of a conversation, with the generation prompt."""
     body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
     read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
     return Call(method="POST", path="/tokenize", body=body, read=read)
@@ -165,7 +163,7 @@ def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[lis
 
 @cache
 def typed(kind: type[T]) -> Reader[T]:
-    """Reads JSON as a type; ignores unknown fields, which a newer fleet may send."""
+    """Reads JSON; ignores unknown fields, which a newer fleet may send."""
     adapter: TypeAdapter[T] = TypeAdapter(kind)
     return lambda content, headers: adapter.validate_json(content)
 

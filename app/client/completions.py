@@ -11,20 +11,20 @@ from trainers.trajectory import Trajectory, VersionSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One sampled completion, or one piece of a streamed one."""
+    """One sampled completion, or one piece of a stream."""
 
     text: str
     token_ids: list[int]
-    logprobs: list[float]  # for `token_ids`; empty unless requested
-    weight_versions: list[VersionSpan]  # over `token_ids`; in a stream the last piece has all of them
-    version: int | None = None  # the newest weights behind the whole completion
+    logprobs: list[float]  # empty unless requested
+    weight_versions: list[VersionSpan]  # over `token_ids`; in a stream only the last piece has them
+    version: int | None = None  # newest weights of the completion
     adapter: str | None = None  # NAME@VERSION; None: the base model
-    replica: str = ""  # id
-    finish_reason: str | None = None  # vLLM's; "abort": cut off; None in a stream until the last piece
+    replica: str = ""  # replica id
+    finish_reason: str | None = None  # vLLM's; "abort": cut off; None before a stream's last piece
 
     @property
     def oldest_version(self) -> int:
-        """Version of what is trained (the adapter, if one answered) behind any token."""
+        """Version of the adapter, else the oldest weights behind any token."""
         if self.adapter is not None:
             return int(self.adapter.rpartition("@")[2])
         return min(span.version for span in self.weight_versions)
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def trained_versions(self) -> Sequence[VersionSpan]:
-        """Version spans of what is trained; an adapter has one version."""
+        """Version spans of the trained part; an adapter has one version."""
         if self.adapter is None:
             return self.weight_versions
         return [VersionSpan(version=self.oldest_version, start=0, end=len(self.token_ids))]
@@ -62,11 +62,11 @@ class Completion:
     """The sampled completions of one prompt."""
 
     answers: Sequence[Answer]
-    prompt_token_ids: Sequence[int] = ()  # empty if the fleet does not return them
+    prompt_token_ids: Sequence[int] = ()  # empty if not requested
 
     @property
     def answer(self) -> Answer:
-        """The only one. Raises ValueError if there is none, or more."""
+        """The only answer. Raises ValueError."""
         (answer,) = self.answers
         return answer
 
@@ -79,7 +79,7 @@ def complete(
     headers: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Call[Completion]:
-    """A greedy completion of exactly `max_tokens` tokens, unless `options` (vLLM's) say otherwise."""
+    """A greedy completion of exactly `max_tokens` tokens, unless `options` (vLLM's) differ."""
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -100,7 +100,7 @@ def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> C
 
 
 def join(pieces: Iterable[Completion]) -> Answer:
-    """The whole answer of a stream. Raises ValueError: it has no pieces."""
+    """Join the pieces of a stream. Raises ValueError: there are none."""
     answers = [answer for piece in pieces for answer in piece.answers]
     if not answers:
         raise ValueError("expected at least one piece of an answer, got none")
@@ -117,11 +117,11 @@ def join(pieces: Iterable[Completion]) -> Answer:
 
 
 def read_completion(content: bytes, headers: Mapping[str, str]) -> Completion:
-    """The body of `/v1/completions` or `/v1/chat/completions`, or one event of its stream.
+    """Parse the body of a completion, or one event of its stream.
 
     Raises:
-        ValueError, KeyError, TypeError: it is no completion.
-        FleetError: the event says that the request failed.
+        ValueError, KeyError, TypeError: not a completion.
+        FleetError: the event reports a failure.
     """
     data: dict[str, Any] = json.loads(content)
     if "error" in data:
@@ -149,12 +149,12 @@ def _answer(choice: Mapping[str, Any], version: int | None, replica: str) -> Ans
 
 
 def _span(span: Mapping[str, Any]) -> VersionSpan:
-    """On `/inference/v1/generate` vLLM sends the version as text."""
+    """`/inference/v1/generate` has the version as text."""
     return VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"])
 
 
 def _logprobs(logprobs: Mapping[str, Any]) -> list[float]:
-    """`/v1/completions` has a list, `/v1/chat/completions` an object for each token."""
+    """`/v1/completions` has a list, `/v1/chat/completions` an object per token."""
     values = logprobs.get("token_logprobs")
     if values is None:
         values = [entry["logprob"] for entry in logprobs.get("content") or ()]

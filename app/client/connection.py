@@ -1,4 +1,4 @@
-"""Clients of a fleet, blocking and asyncio, which send typed calls.
+"""Clients of a fleet, blocking and asyncio.
 
 calls.rounds() ──► Call[list[RoundReport]] ──► FleetClient.send ──► list[RoundReport]
 """
@@ -16,20 +16,20 @@ import httpx
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 1.0
-# For an idle connection; Serve keeps one for 90 s. When it is over, httpcore 1.0.9 may close a connection
-# that it has just given to a request, so it should be long (httpx: 5 s).
+# Keep idle connections long (httpx: 5 s; Serve: 90 s): httpcore 1.0.9 may close an expired connection that it
+# has just assigned to a request.
 KEPT_S = 60.0
 MAX_SHOWN = 1000  # characters of a response in a message
-Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body or one event of a stream, and the headers
+Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body, or one event of a stream, and the headers
 
 
 class FleetError(RuntimeError):
     """The fleet refused a call or did not respond.
 
     Attributes:
-        message: the fleet's own explanation.
+        message: the fleet's explanation.
         status: HTTP status; None without a response.
-        type: for a program, see `deployments.protocol.errors`; empty if the response named none.
+        type: see `deployments.protocol.errors`; empty if unknown.
     """
 
     def __init__(self, text: str, *, message: str = "", status: int | None = None, type: str = "") -> None:
@@ -41,16 +41,14 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
-    """One call of the fleet, and how its response is read."""
-
     method: str
     path: str
     read: Reader[T]
     body: Mapping[str, Any] | None = None
-    content: bytes | None = None  # instead of a JSON body; `headers` has its type
+    content: bytes | None = None  # instead of JSON; `headers` has its type
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = True  # may be sent again when its response was lost
+    repeatable: bool = True  # may be sent again if the response was lost
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -71,7 +69,7 @@ class FleetClient:
 
     @classmethod
     def connect(cls, url: str, token: str | None = None, timeout_s: float | None = 600.0) -> Self:
-        """A client of the fleet at `url`; `timeout_s` None waits for an answer without limit."""
+        """`timeout_s` None: no deadline."""
         return cls(httpx.Client(**_settings(url, token, timeout_s)))
 
     def __enter__(self) -> Self:
@@ -81,8 +79,7 @@ class FleetClient:
         self.http.close()
 
     def send(self, call: Call[T]) -> T:
-        """Send the call; returns the fleet's response. Raises FleetError: the fleet refused, did not
-        respond, or sent something else."""
+        """Raises FleetError: the fleet refused, did not respond, or sent something else."""
         try:
             answer = self.http.request(**call.arguments())
         except httpx.TransportError as error:
@@ -91,12 +88,12 @@ class FleetClient:
 
 
 class AsyncFleetClient:
-    """Sends any number of calls at a time.
+    """Sends calls concurrently.
 
     Args:
-        patience_s: how long to retry a call while the fleet is short of replicas (503) or does not respond.
-        retry_pause_s: between attempts, if the fleet does not say when to retry.
-        say: takes one line for a person, once per period of retries.
+        patience_s: how long to retry while the fleet responds 503 or not at all.
+        retry_pause_s: between attempts, unless the fleet sets Retry-After.
+        say: prints one line per period of retries.
     """
 
     def __init__(
@@ -110,7 +107,7 @@ class AsyncFleetClient:
         self._patience_s = patience_s
         self._retry_pause_s = retry_pause_s
         self._say = say
-        self._waiting: set[asyncio.Task[Any] | None] = set()  # whose calls are being repeated
+        self._waiting: set[asyncio.Task[Any] | None] = set()  # tasks whose calls are retried
 
     @classmethod
     def connect(
@@ -123,7 +120,7 @@ class AsyncFleetClient:
         max_connections: int = 100,
         say: Callable[[str], object] | None = None,
     ) -> Self:
-        """A client of the fleet at `url`; `timeout_s` None waits for an answer without limit."""
+        """`timeout_s` None: no deadline."""
         limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEPT_S)
         http = httpx.AsyncClient(**_settings(url, token, timeout_s), limits=limits)
         return cls(http, patience_s, say=say)
@@ -137,8 +134,8 @@ class AsyncFleetClient:
         await self.http.aclose()
 
     async def send(self, call: Call[T], *, patient: bool = True) -> T:
-        """Send the call; returns the fleet's response. Not `patient`: without retries. Raises FleetError:
-        the fleet refused, did not respond, or sent something else."""
+        """`patient` False: no retries. Raises FleetError: the fleet refused, did not respond, or sent
+        something else."""
         try:
             return await self._send(call, time.monotonic() + (self._patience_s if patient else 0.0))
         finally:
@@ -150,7 +147,7 @@ class AsyncFleetClient:
             try:
                 answer = await self.http.request(**call.arguments())
             except httpx.TransportError as error:
-                # The call may have been carried out: a step must not happen twice.
+                # The call may have been executed: a step must not happen twice.
                 lost = not call.repeatable and not isinstance(error, httpx.ConnectError)
                 if lost or time.monotonic() >= deadline:
                     raise unreachable(self.http.base_url, error) from error
@@ -168,8 +165,8 @@ class AsyncFleetClient:
         self._waiting.add(asyncio.current_task())
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Each server-sent event that holds an object, as `call` reads it. Raises FleetError: the fleet
-        refused, or the stream ended with an error."""
+        """Each server-sent event that holds an object. Raises FleetError: the fleet refused, or the stream
+        ended with an error."""
         try:
             async with self.http.stream(**call.arguments()) as answer:
                 if not answer.is_success:
@@ -182,10 +179,9 @@ class AsyncFleetClient:
 
 
 async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
-    """The JSON objects of a server-sent stream."""
     rest = b""
     async for piece in answer.aiter_bytes():
-        # httpx's lines also end at U+0085 and the like, which JSON may contain.
+        # httpx's lines also end at U+0085 and others, which JSON may contain.
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: {"):
@@ -193,9 +189,8 @@ async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def token_from(environment: Mapping[str, str] | None = None) -> str | None:
-    """The token in SLIPSTREAM_TOKEN, else in the file SLIPSTREAM_TOKEN_FILE, else in
-    SLIPSTREAM_USER_TOKEN. Raises FleetError: the file cannot be read."""
-    # Not an option of a program: other users can read a process's arguments.
+    """SLIPSTREAM_TOKEN, else file SLIPSTREAM_TOKEN_FILE, else SLIPSTREAM_USER_TOKEN. Raises FleetError."""
+    # Not an option: other users can read arguments.
     given = os.environ if environment is None else environment
     if token := given.get("SLIPSTREAM_TOKEN", "").strip():
         return token
@@ -209,8 +204,7 @@ def token_from(environment: Mapping[str, str] | None = None) -> str | None:
 
 
 def without_credentials(url: str) -> tuple[str, str | None]:
-    """An address without credentials, for messages and logs, and its password, which is a token. Raises
-    FleetError: it is no address."""
+    """An address without credentials, and its password, which is a token. Raises FleetError."""
     try:
         address = httpx.URL(url)
     except httpx.InvalidURL as error:
@@ -231,7 +225,7 @@ def unreachable(url: object, error: httpx.TransportError) -> FleetError:
 
 
 def read(call: Call[T], answer: httpx.Response) -> T:
-    """The response as the call's type. Raises FleetError if it is an error or something else."""
+    """Raises FleetError if the response is an error or unreadable."""
     if not answer.is_success:
         _refuse(call, answer)
     return _read(call, answer.content, answer)

@@ -1,7 +1,7 @@
-"""Command-line options as a dataclass, whose fields typer reads.
+"""Command-line options as a dataclass whose fields typer reads.
 
-A field `steps: Annotated[int, typer.Option(min=1, help="...")] = 20` is the option `--steps`; the class's
-docstring describes the program.
+A field `steps: Annotated[int, typer.Option(min=1, help="...")] = 20` is the option `--steps`; the docstring
+of the class is the program's help.
 """
 
 import difflib
@@ -21,12 +21,12 @@ Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's add
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
-    """Parse options; `arguments` None takes this process's. `@ FILE` among them reads options from a TOML
-    file, by the names of the fields; those of the command line win.
+    """Parse options; `arguments` None: of this process. `@ FILE` reads options from a TOML file; the command
+    line wins.
 
     Raises:
-        SystemExit: an option is wrong or missing (2, with a usage message), or `--help` was given (0).
-        ValueError: a file cannot be read, or has an option that does not exist.
+        SystemExit: a wrong option (2), or `--help` (0).
+        ValueError: a wrong file.
     """
     parsed: list[T] = []
     from_files, given = _with_files(kind, sys.argv[1:] if arguments is None else arguments)
@@ -35,20 +35,20 @@ def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
         parsed.append(kind(**values))
 
     program.__doc__ = kind.__doc__
-    program.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]  # where typer looks for options
+    program.__signature__ = inspect.signature(kind)  # type: ignore[attr-defined]  # read by typer
     # Plain text: jobs print into logs.
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     application.command()(program)
     try:
         application(given, default_map=from_files)
-    except SystemExit:  # typer exits after every command; here it only parses
+    except SystemExit:  # typer exits after every command
         if not parsed:
             raise
     return parsed[0]
 
 
 def _with_files(kind: type[Any], arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options of files, and the arguments without those files."""
+    """Options of files, and the other arguments."""
     values: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(arguments)
@@ -61,13 +61,13 @@ def _with_files(kind: type[Any], arguments: Sequence[str]) -> tuple[dict[str, An
 
 
 def read_file(kind: type[Any], path: str) -> dict[str, Any]:
-    """Options of a TOML file, as text. A table is the JSON of an option that takes it. Raises ValueError."""
+    """Options of a TOML file, as text; a table becomes JSON. Raises ValueError."""
     try:
         with open(path, "rb") as stream:
             content = tomllib.load(stream)
     except OSError as error:
         raise ValueError(f"@ {path}: expected a TOML file that can be read ({error.strerror})") from error
-    except ValueError as error:  # of TOML, or of UTF-8
+    except ValueError as error:  # wrong TOML or UTF-8
         raise ValueError(f"{path}: expected TOML: {error}") from error
     types = {name: str(hint) for name, hint in inspect.get_annotations(kind).items()}
     values = {}
@@ -85,7 +85,7 @@ def read_file(kind: type[Any], path: str) -> dict[str, Any]:
 
 
 def arguments_of(options: Any) -> list[str]:
-    """The command line that gives these options, where they differ from their defaults."""
+    """The arguments for options that differ from their defaults."""
     made: list[str] = []
     for each in fields(options):
         value, flag = getattr(options, each.name), f"--{each.name.replace('_', '-')}"
@@ -99,7 +99,7 @@ def arguments_of(options: Any) -> list[str]:
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """The value of an option that takes a JSON object. Raises ValueError."""
+    """Raises ValueError."""
     try:
         value = json.loads(text)
     except ValueError as error:

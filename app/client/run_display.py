@@ -1,8 +1,6 @@
-"""What a run shows: lines, and where it is. The job sends both, a terminal near the user draws them.
+"""Progress of a run: the job sends lines and status events, the submitter's terminal draws them.
 
-    job ── lines and events (text) ──► Ray's log ──► submitter ──► Display: a bar in a terminal, else lines
-
-`events` says whether a job is to send its status as events, which are lines with a prefix.
+job ── lines and events (text) ──► Ray's log ──► submitter ──► Display: a bar in a terminal, else lines
 """
 
 import json
@@ -17,32 +15,30 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-# What a submitter sets for its job.
-EVENTS = "SLIPSTREAM_EVENTS"  # it reads the output
-WORKING_DIR = "SLIPSTREAM_WORKING_DIR"  # where its user stands
-STATUS_S = 30.0  # between two lines of status, where no bar is drawn
+# Set by the submitter for its job.
+EVENTS = "SLIPSTREAM_EVENTS"  # the submitter reads events
+WORKING_DIR = "SLIPSTREAM_WORKING_DIR"  # the user's directory
+STATUS_S = 30.0  # between lines of status without a bar
 CHANGED_S, SAME_S = 1.0, 10.0  # between two events
-EVENT = "run-status "  # how the line of an event begins
+EVENT = "run-status "  # prefix of an event's line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """Where a run is."""
-
-    step: int  # that is being made
+    step: int  # in progress
     steps: int
     doing: str
     detail: str  # what it waits for, what was left out
     version: int
     elapsed_s: float
-    reward: float | None = None  # of the last step
-    left_s: float | None = None  # None: not known yet
+    reward: float | None = None  # last step's
+    left_s: float | None = None  # None: unknown
 
     def line(self) -> str:
-        left = "" if self.left_s is None else f", {span(self.left_s)} left"
+        left = "" if self.left_s is None else f", {duration_text(self.left_s)} left"
         return (
             f"step {self.step} of {self.steps}: {self.doing}; {self.detail}, version {self.version}, "
-            f"{span(self.elapsed_s)}{left}"
+            f"{duration_text(self.elapsed_s)}{left}"
         )
 
     def event(self) -> str:
@@ -50,14 +46,14 @@ class RunStatus:
 
 
 def status_of(line: str) -> RunStatus | None:
-    """The status that a line of a job's output is; None: it is for people."""
+    """Parse an event; None for any other line."""
     if not line.startswith(EVENT):
         return None
     return RunStatus(**json.loads(line.removeprefix(EVENT)))
 
 
-def span(seconds: float) -> str:
-    """A time as people say it: 40 s, 3 min, 2 h 5 min."""
+def duration_text(seconds: float) -> str:
+    """A readable time: 40 s, 3 min, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -65,8 +61,6 @@ def span(seconds: float) -> str:
 
 
 class Output(Protocol):
-    """Where a run's lines and its status go."""
-
     def line(self, text: str) -> None: ...
 
     def status(self, status: RunStatus) -> None: ...
@@ -75,12 +69,12 @@ class Output(Protocol):
 
 
 def output(environment: Mapping[str, str] = os.environ) -> Output:
-    """A job's output: events for its submitter, or a display of its own."""
+    """Events for a submitter, or a display."""
     return Events() if environment.get(EVENTS) else Display()
 
 
 class Events:
-    """Prints each line, and a status as an event: when it has changed, and now and then."""
+    """Prints lines, and status events when they change, at least every `SAME_S`."""
 
     def __init__(self) -> None:
         self._sent: RunStatus | None = None
@@ -105,11 +99,7 @@ def _timeless(status: RunStatus) -> RunStatus:
 
 
 class Display:
-    """Draws a bar in a terminal; elsewhere the status is a line, when nothing else was printed for a while.
-
-    Args:
-        status_s: that while.
-    """
+    """Draws a bar in a terminal; elsewhere prints the status after `status_s` without output."""
 
     def __init__(self, status_s: float = STATUS_S) -> None:
         from rich.console import Console
@@ -128,7 +118,7 @@ class Display:
         self.close()
 
     def line(self, text: str) -> None:
-        """Print a line, above the bar; an event is its status."""
+        """Print a line above the bar; an event updates it."""
         if (status := status_of(text)) is not None:
             self.status(status)
             return
@@ -168,7 +158,7 @@ class Display:
             self._live.start()
         assert self._bar is not None
         reward = "" if status.reward is None else f"reward {status.reward:.3f} "
-        left = "" if status.left_s is None else f"{span(status.left_s)} left"
+        left = "" if status.left_s is None else f"{duration_text(status.left_s)} left"
         task = self._bar.task_ids[0]
         self._bar.update(task, completed=status.step - 1, description=f"{reward}{left}")
         doing = Text(f"{status.doing}; {status.detail}", no_wrap=True, overflow="ellipsis")

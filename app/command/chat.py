@@ -1,4 +1,4 @@
-"""`slipstream chat`: a conversation with the fleet, and the version of the weights behind each answer."""
+"""`slipstream chat`: a conversation with the fleet, with the weight version of each answer."""
 
 import asyncio
 import sys
@@ -26,7 +26,7 @@ class ChatOptions:
 
 
 def talk(options: ChatOptions) -> int:
-    """Ask for prompts until the end of the input, or Ctrl-C; returns the exit status."""
+    """Read prompts until end of input or Ctrl-C; returns the exit status."""
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     try:
         with FleetClient.connect(options.url, token_from(), timeout_s=ANSWER_S) as fleet:
@@ -34,7 +34,7 @@ def talk(options: ChatOptions) -> int:
         for prompt in filter(str.strip, _prompts()):
             messages.append({"role": "user", "content": prompt})
             began = time.monotonic()
-            answer = asyncio.run(_answer(model, messages, options))  # not input: it would not see Ctrl-C
+            answer = asyncio.run(_answer(model, messages, options))  # input() in a loop misses Ctrl-C
             console().print(Text(_origin(answer, time.monotonic() - began), style="dim"))
             messages.append({"role": "assistant", "content": answer.text})
     except FleetError as error:
@@ -48,7 +48,7 @@ def talk(options: ChatOptions) -> int:
 def _prompts() -> Iterator[str]:
     prompt = ""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  # lines can be edited
+        import readline  # noqa: F401  # line editing
 
         prompt = "> "
     with suppress(EOFError):
@@ -57,7 +57,7 @@ def _prompts() -> Iterator[str]:
 
 
 async def _answer(model: str, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> Answer:
-    """The whole answer, each piece of which is printed as it comes."""
+    """Stream the answer to stdout; returns all of it."""
     body = {
         "model": model,
         "messages": messages,
@@ -77,7 +77,6 @@ async def _answer(model: str, messages: Sequence[Mapping[str, str]], options: Ch
 
 
 def _origin(answer: Answer, took_s: float) -> str:
-    """Whose answer it was: one version, or several if it was updated meanwhile."""
     versions = [span.version for span in answer.weight_versions]
     spans = f"versions {versions[0]} to {versions[-1]}" if len(versions) > 1 else f"version {answer.version}"
     adapter = "" if answer.adapter is None else f", adapter {answer.adapter}"

@@ -1,7 +1,4 @@
-"""The command line: `slipstream serve`, `slipstream rl`, and the fleet's control routes by name.
-
-Each command imports what it needs: `slipstream --help` responds at once.
-"""
+"""The command line. Commands import what they need, so that `slipstream --help` is fast."""
 
 import os
 from pathlib import Path
@@ -19,7 +16,7 @@ Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, unt
 
 
 def default_config() -> Path:
-    """serve_config.yaml of the working directory, else the default fleet's, which is in the package."""
+    """serve_config.yaml of the working directory, else the packaged default."""
     here = Path("serve_config.yaml")
     return here if here.exists() else Path(__file__).parents[1] / here.name
 
@@ -36,7 +33,7 @@ Config = Annotated[
 cli = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # twice as fast
-    pretty_exceptions_enable=False,  # they would print local variables, such as the token
+    pretty_exceptions_enable=False,  # would print local variables, such as tokens
 )
 cli.add_typer(jobs.cli, name="jobs")
 settings = typer.Typer(
@@ -44,7 +41,7 @@ settings = typer.Typer(
 )
 cli.add_typer(settings, name="config")
 ServeConfig = Annotated[Path, typer.Argument(metavar="FILE", help="a Serve config file")]
-# `app.jobs.options` parses the job's options; here they are passed on.
+# `app.jobs.options` parses the job's options.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -81,7 +78,7 @@ def deploy(
     config: Config,
     dashboard_port: Annotated[int, typer.Option(help="of the running fleet")] = DASHBOARD_PORT,
 ) -> None:
-    """Give the running fleet another deployment."""
+    """Give the running fleet another configuration."""
     from app.command import deploy as deployment
 
     raise typer.Exit(deployment.deploy(config, dashboard_port))
@@ -198,7 +195,7 @@ def publish(
     from app.client import calls
     from app.command import asking
 
-    call = calls.publish_directory(os.path.abspath(path), label)  # the fleet follows links
+    call = calls.publish_directory(os.path.abspath(path), label)  # the fleet follows symbolic links
     asking.run(url, call, f"publishing {path}")
 
 

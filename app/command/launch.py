@@ -1,13 +1,12 @@
-"""Starts the fleet in the foreground: `slipstream serve --config serve_config.yaml`.
+"""Starts the fleet in the foreground: `slipstream serve`.
 
     check the file ─► prepare the model ─► Ray ─► Serve ─► "Slipstream is up"
                                                     │
                           Ctrl-C, SIGTERM, SIGHUP, a failed start, Ray's exit
                                                     ▼
-                             Serve shuts down ─► Ray stops ─► no process is left, no name in /dev/shm
+                             Serve shuts down ─► Ray stops ─► no process and no name in /dev/shm is left
 
-Serve's shutdown takes half a minute at most; then a version that is being written to the store is waited for.
-A second Ctrl-C skips both.
+Serve has 45 s to shut down; then pending writes to the store are awaited. A second Ctrl-C skips both.
 """
 
 import signal
@@ -26,7 +25,7 @@ from app.command import doctor
 from app.command.cluster import ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
 from app.command.machine import NotEnough
-from app.command.runs import logs_of
+from app.command.runs import logs_of, stop_signals
 from app.settings.config import AppConfig
 from app.settings.models import is_offline
 from app.settings.section import ConfigError
@@ -38,15 +37,13 @@ from deployments.weights.store.versions import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplicationStatus:
-    """One application, and how many replicas of its deployments are ready."""
-
-    status: str  # Serve's
+    status: str  # Serve's status
     message: str
-    deployments: Mapping[str, str] = field(default_factory=dict)  # name -> "1 of 2 ready"
+    deployments: Mapping[str, str] = field(default_factory=dict)  # for example "1 of 2 ready"
 
 
 def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
-    """The status of one application in Serve's REST API (GET /api/serve/applications/)."""
+    """One application in Serve's REST status (GET /api/serve/applications/)."""
     found = details.get("applications", {}).get(application)
     if found is None:
         return ApplicationStatus(status="NOT_STARTED", message="")
@@ -76,24 +73,24 @@ def _readiness(deployment: Mapping[str, Any]) -> str:
 
 _POLL_S = 1.0
 _GRACE_S = 45.0
-WRITE_S = 300.0  # as long as a trainer that is stopped writes
+WRITE_S = 300.0  # as long as a stopping trainer may write
 
 
 class Stop(Exception):
-    """A signal asked the launcher to exit."""
+    """A signal arrived."""
 
 
 def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every process of the fleet; the user's own variables win."""
+    """Environment of every process of the fleet; the user's variables win."""
     defaults = {
-        "RAY_AUTH_MODE": "disabled",  # a token in the home directory would enable it
+        "RAY_AUTH_MODE": "disabled",  # else a token in the home directory enables it
         "RAY_USAGE_STATS_ENABLED": "0",
-        # With Ray's 15 another busy process takes a fifth of the engines' throughput.
+        # Ray's default of 15 costs a fifth of the throughput beside another busy process.
         "RAY_worker_niceness": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if config.security.token_file is not None:  # for jobs in the cluster; a path, which Ray may display
+    if config.security.token_file is not None:  # for jobs; Ray may display a path
         defaults["SLIPSTREAM_TOKEN_FILE"] = str(config.security.token_file)
     if is_offline(config.model):
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -102,9 +99,8 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 
 def serve(config: Path, dashboard_port: int) -> int:
     """Serve a config file until a signal; returns the exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
-            signal.signal(number, _raise_stop)
+    for number in stop_signals():
+        signal.signal(number, _raise_stop)
     try:
         _run(read_serve_file(config), dashboard_port)
     except Stop:
@@ -132,14 +128,14 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
             _stop_serve(cluster, Store(file.config.store_path), say)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up leaves processes behind
+            signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up would leave processes
         cluster.stop()
         remove_orphans()
         tell(f"Stopped; logs are in {logs_of(cluster.directory)}")
 
 
 def why_not_started(message: str) -> str:
-    """Serve's message; without the stack for errors that the user can fix: settings, the state directory."""
+    """Serve's message, without the stack for an error that the user can fix."""
     end = without_frames(message)
     for error in (ConfigError, JournalError):
         _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")
@@ -149,7 +145,7 @@ def why_not_started(message: str) -> str:
 
 
 def _watch(cluster: LocalCluster, file: ServeFile) -> None:
-    """Print what changes, until Stop, or ClusterError when the fleet cannot start."""
+    """Print changes until Stop. Raises ClusterError if the fleet cannot start."""
     start_s, before, was_up = time.monotonic(), None, False
     printed_s = start_s
     while True:
@@ -175,7 +171,7 @@ def _status(cluster: LocalCluster, application: str, before: ApplicationStatus |
     cluster.require_alive()
     try:
         return read_status(cluster.details(), application)
-    except httpx.HTTPError as error:  # the fleet serves without the dashboard
+    except httpx.HTTPError as error:  # the fleet can serve without the dashboard
         unknown = before.deployments if before is not None else {}
         return ApplicationStatus(status="UNKNOWN", message=repr(error), deployments=unknown)
 
@@ -191,11 +187,7 @@ def _stop_serve(cluster: LocalCluster, store: Store, say: Callable[[str], None])
 def await_writes(
     store: Store, say: Callable[[str], None], pause: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait while processes write to the store: a trainer's last version is on no other disk.
-
-    Args:
-        say: takes what is waited for.
-    """
+    """Wait for writes to the store; the trainer's last version may be on no other disk."""
     left_s = WRITE_S
     while (written := store.being_written()) and left_s > 0:
         say(f"{', '.join(written)} is being written, at most {left_s:.0f} s more")

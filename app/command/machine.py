@@ -1,13 +1,13 @@
-"""Which packages a machine needs; `make` runs this file with the system's Python before any is installed.
+"""Chooses and checks packages for a machine. `make` runs this file with the system's Python.
 
     python app/command/machine.py choose VENV CONFIG    prints `gpu` or `cpu`: requirements-<that>.txt
-    python app/command/machine.py check BUILD [CONFIG]  prints one sentence if the machine does not suffice
+    python app/command/machine.py check BUILD [CONFIG]  prints a sentence if the machine does not suffice
     python app/command/machine.py uv                    prints pip's package indexes as uv's variables
 
-The launcher counts GPUs: it can read how many a configuration needs (`app.settings.gpus`).
+`app.settings.gpus` counts GPUs later.
 """
 
-from __future__ import annotations  # the system's Python may be older than ours
+from __future__ import annotations  # for older Pythons
 
 import ast
 import os
@@ -20,14 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 CPU, GPU = "cpu", "gpu"
-BUILD_FILE = ".build"  # in the environment: its packages
-MIN_DRIVER = (580, 65, 6)  # CUDA 13.0, which torch 2.13 and vLLM 0.32 are built with
-MIN_CAPABILITY = (7, 5)  # the oldest that CUDA 13 supports
+BUILD_FILE = ".build"  # in the environment: names its packages
+MIN_DRIVER = (580, 65, 6)  # CUDA 13.0, for torch 2.13 and vLLM 0.32
+MIN_CAPABILITY = (7, 5)  # the oldest for CUDA 13
 TIMEOUT_S = 30.0
 QUERY = ("--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
 _DEVICE = re.compile(r"""(?:^|[\s{,])["']?device["']?\s*:\s*["']?(cuda|cpu)\b""")
 
-AskGpus = Callable[[], str]  # nvidia-smi's output for `QUERY`
+AskGpus = Callable[[], str]  # returns nvidia-smi's output for `QUERY`
 
 
 class NotEnough(Exception):
@@ -35,7 +35,6 @@ class NotEnough(Exception):
 
 
 def build_for(config: str) -> str:
-    """The packages for a configuration's `device`."""
     for line in config.splitlines():
         found = _DEVICE.search(line.split("#")[0])
         if found is not None:
@@ -44,14 +43,14 @@ def build_for(config: str) -> str:
 
 
 def choose(venv: Path, config: Path) -> str:
-    """The packages that an environment has; for a new one those that the configuration needs."""
+    """The packages of an existing environment; else those that the configuration needs."""
     if (venv / BUILD_FILE).is_file():
         return (venv / BUILD_FILE).read_text(encoding="utf-8").strip()
     return build_for(config.read_text(encoding="utf-8")) if config.is_file() else CPU
 
 
 def check(build: str, config: Path | None, ask: AskGpus) -> None:
-    """Raises NotEnough if machine or packages do not suffice; `config` None: only packages are installed."""
+    """Raises NotEnough. `config` None: only packages are installed."""
     if config is not None:
         if not config.is_file():
             raise NotEnough(f"expected a configuration file, got CONFIG={config}, which does not exist")
@@ -69,10 +68,10 @@ def check(build: str, config: Path | None, ask: AskGpus) -> None:
 
 
 def check_gpus(answer: str) -> None:
-    """Raises NotEnough if there is no GPU, or one of them or the driver is too old.
+    """Raises NotEnough: no GPU, an old GPU, or an old driver.
 
     Args:
-        answer: nvidia-smi's output, one line for each GPU.
+        answer: nvidia-smi's output, one line per GPU.
     """
     gpus = [line.split(",") for line in answer.splitlines() if line.strip()]
     if not gpus:
@@ -97,8 +96,8 @@ def count_gpus(answer: str, visible: str | None) -> int:
     """GPUs that a process may use.
 
     Args:
-        answer: nvidia-smi's output, one line for each GPU.
-        visible: CUDA_VISIBLE_DEVICES; None: not set.
+        answer: nvidia-smi's output, one line per GPU.
+        visible: CUDA_VISIBLE_DEVICES, or None.
     """
     every = sum(bool(line.strip()) for line in answer.splitlines())
     if visible is None:
@@ -107,7 +106,7 @@ def count_gpus(answer: str, visible: str | None) -> int:
 
 
 def ask_gpus(query: Sequence[str] = QUERY) -> str:
-    """nvidia-smi's output. Raises NotEnough if there is no nvidia-smi, or it fails."""
+    """nvidia-smi's output. Raises NotEnough."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NotEnough(
@@ -134,10 +133,10 @@ UV_NAMES = {
 
 
 def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """uv reads none of pip's configuration: the variables that say the same to it, less those that are set.
+    """pip's configuration as variables of uv, which does not read it; without those already set.
 
     Args:
-        pip_config: what `pip config list` prints.
+        pip_config: output of `pip config list`.
     """
     found: dict[str, str] = {}
     for section in ("global", "install", ":env:"):  # later ones win
@@ -149,7 +148,6 @@ def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, s
 
 
 def ask_pip() -> str:
-    """`pip config list`; empty where there is no pip."""
     done = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     return done.stdout
 

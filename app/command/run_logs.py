@@ -1,4 +1,4 @@
-"""`slipstream logs`: what the processes of a run wrote, and what they write now."""
+"""`slipstream logs`: output of a run's processes."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from app.client.run_display import EVENT
 from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs
 
 PERIOD_S = 0.5
-_ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # how Ray begins a worker's output
+_ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # head of a Ray worker's output
 _HEAD_BYTES = 1000
 _JOB = "job-driver-"
 NOT_FOR_PEOPLE = (":job_id:", ":actor_name:", EVENT)
@@ -38,7 +38,7 @@ def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: b
     """Print the end of each process's output, and with `follow` what is added; returns the exit status.
 
     Args:
-        directory: a run's logs; None: those of the newest run on this machine.
+        directory: logs of a run; None: of the newest run on this machine.
     """
     if directory is None:
         directory = next((logs_of(run) for run in runs()), CLUSTER_DIRECTORY / "slip-*")
@@ -55,14 +55,14 @@ def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: b
                 f"slipstream: no process of the {part or 'fleet'} has begun in {directory}", file=sys.stderr
             )
             return 1
-    except KeyboardInterrupt:  # the usual end of --follow
+    except KeyboardInterrupt:
         pass
     return 0
 
 
 def print_logs(directory: Path, part: Part | None, last: int, ticks: Iterable[object]) -> bool:
-    """Print at each tick what is new, `last` lines of each process at the first one; returns whether there
-    was a process. One that starts meanwhile is included."""
+    """Print new lines at each tick, `last` lines per process at the first, also of processes that start
+    later; returns whether there was a process."""
     positions: dict[Path, int] = {}
     shown: Path | None = None
     for number, _ in enumerate(ticks):
@@ -82,7 +82,7 @@ def print_logs(directory: Path, part: Part | None, last: int, ticks: Iterable[ob
 
 
 def _outputs(directory: Path, part: Part | None) -> Iterator[tuple[Path, str]]:
-    """Each process's files, oldest process first, and what they are called."""
+    """Files and titles, oldest process first."""
     paths = [each for pattern in _FILES for each in directory.glob(pattern)]
     for path in sorted(paths, key=lambda path: _process(path).zfill(10)):
         found = _part_of(path)
@@ -91,7 +91,7 @@ def _outputs(directory: Path, part: Part | None) -> Iterator[tuple[Path, str]]:
 
 
 def _process(path: Path) -> str:
-    """The process id of a worker, the id of a job."""
+    """Process id of a worker, or id of a job."""
     return path.stem.removeprefix(_JOB) if path.name.startswith(_JOB) else path.stem.rpartition("-")[2]
 
 
@@ -107,7 +107,7 @@ def _part_of(path: Path) -> Part | None:
 
 
 def _new_lines(path: Path, position: int) -> tuple[list[str], int]:
-    """The complete lines after a position in bytes, and where they end."""
+    """Complete lines after a byte position, and the next position."""
     with path.open("rb") as file:
         file.seek(position)
         written = file.read()

@@ -1,7 +1,8 @@
-"""The runs of `slipstream serve` here, a directory for each; the logs of the last ones are kept."""
+"""Runs of `slipstream serve` on this machine: one directory each. Logs of the last ones are kept."""
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,14 +12,14 @@ from pathlib import Path
 # Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
 CLUSTER_DIRECTORY = Path("/tmp")
 KEPT_RUNS = 5
-MARK = "SLIPSTREAM_CLUSTER"  # in the environment of a run's processes
+MARK = "SLIPSTREAM_CLUSTER"  # environment variable of a run's processes
 _PREFIX = "slip-"
 _MARK_FILE = "mark"
-_SESSION = "session_latest"  # Ray's link to its directory, whose name begins with the time
+_SESSION = "session_latest"  # Ray's link to its directory, whose name starts with the time
 
 
 def new_run(mark: str, root: Path = CLUSTER_DIRECTORY) -> Path:
-    """A directory for a run. Those of old runs that have ended are removed."""
+    """Make a directory for a run and remove those of old runs."""
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     (directory / _MARK_FILE).write_text(mark)
     for old in runs(root)[KEPT_RUNS:]:
@@ -28,7 +29,7 @@ def new_run(mark: str, root: Path = CLUSTER_DIRECTORY) -> Path:
 
 
 def runs(root: Path = CLUSTER_DIRECTORY) -> list[Path]:
-    """This user's runs, the newest first."""
+    """This user's runs, newest first."""
     found = [each for each in root.glob(f"{_PREFIX}*") if each.is_dir() and each.stat().st_uid == os.getuid()]
     return sorted(found, key=_began, reverse=True)
 
@@ -38,7 +39,7 @@ def logs_of(run: Path) -> Path:
 
 
 def keep_logs_only(run: Path) -> None:
-    """Remove Ray's sockets and other files of a run that has ended; all of it if it has no logs."""
+    """Remove everything but logs; the whole directory if there are none."""
     for path in [*run.iterdir(), *run.glob("session_*/*")]:
         if path.is_symlink() or path.name == "logs" or path.suffix == ".log":
             continue
@@ -46,12 +47,18 @@ def keep_logs_only(run: Path) -> None:
             path.unlink(missing_ok=True)
         elif not path.name.startswith("session_"):
             shutil.rmtree(path, ignore_errors=True)
-    with suppress(OSError):  # it is not empty
+    with suppress(OSError):  # not empty
         run.rmdir()
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Signals that stop a command; SIGHUP stays ignored under `nohup`."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    return numbers[: 2 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 3]
+
+
 def marked_processes(mark: str) -> Iterator[int]:
-    """Ids of the other live processes that inherited this mark."""
+    """Ids of other live processes that inherited this mark."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
@@ -59,14 +66,14 @@ def marked_processes(mark: str) -> Iterator[int]:
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
-        except OSError:  # it has exited, or belongs to another user
+        except OSError:  # exited, or another user's
             continue
 
 
 def _began(run: Path) -> str:
     try:
         return os.readlink(run / _SESSION).rpartition("/")[2]
-    except OSError:  # Ray has not started
+    except OSError:  # Ray did not start
         return time.strftime("session_%Y-%m-%d_%H-%M-%S", time.localtime(run.stat().st_mtime))
 
 
@@ -74,5 +81,5 @@ def _is_running(run: Path) -> bool:
     try:
         mark = (run / _MARK_FILE).read_text()
     except OSError:
-        return False  # it has ended: only its logs are left
+        return False  # ended: only logs are left
     return any(marked_processes(mark))

@@ -1,8 +1,8 @@
 """Submits the RL job to the running fleet: `slipstream rl [options of app.jobs]`.
 
-    submit ─► print what the job prints ─► its exit status
+    submit ─► print the job's output ─► its exit status
                  │
-      Ctrl-C, SIGTERM, SIGHUP, a closed pipe: the job is stopped, and the fleet's weights stay
+      Ctrl-C, SIGTERM, SIGHUP, a closed pipe: the job is stopped, and the fleet keeps its weights
 
 `ray job submit` would leave the job running.
 """
@@ -27,16 +27,17 @@ from urllib.parse import urlsplit
 from app.client.program_options import LOCAL_URL, arguments_of, parse
 from app.client.run_display import EVENTS, STATUS_S, WORKING_DIR, Display
 from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
+from app.command.runs import stop_signals
 from app.jobs.options import JobOptions
 
-_JOB = (sys.executable, "-P", "-m", "app.jobs")  # -P: not the modules of its directory before our own
-_FIRST = "RL job:"  # how the job's own output begins; Ray writes lines of its own before it
+_JOB = (sys.executable, "-P", "-m", "app.jobs")  # -P: modules of the job's directory do not shadow ours
+_FIRST = "RL job:"  # first line of the job; Ray writes lines before it
 STOP_WAIT_S = 5  # Ray's wait between SIGTERM and SIGKILL, in which the job draws its curve
-SILENT_S = 60.0  # how long Ray's dashboard may not answer
+SILENT_S = 60.0  # longest outage of Ray's dashboard
 RETRY_S = 1.0
-_LAST_LINES_S = 1.5  # from the job's end to the end of its log
+_LAST_LINES_S = 1.5  # deadline for the rest of a log after the job's end
 
-Show = Callable[[str], object]  # takes one line
+Show = Callable[[str], object]  # prints one line
 
 
 def why_not(url: str) -> str | None:
@@ -56,8 +57,6 @@ def why_not(url: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """What is submitted."""
-
     job_id: str
     entrypoint: str
     runtime_env: Mapping[str, Any]
@@ -65,17 +64,16 @@ class Submission:
 
 
 def submission(options: JobOptions, *, dashboard: str, token_file: str | None = None) -> Submission:
-    """The job with these options. On this machine it runs where the user stands; elsewhere it has the files
-    of --working-dir.
+    """The job with these options. On this machine it runs in the user's directory, elsewhere in a copy of
+    --working-dir.
 
     Args:
-        dashboard: the address to which it is submitted.
-        token_file: for the job, which runs in the cluster; process arguments and Ray's dashboard would show a
-            token. None: the job uses the cluster's.
+        dashboard: address to which it is submitted.
+        token_file: for the job; arguments and Ray's dashboard would show a token. None: the cluster's.
     """
     variables = {
         EVENTS: "1",
-        "COLUMNS": str(shutil.get_terminal_size().columns),  # of the curve
+        "COLUMNS": str(shutil.get_terminal_size().columns),  # for the curve
         "PYTHONUNBUFFERED": "1",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
     }
@@ -88,7 +86,7 @@ def submission(options: JobOptions, *, dashboard: str, token_file: str | None = 
         variables[WORKING_DIR] = str(Path.cwd())
     arguments = arguments_of(replace(options, working_dir=None))
     if options.url == LOCAL_URL:
-        arguments.append(f"--url={LOCAL_URL}")  # whatever the cluster's environment says
+        arguments.append(f"--url={LOCAL_URL}")  # overrides the cluster's environment
     return Submission(
         job_id=f"grpo-{uuid.uuid4().hex[:8]}",
         entrypoint=shlex.join([*_JOB, *arguments]),
@@ -100,12 +98,12 @@ def submission(options: JobOptions, *, dashboard: str, token_file: str | None = 
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container whose user has no name
+    except (KeyError, OSError):  # a container's user without a name
         return str(os.getuid())
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Run the job with these options until it ends or a signal arrives; returns the exit status."""
+    """Run the job until it ends or a signal arrives; returns the exit status."""
     try:
         options = parse(JobOptions, arguments)
         options.check()
@@ -114,7 +112,7 @@ def submit(arguments: Sequence[str]) -> int:
         return 1
     if options.dry_run:
         return subprocess.call([*_JOB, *arguments])
-    from app.client.connection import without_credentials  # httpx, which --help does without
+    from app.client.connection import without_credentials  # httpx is slow to import
 
     url, password = without_credentials(options.url)
     if password is not None:
@@ -124,7 +122,7 @@ def submit(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 1
-    print(f"Asking the fleet at {url} whether it is up", flush=True)  # it may take seconds
+    print(f"Asking the fleet at {url} whether it is up", flush=True)
     try:
         reason = why_not(url)
     except KeyboardInterrupt:
@@ -146,7 +144,7 @@ def submit(arguments: Sequence[str]) -> int:
         return asyncio.run(run())
     except JobsError as error:
         print(f"slipstream: {error}", file=sys.stderr)
-    except OSError:  # of stdout: `| head`; what is left in the buffer would raise it again
+    except OSError:  # stdout is closed (`| head`); buffered output would raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"slipstream: nobody reads the output, RL job {made.job_id} is stopped", file=sys.stderr)
     return 1
@@ -155,11 +153,11 @@ def submit(arguments: Sequence[str]) -> int:
 async def run_job(
     jobs: Jobs, made: Submission, show: Show, *, quiet_s: float = STATUS_S, retry_s: float = RETRY_S
 ) -> int:
-    """Submit the job and show its output to its end. A signal stops the job, and so does output that
-    nobody takes.
+    """Submit the job and print its output until it ends; returns the exit status. A signal or a closed stdout
+    stops the job.
 
     Raises:
-        JobsError: another job runs, Ray refuses, or does not answer; or a job to be stopped goes on.
+        JobsError: another job runs, Ray refused or did not respond, or the job did not stop.
     """
     asked = _first_signal()
     if others := [job for job in await jobs.list() if job.is_live]:
@@ -171,7 +169,7 @@ async def run_job(
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if following.done() and isinstance(following.exception(), JobsError | None):
         return following.result()
-    if not asked.done():  # nobody takes the output, or a fault of ours
+    if not asked.done():  # stdout is closed, or a bug
         await end(jobs, made.job_id)
         return following.result()
     number = asked.result()
@@ -180,7 +178,7 @@ async def run_job(
     try:
         await end(jobs, made.job_id)
         await asyncio.wait_for(following, _LAST_LINES_S)
-    except OSError:  # a TimeoutError too
+    except OSError:  # also TimeoutError
         with suppress(OSError):
             show(f"RL job {made.job_id} was stopped")
     finally:
@@ -189,7 +187,7 @@ async def run_job(
 
 
 def _first_signal() -> "asyncio.Future[signal.Signals]":
-    """The first signal that asks this process to end; the following ones are ignored."""
+    """Resolves with the first signal; later ones are ignored."""
     loop = asyncio.get_running_loop()
     asked: asyncio.Future[signal.Signals] = loop.create_future()
 
@@ -197,9 +195,8 @@ def _first_signal() -> "asyncio.Future[signal.Signals]":
         if not asked.done():
             asked.set_result(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as under `nohup`
-            loop.add_signal_handler(number, note, number)
+    for number in stop_signals():
+        loop.add_signal_handler(number, note, number)
     return asked
 
 
@@ -210,18 +207,18 @@ def _refusal(other: Job) -> JobsError:
 
 
 async def _followed(jobs: Jobs, made: Submission, show: Show, quiet_s: float, retry_s: float) -> int:
-    """Submit, and show what the job prints; its exit status."""
+    """Submit the job and print its output; returns its exit status."""
     await jobs.submit(made.job_id, made.entrypoint, made.runtime_env, made.metadata)
     older = []
     for job in await jobs.list():
         if job.job_id == made.job_id:
             break
         older += [job] if job.is_live else []
-    if older:  # both were submitted at the same time
+    if older:  # submitted at the same time
         await end(jobs, made.job_id)
         raise _refusal(older[0])
     show(f"RL job {made.job_id} is submitted; Ctrl-C stops it")
-    held: list[str] = []  # what Ray prints before the job's first line
+    held: list[str] = []  # Ray's own output
     has_begun = asyncio.Event()
     waiting = asyncio.ensure_future(_announce_start(has_begun, show, quiet_s))
     try:
@@ -255,12 +252,12 @@ async def _announce_start(has_begun: asyncio.Event, show: Show, quiet_s: float) 
 
 
 async def _lines(jobs: Jobs, job_id: str, show: Show, retry_s: float) -> AsyncIterator[str]:
-    """The lines of the job until its end, over as many connections as it takes."""
-    seen, rest = 0, ""  # characters; the beginning of a line
+    """Lines of the job until it ends, over as many connections as it takes."""
+    seen, rest = 0, ""  # characters read; an incomplete line
     silent_since: float | None = None
     while True:
         try:
-            position = 0  # each connection begins at the first line
+            position = 0  # every connection starts from the first line
             async for piece in jobs.log(job_id):
                 new = piece[max(0, seen - position) :]
                 position += len(piece)

@@ -1,8 +1,4 @@
-"""vLLM 0.32's routes for LoRA adapters, on all replicas or on none, and prime-rl's name for one of them.
-
-Names, bodies and responses are those of vLLM's `entrypoints/serve/lora/api_router.py`. `load_inplace` adds a
-version to a name; running requests finish on theirs.
-"""
+"""vLLM 0.32's LoRA routes (`entrypoints/serve/lora/api_router.py`), applied on all replicas or none."""
 
 import uuid
 
@@ -16,8 +12,6 @@ from deployments.protocol.responses import AdapterList, Status
 
 
 class AdapterRoutes:
-    """The routes that change which adapters requests may name."""
-
     def __init__(self, controller: CallHandle) -> None:
         self._controller = controller
 
@@ -38,17 +32,17 @@ class AdapterRoutes:
         )
 
     async def unload(self, body: UnloadAdapterBody) -> PlainTextResponse:
-        """Unload all versions of a name, or the one of a full name; running requests finish on theirs."""
+        """Unload all versions of a name, or one `name@version`. Running requests finish on theirs."""
         await self._controller.unload_adapter.remote(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def load_in_place(self, body: LoadAdapterBody) -> Status:
-        """prime-rl's route: a load whose name may be live. Versions share no cache, so none is reset."""
+        """prime-rl's route: load a version of a name that may be live."""
         await self._load(body, in_place=True)
         return Status(status="ok")
 
     async def adapters(self) -> AdapterList:
-        """All versions that are live, being loaded, or still used by running requests."""
+        """Versions that are live, loading, or still used by running requests."""
         return AdapterList(adapters=await self._controller.adapters.remote())
 
     async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:

@@ -1,7 +1,7 @@
-"""Access control: operator tokens, optional user tokens, and the check that an exposed fleet has one.
+"""Access control: operator and user tokens, and the refusal of an exposed fleet without tokens.
 
-A token comes as `Authorization: Bearer` (the API key of OpenAI's clients) or as the password of Basic
-authentication, for browsers and for clients that only have an address (`http://x:TOKEN@host`).
+A token comes as `Authorization: Bearer` or as the password of Basic authentication (browsers,
+`http://x:TOKEN@host`).
 """
 
 import asyncio
@@ -27,9 +27,9 @@ from app.settings.security import is_loopback, read_token_file
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, SlipstreamError
 
-FILE_PERIOD_S = 5.0  # between looks at a token file
+FILE_PERIOD_S = 5.0  # between checks of a token file
 SERVE_TIMEOUT_S = 30.0
-OPERATORS_ROUTES = frozenset({"/server_info"})  # forwarded, but it shows the engine's settings
+OPERATORS_ROUTES = frozenset({"/server_info"})  # forwarded, but shows the engine's settings
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
 logger = serve_logger()
 
@@ -41,19 +41,17 @@ class Access(Enum):
 
 
 def passed_access(path: str) -> Access:
-    """Who may call a route that is forwarded to a replica."""
+    """Access level of a forwarded route."""
     return Access.OPERATOR if path in OPERATORS_ROUTES else Access.USER
 
 
 class Unauthorized(SlipstreamError):
-    """The request needs a token."""
-
     status = 401
     type = "unauthorized"
 
 
 class Forbidden(SlipstreamError):
-    """A user, or another web page, called an operator's route."""
+    """A user's token, or another web page's request, on an operator's route."""
 
     status = 403
     type = "forbidden"
@@ -61,7 +59,7 @@ class Forbidden(SlipstreamError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSource:
-    """Tokens, and the file that they were read from, which may change while the fleet runs."""
+    """Tokens, and the file they come from, which may change at run time."""
 
     tokens: tuple[str, ...] = field(default=(), repr=False)
     file: Path | None = None
@@ -69,7 +67,7 @@ class TokenSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The tokens of a fleet. Without operator tokens, or user tokens, those routes are open."""
+    """Without operator tokens, or user tokens, the routes of that level are open."""
 
     operator: TokenSource = TokenSource()
     user: TokenSource = TokenSource()
@@ -81,16 +79,15 @@ class Guard:
         self._user = _Known(tokens.user, "the users'")
 
     def asks(self, access: Access) -> bool:
-        """Whether a route needs a token."""
         return (access is Access.OPERATOR and bool(self._operator)) or (
             access is Access.USER and bool(self._user)
         )
 
     def check(self, request: Request, access: Access) -> None:
-        """Check the request's token.
+        """Check the token.
 
         Raises:
-            Unauthorized: no token, or an unknown one.
+            Unauthorized: the token is missing or unknown.
             Forbidden: a user's token on an operator's route, or a request from another web page.
         """
         if access is Access.OPERATOR and request.method not in READING:
@@ -112,12 +109,12 @@ class Guard:
         )
 
     def _refuse_other_pages(self, request: Request) -> None:
-        """CSRF: a browser adds the credentials that it has stored for the fleet to any page's request."""
+        """CSRF: a browser attaches the fleet's stored credentials to any page's request."""
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         scheme = request.headers.get("authorization", "").partition(" ")[0].lower()
-        if origin is None or (scheme == "bearer" and self._operator):  # which a browser never adds by itself
+        if origin is None or (scheme == "bearer" and self._operator):  # never added by a browser itself
             return
-        # DNS rebinding: without a token, a page whose name resolves to the fleet has the same origin.
+        # DNS rebinding: without a token, a page whose name resolves to the fleet is same-origin.
         if urlsplit(origin).netloc != host or not (self._operator or _is_address(host)):
             raise Forbidden(
                 f"{request.url.path} is the operator's, and the web page {origin[:100]!r} is not: its host "
@@ -126,8 +123,6 @@ class Guard:
 
 
 class _Known:
-    """The digests of the operator's or of the users' tokens."""
-
     def __init__(self, source: TokenSource, whose: str) -> None:
         self._file = source.file
         self._whose = whose
@@ -167,13 +162,12 @@ class _Known:
             return None
         try:
             found = os.stat(self._file)
-        except OSError:  # not on this host, or being replaced: the previous tokens stay valid
+        except OSError:  # missing or being replaced: keep the previous tokens
             return None
         return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _given(request: Request) -> str:
-    """The request's token, or an empty string."""
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     match scheme.lower():
         case "bearer":
@@ -192,7 +186,7 @@ def _digest(token: str) -> bytes:
 
 
 def _is_address(host: str) -> bool:
-    """Whether a Host header is an IP address or localhost, and no DNS name."""
+    """True for an IP address or localhost, False for a DNS name."""
     name = urlsplit(f"//{host}").hostname or ""
     try:
         ipaddress.ip_address(name)
@@ -206,11 +200,8 @@ class Exposed(Conflict):
 
 
 def listening_host() -> str | None:
-    """The address that Serve's proxies listen on; None if Serve does not run or does not listen.
-
-    Serve is asked, not the configuration: an application that is deployed to a running Serve cannot change
-    it.
-    """
+    """The address of Serve's proxies, asked from Serve: a deployment cannot change it. None if Serve does not
+    listen."""
     controller = _controller()
     if controller is None:
         return None
@@ -219,9 +210,9 @@ def listening_host() -> str | None:
 
 
 async def require_guarded(*, has_token: bool) -> None:
-    """Raise `Exposed` if other hosts can reach Serve and there is no operator's token.
+    """Raise `Exposed` if other hosts can reach Serve and there is no operator token.
 
-    Called in the router: Serve may have been started after the application was built.
+    The router checks again because Serve may have started after the application was built.
     """
     if has_token or (controller := _controller()) is None:
         return
@@ -237,7 +228,7 @@ async def require_guarded(*, has_token: bool) -> None:
 def _controller() -> Any:
     try:
         return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    except ValueError:  # Serve does not run
+    except ValueError:  # Serve is not running
         return None
 
 

@@ -1,10 +1,10 @@
-"""Publishes a checkpoint directory as one ordinary round, with this process as its publisher.
+"""Publishes a checkpoint directory as an ordinary round, with this process as the publisher.
 
     router    lease ─► headers ─► open ─► digests of part 1 ─► send ─► ... ─► close
-    replica                                                    reads part 1 from the disk, compares, stages
+    replica                                                    reads part 1 from disk, compares, stages
 
-While replicas read one part, the router digests the next in a thread. A stored version must match the digests
-in its manifest: digests of the files alone would verify a file that rotted.
+The router digests the next part while replicas read the current one. A stored version must match the digests
+in its manifest; file digests alone would accept bit rot.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 class DirectoryPublisher:
-    """Publishes one directory at a time, below one of `roots`. `disk_s` limits reading all headers, and each
-    part."""
+    """Publishes one directory at a time, below one of `roots`. `disk_s`: deadline for all headers, and for
+    each part."""
 
     def __init__(
         self,
@@ -52,13 +52,14 @@ class DirectoryPublisher:
         self._disk = DiskThread(disk_s)
 
     async def publish(self, path: str, label: str | None) -> RoundReport:
-        """Make the weights in a directory the fleet's next version.
+        """Publish the weights in a directory as the next version.
 
         Raises:
-            InvalidRequest: it is outside the roots, no whole checkpoint of this model, has NaNs, is damaged.
+            InvalidRequest: the directory is outside the roots, incomplete, of another model, has NaNs or is
+                damaged.
             Conflict: another publisher holds the lease, or the weights are offloaded.
-            RoundAborted: it changed while it was read, replicas read different bytes, or a disk hangs.
-            TransferAborted: the controller or the lease was lost; try again.
+            RoundAborted: files changed meanwhile, replicas read different bytes, or a disk hangs.
+            TransferAborted: controller or lease was lost; try again.
         """
         try:
             async with PublishSession(self._controller, f"directory {secrets.token_hex(4)}") as session:
@@ -79,10 +80,10 @@ class DirectoryPublisher:
         try:
             await self._send(session, checkpoint)
             changed = await session.renewing(self._disk.run(checkpoint.changed, str(checkpoint.directory)))
-            if changed is None:  # else parts of two checkpoints may each have had the right digests
+            if changed is None:  # else a mix of two checkpoints could pass
                 return await session.close(label)
         except (InvalidRequest, RoundAborted) as error:
-            await session.abort(error.message)  # first, since the disk may be slow
+            await session.abort(error.message)  # first: the disk may be slow
             await self._raise_if_changed(checkpoint, error)
             raise
         reason = f"{changed}; publish it again once it is complete"
@@ -107,7 +108,7 @@ class DirectoryPublisher:
     async def _raise_if_changed(self, checkpoint: Checkpoint, error: SlipstreamError) -> None:
         try:
             changed = await self._disk.run(checkpoint.changed, str(checkpoint.directory))
-        except SlipstreamError:  # the disk hangs; the first error says so
+        except SlipstreamError:  # reported by the first error
             return
         if changed is not None:
             raise RoundAborted(
@@ -116,25 +117,30 @@ class DirectoryPublisher:
 
 
 class DiskThread:
-    """Runs disk reads in a daemon thread: a hung disk delays neither callers nor the exit of this process."""
+    """Reads in a daemon thread: a hung disk delays neither callers nor process exit."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._running = False
 
     async def run(self, work: Callable[[], T], what: str) -> T:
-        """Raises InvalidRequest (`work` raised ValueError or OSError), RoundAborted (the disk does not
-        answer) or Conflict (it has not answered an earlier call either)."""
+        """Run `work`.
+
+        Raises:
+            InvalidRequest: it raised ValueError or OSError.
+            RoundAborted: the deadline passed.
+            Conflict: an earlier call still hangs.
+        """
         if self._running:
             raise Conflict(f"{what}: a disk has not answered since an earlier call")
         self._running = True
         result: Future[T] = Future()
 
         def read() -> None:
-            result.set_running_or_notify_cancel()  # from now on a caller who leaves cannot cancel it
+            result.set_running_or_notify_cancel()  # a caller that leaves can no longer cancel it
             try:
                 value = work()
-            except BaseException as error:  # raised in the caller
+            except BaseException as error:  # re-raised in the caller
                 self._running = False
                 result.set_exception(error)
             else:

@@ -1,7 +1,7 @@
-"""vLLM 0.32's routes that pause, put to sleep and reset an engine, carried out on every replica.
+"""vLLM 0.32's routes that pause, sleep and reset an engine, applied to every replica.
 
-Names, parameters and responses are those of `entrypoints/rl/online` and `entrypoints/serve/dev`. 200 means
-that every replica did it.
+Names, parameters and responses follow `entrypoints/rl/online` and `entrypoints/serve/dev`. 200 means all
+replicas did it.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ from deployments.protocol.responses import (
 )
 
 InFlightQuery = Annotated[InFlight, Query(description="what happens to running requests")]
-_COUNTS = TypeAdapter(dict[str, int])  # by replica
+_COUNTS = TypeAdapter(dict[str, int])  # per replica
 
 
 class EngineRoutes:
@@ -83,7 +83,7 @@ class EngineRoutes:
         """Abort running requests, by id or all of them."""
         ids = None if body.request_ids is None else tuple(body.request_ids)
         counts = _COUNTS.validate_python(await self._call(AbortRequests(request_ids=ids)))
-        # vLLM counts the ids that it was given, whether such requests run or not.
+        # vLLM counts the given ids, running or not.
         aborted = len(ids) if ids else sum(counts.values())
         return AbortedRequests(status="aborted", aborted=aborted)
 
@@ -93,10 +93,10 @@ class EngineRoutes:
         level: Annotated[int | None, Query(ge=0, le=2, description="1 where none is given")] = None,
         mode: InFlightQuery | None = None,
     ) -> FellAsleep:
-        """Free GPU memory.
+        """Free GPU memory. Refused while a round is open.
 
-        At level 1 the weights wait in host memory; at level 2 they are discarded, and a round has to bring
-        new ones before the KV cache wakes. Refused while a round is open.
+        Level 1 keeps the weights in host memory. Level 2 discards them: a round must bring new ones before
+        the KV cache wakes.
         """
         chosen = next(each for each in (level, body.level, 1) if each is not None)
         await self._call(Sleep(level=chosen, mode=mode or body.mode or InFlight.ABORT))
@@ -109,9 +109,9 @@ class EngineRoutes:
     ) -> WokeUp:
         """Wake all parts, or those in `tags`.
 
-        Refused if the fleet would compute with weights that a sleep at level 2 discarded.
+        Refused if the weights were discarded by a sleep at level 2.
         """
-        # A repeated tag fails in the middle of vLLM's bookkeeping.
+        # vLLM fails on a repeated tag.
         named = tags or body.tags
         distinct = tuple(dict.fromkeys(named)) if named else None
         awake = all((await self._call(WakeUp(tags=distinct))).values())
@@ -127,9 +127,9 @@ class EngineRoutes:
         reset_running_requests: Annotated[bool, Query(description="as in the body")] = False,
         reset_external: Annotated[bool, Query(description="as in the body")] = False,
     ) -> Success:
-        """Discard the cached prefixes; the flags come in the query or in a body.
+        """Discard cached prefixes; flags come in the query or the body.
 
-        Without success on every replica, as vLLM: running requests hold blocks there, or a connector does.
+        `success` is false, as in vLLM, if running requests or a connector hold blocks on some replica.
         """
         answers = await self._call(
             ResetPrefixCache(

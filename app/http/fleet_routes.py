@@ -1,4 +1,4 @@
-"""`/health`, `/fleet...`, `/metrics`: the state and size of the fleet, and versions from a directory."""
+"""`/health`, `/fleet...`, `/metrics`: state and size of the fleet, versions from a directory."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from deployments.protocol.routing import MAX_SESSION_ID
 from deployments.router.scrape import Scraped, dashboard
 
 EVENTS_WAIT_S = 10.0
-Scrape = Callable[[Sequence[str]], Awaitable[Scraped]]  # gets the names of metrics; none: all
+Scrape = Callable[[Sequence[str]], Awaitable[Scraped]]  # takes names of metrics; empty: all
 
 
 class EventStream(StreamingResponse):
@@ -41,7 +41,7 @@ class EventStream(StreamingResponse):
 
 
 class FleetRoutes:
-    """Args: `trainer` is None without a trainer deployment; `scrape` gets the metrics of other processes."""
+    """`trainer` is None without a trainer deployment."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class FleetRoutes:
         self._trainer = trainer
         self._directories = directories
         self._scrape = scrape
-        self._dashboard: str | None = None  # its address, once it is known
+        self._dashboard: str | None = None
 
     def routes(self) -> list[GuardedRoute]:
         return [
@@ -66,7 +66,7 @@ class FleetRoutes:
             GuardedRoute("POST", "/fleet/publish", self.publish),
             GuardedRoute("POST", "/fleet/rollback", self.rollback),
             GuardedRoute("POST", "/fleet/scale", self.scale),
-            # The routes of prime-rl's and SkyRL's servers.
+            # Routes of prime-rl's and SkyRL's servers.
             GuardedRoute("GET", "/liveness", self.liveness, access=Access.OPEN),
             GuardedRoute("POST", "/finish_session", self.finish_session, access=Access.USER),
             GuardedRoute("GET", "/metrics", self.metrics, response_class=PlainTextResponse),
@@ -107,14 +107,14 @@ class FleetRoutes:
         return EventStream(self._events(since if last_event_id is None else last_event_id))
 
     async def publish(self, body: PublishDirectoryBody) -> RoundReport:
-        """Make the weights of a checkpoint directory the fleet's next version, as an ordinary round.
+        """Publish a checkpoint directory as the next version, as an ordinary round.
 
-        `/fleet` says meanwhile how far it is: `round.sent_bytes` of `round.file_bytes`.
+        Progress is in `/fleet`: `round.sent_bytes` of `round.file_bytes`.
         """
         return await self._directories.publish(body.path, body.label)
 
     async def rollback(self, body: RollbackBody) -> RoundReport:
-        """Publish a stored version again, as an ordinary round. A trainer continues from it."""
+        """Publish a stored version again, as an ordinary round. The trainer continues from it."""
         try:
             if self._trainer is None:
                 path: str = await self._controller.rollback_source.remote(body.version)
@@ -128,13 +128,13 @@ class FleetRoutes:
             ) from error
 
     async def scale(self, body: ScaleBody) -> SizeStatus:
-        """Set the number of replicas, or follow the load. Answers before they have started."""
+        """Set the number of replicas, or follow the load. Returns before they have started."""
         wanted = None if body.replicas == "auto" else body.replicas
         size: SizeStatus = await self._controller.scale.remote(wanted)
         return size
 
     async def liveness(self) -> Status:
-        """Answers while the controller does, even if no replica serves; see `/health`."""
+        """200 while the controller responds, even if no replica serves."""
         await self._controller.fleet.remote()
         return Status(status="alive")
 
@@ -144,7 +144,7 @@ class FleetRoutes:
             str, Query(max_length=MAX_SESSION_ID, description="as in the header x-session-id")
         ],
     ) -> Status:
-        """A session is over. It held no state: its name and the replicas determine where its requests go."""
+        """No-op: a session holds no state."""
         return Status(status="finished")
 
     async def metrics(
@@ -153,10 +153,10 @@ class FleetRoutes:
             bool, Query(alias="all", description="Serve's metrics too, a megabyte")
         ] = False,
     ) -> Response:
-        """The fleet's metrics and vLLM's of each replica, in Prometheus' text format."""
+        """Metrics of the fleet, and vLLM's of each replica, in Prometheus' text format."""
         fleet: FleetStatus = await self._controller.fleet.remote()
         rounds: list[RoundReport] = await self._controller.rounds.remote()
-        # In a thread: a replica has some thousand lines, and this event loop streams responses.
+        # Thousands of lines per replica would block the event loop, which streams responses.
         text = await asyncio.to_thread(
             exposition, fleet, rounds, await self._scrape(()), with_serve=with_serve
         )
@@ -167,7 +167,7 @@ class FleetRoutes:
         while True:
             try:
                 events: list[Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
-            except (SlipstreamError, RayError, RayServeException):  # the controller or the client is gone
+            except (SlipstreamError, RayError, RayServeException):  # controller or client is gone
                 return  # the response has begun
             for event in events:
                 since = event.event_id

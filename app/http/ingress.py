@@ -1,4 +1,4 @@
-"""The ingress: our own routes in FastAPI; vLLM's routes are forwarded without its parsing."""
+"""The ingress: our routes in FastAPI; vLLM's are forwarded without parsing."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ logger = serve_logger()
 
 
 class Ingress:
-    """Serve's deployment class of the router. `trainer`: None if an external trainer publishes."""
+    """Deployment class of the router. `trainer` is None for an external trainer."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -62,7 +62,7 @@ class Ingress:
         self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
 
     def reconfigure(self, settings: Mapping[str, float]) -> None:
-        """Serve's call with new settings of the section `router`."""
+        """Serve's hook for new settings of the section `router`."""
         self._router.limits = self._limits.with_settings(settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -92,7 +92,6 @@ def own_routes(
 def build_app(
     routes: Sequence[GuardedRoute], guard: Guard, router: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES
 ) -> FastAPI:
-    """The ASGI application of our own routes; `router` answers all other requests."""
     description = Description(router, guard.asks)
 
     async def openapi(request: Request) -> JSONResponse:
@@ -107,9 +106,9 @@ def build_app(
     app = FastAPI(
         title="Slipstream",
         version="1",
-        openapi_url=None,  # ours describes vLLM's routes too
+        openapi_url=None,  # ours includes vLLM's routes
         docs_url=None,
-        # Serve and Starlette each match route after route: the most frequent come first.
+        # Serve and Starlette match routes in order: frequent ones first.
         routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
             ClientDisconnect: answer_disconnected,
@@ -126,12 +125,12 @@ def build_app(
 
 
 class _PassedOn:
-    """Forwards vLLM's routes to a replica and answers 404 or 405 for all others.
+    """Forwards vLLM's routes to a replica; 404 or 405 for all others.
 
-    The token is checked first: without one a caller cannot tell which routes exist.
+    Checks the token first: without one a caller cannot tell which routes exist.
 
     Args:
-        own: our routes. A request for one of them arrives here if its method is HEAD or not allowed.
+        own: our routes; a request arrives here if its method is HEAD or not allowed.
     """
 
     def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[GuardedRoute]) -> None:
@@ -145,7 +144,7 @@ class _PassedOn:
         if route is not None and scope["method"] in route.allowed:
             scope["route"] = route
             return await route.app(scope, receive, send)
-        if scope["method"] != "OPTIONS":  # CORS preflight, which carries no token
+        if scope["method"] != "OPTIONS":  # CORS preflight carries no token
             self._guard.check(Request(scope), passed_access(path))
         if route is not None:
             expected = " or ".join(route.allowed)
@@ -157,7 +156,7 @@ class _PassedOn:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """An error of ours. Clients repeat a POST on 5xx: one that may have changed the fleet gets 409."""
+    """Clients retry a POST on 5xx, so a call that may have changed the fleet gets 409 instead."""
     assert isinstance(error, SlipstreamError)
     if error.detail.get("unreachable") and _changes_fleet(request):
         error = AnswerLost(f"{error.message}; it may have been done", error.detail)
@@ -166,7 +165,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if status == 503:
         headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
     if isinstance(error, Unauthorized) and "x-requested-with" not in request.headers:
-        # Browsers ask for it. The page, which sends that header, asks itself.
+        # For browsers. The page sends this header and asks for the token itself.
         headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'
     if error.status == 405:
         headers["allow"] = ", ".join(error.detail["allow"])
@@ -174,7 +173,6 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_wrong_request(request: Request, error: Exception) -> Response:
-    """FastAPI rejected a query, a header or a body."""
     assert isinstance(error, RequestValidationError)
     return await answer_error(request, InvalidRequest(explain(error, request.scope["route"])))
 
@@ -185,7 +183,7 @@ async def answer_disconnected(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """An error of Starlette's, in our shape."""
+    """Starlette's error in our format."""
     assert isinstance(error, HTTPException)
     body: dict[str, Any] = {
         "error": {
@@ -198,12 +196,11 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_foreign_error(request: Request, error: Exception) -> Response:
-    """Any other error, as one line."""
-    cause: Any = getattr(error, "cause", None)  # a RayTaskError's own text is a traceback
+    cause: Any = getattr(error, "cause", None)  # the text of a RayTaskError is a traceback
     raised = cause if isinstance(cause, BaseException) else error
     if isinstance(raised, SlipstreamError):
         return await answer_error(request, raised)
-    if is_lost(raised):  # before the call was sent: its address was looked up
+    if is_lost(raised):  # raised while looking up the address; nothing was sent
         text = f"{request.url.path}: the controller or trainer is gone and being restarted; try again"
         return await answer_error(request, FleetUnavailable(text, {"reason": type(raised).__name__}))
     text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"

@@ -1,8 +1,8 @@
-"""CUDA IPC handles over HTTP: refused unless `weights.allow_pickled_ipc_over_http` is set.
+"""CUDA IPC handles over HTTP, refused unless `weights.allow_pickled_ipc_over_http` is set.
 
-vLLM's HTTP client sends them pickled (`ipc_handles_pickled`), and unpickling runs the sender's code. The
-restricted unpickler knows only the opcodes and names of such a handle, replaces the names by inert stand-ins,
-and needs time and memory in proportion to the bytes that came.
+vLLM's HTTP client pickles them (`ipc_handles_pickled`), and unpickling runs the sender's code. The restricted
+unpickler accepts only the opcodes and names of such a handle, substitutes inert stand-ins, and bounds time
+and memory by the size of the input.
 """
 
 import base64
@@ -44,8 +44,8 @@ STAND_INS: Mapping[tuple[str, str], object] = {
     ("torch", "Size"): _size,
     **{("torch", dtype): _Named(f"torch.{dtype}") for dtype in DTYPES},
 }
-# The binary protocols' opcodes for containers, text, bytes, numbers, a name and its call. Others build
-# objects, read extensions and persistent ids, or allocate what a length claims.
+# Opcodes for containers, text, bytes, numbers, a name and its call. Others build objects, read extensions and
+# persistent ids, or allocate as much as a length claims.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
     *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
@@ -55,7 +55,7 @@ _OPCODES = (
     *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
     *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE),
 )
-# Python's implementation: the one in C allocates memory for whatever index a memo claims.
+# The C implementation allocates memory for any index that a memo claims.
 _Unpickler: Any = pickle._Unpickler
 
 
@@ -84,7 +84,7 @@ def _shown(name: object) -> str:
 
 
 def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
-    """The payload (an object, or a list with one for each worker) with its handles in JSON types. Raises
+    """Replace pickled handles in a payload (an object, or a list with one per worker) by JSON types. Raises
     InvalidRequest."""
     if isinstance(payload, list):
         return [refuse_or_restrict(each, allowed=allowed) for each in payload]
@@ -93,7 +93,7 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
             f"update_info: expected an object or a list of objects, got {type(payload).__name__}"
         )
     rest = {name: value for name, value in payload.items() if name != FIELD}
-    if payload.get(FIELD) is None:  # vLLM's payload has the field also without pickled handles
+    if payload.get(FIELD) is None:  # also present without pickled handles
         return rest
     if not allowed:
         raise InvalidRequest(
@@ -104,7 +104,7 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
 
 
 def read_handles(text: object) -> JsonValue:
-    """Unpickle base64 text that holds only CUDA IPC handles, to JSON types. Raises `InvalidRequest`."""
+    """Unpickle base64 text with CUDA IPC handles to JSON types. Raises InvalidRequest."""
     if not isinstance(text, str):
         raise InvalidRequest(f"{FIELD}: expected base64 text, got {type(text).__name__}")
     try:
@@ -112,6 +112,6 @@ def read_handles(text: object) -> JsonValue:
         handles: JsonValue = encode_handles(_Restricted(io.BytesIO(data)).load(), limit=len(data))
     except InvalidRequest:
         raise
-    except Exception as error:  # broad: the pickle decides which exception it raises
+    except Exception as error:  # broad: a pickle can raise any exception
         raise InvalidRequest(f"{FIELD} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
     return handles

@@ -1,6 +1,6 @@
-"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's document of forwarded routes.
+"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's of the forwarded ones.
 
-Ours wins where both have a route. While no replica answers, the last document of one is used.
+Ours wins on conflict. While no replica responds, the last document is used.
 """
 
 import asyncio
@@ -20,19 +20,18 @@ from deployments.protocol.passed_routes import PASSED
 FETCH_TIMEOUT_S = 2.0
 _NO_REPLICA = "No replica has described vLLM's routes yet: these are the fleet's own."
 _SCHEMAS = "#/components/schemas/"
-_PREFIX = "Slipstream"  # vLLM's document has schemas of the same names
+_PREFIX = "Slipstream"  # vLLM has schemas of the same names
 _SECURITY: list[dict[str, list[str]]] = [{"slipstream_token": []}, {"slipstream_password": []}]
 
 Document = dict[str, Any]
 
 
 class Description:
-    """Builds the document in one router, which fetches a replica's document. `asks`: whether a route needs a
-    token."""
+    """`asks`: whether an access level needs a token."""
 
     def __init__(self, router: ASGIApp, asks: Callable[[Access], bool]) -> None:
         self._router, self._asks = router, asks
-        self._theirs: Document | None = None  # the last document of a replica
+        self._theirs: Document | None = None
 
     async def document(self, app: FastAPI) -> Document:
         ours = own_document(app, self._asks)
@@ -61,7 +60,6 @@ def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:
 
 
 def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> Document:
-    """Our document, with vLLM's forwarded routes, and its schemas."""
     paths: Document = {
         path: {
             method: _passed(path, operation, asks)
@@ -83,7 +81,7 @@ def _passed(path: str, operation: Document, asks: Callable[[Access], bool]) -> D
 
 
 async def fetch(router: ASGIApp, timeout_s: float = FETCH_TIMEOUT_S) -> Document | None:
-    """The document of a replica's vLLM server; None if no replica answers with one in time."""
+    """The document of a replica's vLLM server; None if no replica responds in time."""
     client = httpx.AsyncClient(transport=httpx.ASGITransport(router), base_url="http://fleet")
     try:
         async with asyncio.timeout(timeout_s), client:

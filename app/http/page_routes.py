@@ -1,4 +1,4 @@
-"""The web page and its files. They hold nothing of the fleet: the page asks for that, with a token."""
+"""The web page and its files. They contain no fleet data; the page fetches it with a token."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""`/metrics` in Prometheus' text format, the same from whichever router a scrape reaches.
+"""`/metrics` in Prometheus' text format, the same from every router.
 
-The fleet's state comes from the controller. vLLM's metrics of each replica get the label `replica`. What our
-processes count (`deployments.serve.instruments`) comes from Ray's agent on each node, as Serve's metrics do.
+Sources: the controller; vLLM's metrics of each replica, with the label `replica`; and Ray's agent on each
+node for our processes (`deployments.serve.instruments`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ from deployments.router.scrape import Scraped
 OWN, SERVE = "ray_slipstream_", "ray_serve_"
 Read = Callable[[str], Iterable[Metric]]
 _KEPT_LABELS = {"WorkerId": "process"}
-_RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "JobId"}  # the same for all, or long
+_RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "JobId"}  # the same everywhere, or long
 
 
 def exposition(
     fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped, *, with_serve: bool = False
 ) -> str:
-    """The fleet's own metrics and those of other processes. One that did not answer with metrics is left out,
-    and its `slipstream_..._metrics_up` is 0. `with_serve`: also Serve's, a megabyte."""
+    """Merge all sources. A source that did not respond has `slipstream_..._metrics_up` 0. `with_serve` adds
+    Serve's own, a megabyte."""
     families = _Families()
     _fleet(families, fleet)
     _last_round(families, rounds)
@@ -49,7 +49,7 @@ LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE)
 
 
 def load_of(text: str) -> ReplicaLoad:
-    """The load of a replica, over its engines, from the metrics `LOAD`."""
+    """The load of a replica, summed over its engines."""
     found: dict[str, list[float]] = {name: [] for name in LOAD}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -63,8 +63,6 @@ def load_of(text: str) -> ReplicaLoad:
 
 
 class _Families(Collector):
-    """Metric families by name, merged from all processes."""
-
     def __init__(self) -> None:
         self._families: dict[str, Metric] = {}
 
@@ -86,7 +84,8 @@ class _Families(Collector):
         family.add_metric([*labels.values()], value)
 
     def merge(self, text: str | None, read: Read = text_string_to_metric_families, **labels: str) -> bool:
-        """Add the families of another process with these labels; returns False if it has none that fit."""
+        """Add another process's families with these labels; returns False if they conflict or cannot be
+        parsed."""
         if text is None:
             return False
         try:
@@ -104,7 +103,7 @@ class _Families(Collector):
 
 
 def _of_node(text: str, prefixes: tuple[str, ...]) -> Iterator[Metric]:
-    """The families of an agent's metrics, a megabyte, that begin with one of these; ours as we name them."""
+    """Families of an agent's metrics, a megabyte, with these prefixes; ours without Ray's prefix."""
     starts = tuple(f"{start}{prefix}" for prefix in prefixes for start in ("", "# HELP ", "# TYPE "))
     wanted = "".join(line for line in text.splitlines(keepends=True) if line.startswith(starts))
     for family in text_string_to_metric_families(wanted):

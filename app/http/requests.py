@@ -1,7 +1,6 @@
-"""The JSON bodies of our own routes.
+"""JSON bodies of our routes. Attribute docstrings appear in `/openapi.json`.
 
-Unknown fields are refused, except on vLLM's RL routes, where vLLM 0.32 ignores them. The text below a field
-is its description in `/openapi.json`.
+Unknown fields are refused, except on vLLM's RL routes, where vLLM 0.32 ignores them.
 """
 
 from typing import Annotated, Literal, Self
@@ -28,13 +27,11 @@ MAX_SAMPLE = 4000  # characters of a rollout
 
 
 class OwnBody(BaseModel):
-    """The body of a route that only Slipstream has."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class VllmBody(BaseModel):
-    """The body of one of vLLM's RL routes."""
+    """A body of one of vLLM's RL routes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, use_attribute_docstrings=True)
 

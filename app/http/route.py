@@ -1,4 +1,4 @@
-"""FastAPI's route with an access level and a body limit, both checked before it parses."""
+"""FastAPI's route with an access level and a body limit, checked before parsing."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -24,10 +24,9 @@ class GuardedRoute(APIRoute):
     """One method of one path.
 
     Args:
-        large: the limit for bodies is that of forwarded requests instead of one MiB.
+        large: use the body limit of forwarded requests instead of one MiB.
         binary: the handler gets a body of this media type as bytes.
-        head: whether a GET route answers HEAD.
-        options: FastAPI's.
+        head: a GET route also answers HEAD.
     """
 
     def __init__(
@@ -85,8 +84,7 @@ class GuardedRoute(APIRoute):
 
 
 class _Read(Request):
-    """A request whose body has arrived: JSON whatever its media type; an empty body is an empty object.
-    Raises InvalidRequest."""
+    """A request whose body has arrived: JSON of any media type, empty means {}. Raises InvalidRequest."""
 
     def __init__(self, request: Request, content: bytes, binary: str | None) -> None:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -108,10 +106,10 @@ class _Read(Request):
 
 
 def explain(error: RequestValidationError, route: GuardedRoute) -> str:
-    """Says what was expected and what came, for each wrong field."""
+    """One clause per wrong field: what was expected, what came."""
     by_field: dict[str, list[Any]] = {}
     for detail in error.errors():
-        # The rest of a location is an index, or pydantic's name for a member of a union.
+        # The rest of a location is an index, or pydantic's name for a union member.
         by_field.setdefault(str(detail["loc"][1]) if detail["loc"][1:] else "", []).append(detail)
     return "; ".join(_explain_field(name, details, route) for name, details in by_field.items())
 

@@ -23,7 +23,7 @@ from trainers.trajectory_arrays import MEDIA_TYPE
 
 
 class TrainRoutes:
-    """Without a trainer (an external one publishes) each route answers 400."""
+    """Every route responds 400 if there is no trainer deployment."""
 
     def __init__(self, trainer: CallHandle | None) -> None:
         self._trainer = trainer
@@ -47,9 +47,9 @@ class TrainRoutes:
         return metrics
 
     async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:
-        """Move the fleet to the trainer's weights; answers the round's report.
+        """Publish the trainer's weights; returns the round's report.
 
-        A trainer of an adapter publishes the next version of its name; the answer has name and version.
+        For an adapter this is the next version of its name; the response has name and version.
         """
         report: RoundReport | AdapterReport = await self._handle().publish.remote(
             body.label, body.step, body.after
@@ -62,19 +62,19 @@ class TrainRoutes:
         return saved
 
     async def status(self) -> TrainerStatus:
-        """Steps done, the version published last, and what the trainer does now."""
+        """Optimizer steps done, the last published version, and the current activity."""
         status: TrainerStatus = await self._handle().status.remote()
         return status
 
     async def steps(
         self, after: Annotated[float, Query(ge=0, description="only what was entered after this time")] = 0.0
     ) -> StepLog:
-        """Steps of the trainer, and what jobs reported of theirs, since the trainer started."""
+        """The trainer's steps and those that jobs reported, since the trainer started."""
         log: StepLog = await self._handle().steps.remote(after)
         return log
 
     async def report(self, body: ReportBody) -> Status:
-        """What a job wants the page to show of its step: figures, and some rollouts."""
+        """A job's step, for the page: figures and some rollouts."""
         samples = [
             RolloutSample(text=each.text, reward=each.reward, versions=each.versions)
             for each in body.rollouts

@@ -1,7 +1,7 @@
-"""vLLM 0.32's routes that update weights, with fleet meaning, as if the fleet were one server.
+"""vLLM 0.32's weight-update routes (`vllm/entrypoints/rl/online/api_router.py`), as if the fleet were one
+server.
 
-Names, parameters and responses are those of `vllm/entrypoints/rl/online/api_router.py`; 200 means that every
-replica did it. A call in the wrong order, or while another publisher holds the lease, gets 409.
+200 means every replica did it; 409 means a wrong order, or another publisher holds the lease.
 """
 
 import asyncio
@@ -39,13 +39,11 @@ from deployments.protocol.responses import (
     WorldSize,
 )
 
-PUBLISHER = "http"  # all clients of these routes, which carry no lease
-_CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])  # by replica, for each worker, by tensor name
+PUBLISHER = "http"  # shared by all clients of these routes, which carry no lease
+_CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])  # per replica, worker and tensor name
 
 
 class WeightRoutes:
-    """The routes of an external trainer."""
-
     def __init__(
         self,
         controller: CallHandle,
@@ -84,14 +82,14 @@ class WeightRoutes:
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"start_weight_update was called twice: {_open(session)}")
-            # Its publisher is an outside program, which does not write to the fleet's store.
+            # An external program does not write to the store.
             await session.open(RoundOptions(persist=True))
         return Message(message="Weight update started")
 
     async def update(self, body: UpdateWeightsBody) -> Message:
-        """Send one payload of the open round: one for all workers, or a list with one for each.
+        """Send one payload of the open round: one for all workers, or a list with one per worker.
 
-        With `weight_dir` instead it is a whole round, with the weights of a directory: `/fleet/publish`.
+        With `weight_dir` it is a whole round from a directory, as `/fleet/publish`.
         """
         if body.weight_dir is not None:
             await self._directories.publish(body.weight_dir, None)
@@ -106,7 +104,7 @@ class WeightRoutes:
         return Message(message="Weights updated")
 
     async def finish(self, body: FinishUpdateBody) -> Message:
-        """Close the round: every replica serves the new weights, or none.
+        """Close the round: every replica serves the new weights, or none does.
 
         If the controller dies meanwhile, its successor reports the outcome.
         """
@@ -134,7 +132,7 @@ class WeightRoutes:
         return WorldSize(world_size=fleet.workers if include_dp else one)
 
     async def weight_info(self) -> WeightInfo:
-        """The label of the committed version, or its number where it has none."""
+        """The label of the committed version, or its number."""
         fleet: FleetStatus = await self._controller.fleet.remote()
         version = str(fleet.committed_version) if fleet.label is None else fleet.label
         return WeightInfo(weight_version=version)
@@ -159,7 +157,7 @@ class WeightRoutes:
             return
         rounds = await self._controller.rounds.remote()
         last = ""
-        if rounds:  # for a call that comes late or twice
+        if rounds:  # for a late or repeated call
             last = f"; the last one, round {rounds[-1].round_id}, is {rounds[-1].phase}"
             last += f": {rounds[-1].reason}" if rounds[-1].reason else f" as version {rounds[-1].version}"
         raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")
@@ -171,7 +169,7 @@ def _open(session: PublishSession) -> str:
 
 
 def agreed(answers: Mapping[str, Sequence[Mapping[str, str]]]) -> dict[str, str]:
-    """The checksums that all replicas agree on. Raises Conflict, which names the tensors."""
+    """The checksums on which all replicas agree. Raises Conflict, which names the tensors."""
     merged = [{k: v for worker in workers for k, v in worker.items()} for workers in answers.values()]
     seen = Counter((name, value) for checksums in merged for name, value in checksums.items())
     differing = sorted({name for (name, _), count in seen.items() if count != len(merged)})

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import JsonValue, TypeAdapter
 
-from app.client.run_display import span
+from app.client.run_display import duration_text
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
 from app.jobs.options import Tracking
@@ -82,7 +82,7 @@ class StepRecord:
             f"step {self.step:>3} of {steps}  reward {self.reward:.3f} ± {self.reward_std:.2f}  "
             f"version {self.version}  {self.answer_tokens_mean:.0f} tokens ({self.cut_fraction:.0%} cut)  "
             f"staleness {self.staleness_mean:.1f}  {self.tokens_per_s:.0f} tokens/s  "
-            f"loss {shown}  {self.step_s:.1f} s{'' if left_s is None else f', {span(left_s)} left'}"
+            f"loss {shown}  {self.step_s:.1f} s{'' if left_s is None else f', {duration_text(left_s)} left'}"
             f"{self._left_out()}  {_short(self.example)!r}"
         )
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from app.client.run_display import Display, Events, RunStatus, span, status_of
+from app.client.run_display import Display, Events, RunStatus, duration_text, status_of
 
 STATUS = RunStatus(
     step=4,
@@ -34,7 +34,7 @@ LINE = (
     [(0.2, "0 s"), (59, "59 s"), (150, "2 min"), (7500, "2 h 5 min"), (3599, "1 h 0 min")],
 )
 def test_times_are_said_as_people_say_them(seconds: float, said: str) -> None:
-    assert span(seconds) == said
+    assert duration_text(seconds) == said
 
 
 def test_without_a_terminal_the_status_is_a_line_when_nothing_else_was_printed_for_a_while(
