@@ -1,7 +1,6 @@
-"""Every setting, its default, and the rules between settings.
+"""Settings, defaults, and rules between settings.
 
-Imports nothing heavy (no torch, Ray, vLLM or transformers), so the launcher reports a wrong setting before
-Ray starts. Files and command lines are read in `app.command`.
+Imports no torch, Ray, vLLM or transformers, so that the launcher reports a wrong setting at once.
 
 Read first: `app.settings.config`.
 """

@@ -1,7 +1,5 @@
-"""The configuration: settings under `args` in serve_config.yaml, their defaults, rules between sections.
-
-The larger sections are in `engine`, `weights`, `security` and `trainers.settings`.
-"""
+"""Settings under `args` in serve_config.yaml, and rules between sections. Larger sections have their own
+modules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -55,14 +53,14 @@ class StoreConfig(Section):
 
 
 class AdaptersConfig(Section):
-    """LoRA adapters, which a fleet serves with `engine.extra.enable_lora: true`."""
+    """LoRA adapters; they need `engine.extra.enable_lora: true`."""
 
     keep: PositiveInt = 2
     """Live versions of one name. `max_cpu_loras` of them stay in an engine's memory."""
 
 
 class AppConfig(Section):
-    """The argument of `app.main:build`: what is under `args` in a configuration file."""
+    """Argument of `app.main:build`: what is under `args` in a configuration file."""
 
     model: str = Field(min_length=1)
     """A built-in model's name (`smollm2-135m`), a directory, or a Hugging Face id."""
@@ -116,12 +114,12 @@ class AppConfig(Section):
 
     @property
     def checkpoint_roots(self) -> tuple[Path, ...]:
-        """Directories below which checkpoints may be published: also the store, for rollbacks."""
+        """Checkpoints below these may be published; includes the store, for rollbacks."""
         return (self.store_path, *self.security.checkpoint_roots)
 
     @property
     def adapter_roots(self) -> tuple[Path, ...]:
-        """Directories below which adapters may be loaded: also the trainer's own."""
+        """Adapters below these may be loaded; includes the trainer's own."""
         trains = self.trainer is not None and self.trainer.published_adapter is not None
         own = (adapter_directory(self.store_path),) if trains else ()
         return (*own, *self.security.checkpoint_roots)
@@ -129,7 +127,7 @@ class AppConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _explain_errors(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        # Serve validates the arguments itself and shows pydantic's text, so that text must be our sentences.
+        # Serve validates the arguments too, and shows the text of this error.
         try:
             return handler(data)
         except ValidationError as error:
@@ -143,7 +141,7 @@ class AppConfig(Section):
 
 
 def parse_config(data: Any) -> AppConfig:
-    """Validate the settings under `args`. Raises ConfigError: one sentence per wrong setting."""
+    """Raises ConfigError: one sentence per wrong setting."""
     try:
         return AppConfig.model_validate(data)
     except ValidationError as error:
@@ -155,7 +153,7 @@ def parse_config(data: Any) -> AppConfig:
 
 _RESERVED_SLOTS = "the slots that replicas share with the trainer are reserved when the fleet starts"
 
-# Engine arguments that have their own settings.
+# Engine arguments with settings of their own.
 RESERVED_ENGINE_ARGS = {
     "model": "model",
     "tokenizer": "model",
@@ -165,10 +163,10 @@ RESERVED_ENGINE_ARGS = {
     "data_parallel_rank": "engine.data_parallel_size",
 }
 
-# vLLM's own defaults, where `engine.extra` does not say otherwise.
+# vLLM's defaults.
 VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
 
-# Variables of the engine that have their own settings, or that placement decides.
+# Variables with settings of their own, or decided by placement.
 RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "placement",
     "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
@@ -297,7 +295,7 @@ def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _whole_gpu_rules(config: AppConfig, shares: Mapping[str, float]) -> Iterator[str]:
-    """Ranks of one group must be on different GPUs, which Ray ensures only for whole GPUs and for slots."""
+    """Ranks of a group need different GPUs, which Ray ensures only for whole GPUs and slots."""
     ranks = {"engine.gpus_per_rank": config.engine.world_size}
     if config.trainer is not None:
         ranks["trainer.gpus_per_rank"] = config.trainer.world_size

@@ -21,7 +21,7 @@ def _engine_variable(name: str) -> str:
 EngineVariable = Annotated[str, AfterValidator(_engine_variable)]
 EnvironmentValue = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-# None: 'auto'.
+# None means 'auto'.
 ReplicaCount = Annotated[
     PositiveInt | None, BeforeValidator(lambda value: None if value == "auto" else value)
 ]
@@ -104,13 +104,13 @@ class EngineConfig(Section):
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
-# All other settings of the section are vLLM's, under its names.
+# Settings that are not vLLM's.
 OWN_SETTINGS = {
     *("num_replicas", "min_replicas", "max_replicas", "downscale_delay_s", "drain_timeout_s"),
     *("cpu_kv_cache_gib", "gpus_per_rank", "extra", "env"),
 }
 
-# Arguments of `vllm serve`, not of the engine: how a replica's server parses tool calls.
+# Arguments of `vllm serve`, not of the engine.
 TOOL_ARGUMENTS = (
     "enable_auto_tool_choice",
     "exclude_tools_when_tool_choice_none",
@@ -120,7 +120,7 @@ TOOL_ARGUMENTS = (
 
 
 def check_engine_args(extra: Mapping[str, Any]) -> None:
-    """Check `engine.extra` against vLLM, which is imported unless it is empty. Raises ConfigError."""
+    """Check `engine.extra` against vLLM; imports vLLM unless it is empty. Raises ConfigError."""
     if not extra:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -139,7 +139,7 @@ def unknown_names(extra: Mapping[str, Any], known: Collection[str]) -> Iterator[
 
 
 def broken_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> Iterator[str]:
-    """With these a replica would not start, or would ignore the parser."""
+    """Combinations with which a replica would not start or would ignore the parser."""
     parser, auto = extra.get("tool_call_parser"), extra.get("enable_auto_tool_choice", False)
     if not isinstance(auto, bool):
         yield f"'engine.extra.enable_auto_tool_choice': expected true or false, got {auto!r}"

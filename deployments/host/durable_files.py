@@ -9,8 +9,11 @@ from pathlib import Path
 
 @contextmanager
 def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
-    """Yields a path to write to (`partial`, for several writers at once); renames it, durably, when the block
-    ends. After an error an older file of that name stays."""
+    """Yields a path to write to, and renames it durably at the end. After an error the old file stays.
+
+    Args:
+        partial: the path, for several writers at once.
+    """
     aside = final.with_name(f".{final.name}.partial") if partial is None else partial
     try:
         yield aside
@@ -20,7 +23,7 @@ def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
         if aside.is_file():
             sync(aside)
         rename(aside, final)
-    except BaseException:  # after any error the content is incomplete
+    except BaseException:  # any error leaves incomplete content
         with suppress(OSError):
             aside.unlink()  # it may have filled the disk
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,5 +1,4 @@
-"""Serve's logger. A `SlipstreamError` is a response to the caller and not a fault, so a filter reduces its
-stack trace to one line."""
+"""Serve's logger. A `SlipstreamError` is a response, not a fault: its stack trace is reduced to one line."""
 
 import logging
 from collections.abc import Iterator
@@ -11,14 +10,14 @@ from deployments.protocol.errors import SlipstreamError
 
 def serve_logger() -> logging.Logger:
     logger = logging.getLogger("ray.serve")
-    logger.addFilter(_shorten_answers)  # adding it again has no effect
+    logger.addFilter(_shorten_answers)  # idempotent
     return logger
 
 
 @contextmanager
 def kept_log_file() -> Iterator[None]:
-    """Keep Serve's log file connected while vLLM configures logging for an engine: `logging.config` closes
-    every handler, and a restarting Serve controller replaces replicas that have no log file."""
+    """Keep Serve's log file while vLLM configures logging, which closes every handler. A restarting Serve
+    controller replaces replicas without a log file."""
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     files = [handler.target for handler in handlers]
     try:

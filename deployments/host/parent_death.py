@@ -1,8 +1,8 @@
-"""An engine's processes exit with the replica that started them, and leave no names behind.
+"""Processes of an engine exit with their replica, and leave no names behind.
 
-vLLM's engine core does not notice that its front end was killed: it would hold its memory and the GPU, and
-its segments and semaphores in /dev/shm and sockets in /tmp would stay. Names of the replica's own
-(`deployments.host.shared_memory`) let a successor tell them from those of others.
+vLLM's engine core does not notice that its front end was killed: it would hold memory, GPU, segments and
+semaphores in /dev/shm, and sockets in /tmp. Names with the replica's id (`deployments.host.shared_memory`)
+show a successor what to remove.
 """
 
 import multiprocessing
@@ -13,14 +13,13 @@ from typing import Any
 from deployments.host.fork_server.server import die_with
 from deployments.host.shared_memory import DIRECTORY, PREFIX, disown, owner, remove_orphans
 
-OWNER = "SLIPSTREAM_ENGINE_OWNER"  # set by a replica before it starts its engine: its name in /dev/shm
+OWNER = "SLIPSTREAM_ENGINE_OWNER"  # the replica's id in /dev/shm, set before its engine starts
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _RANDOM_DIGITS = 16
 
 
 def own_engine() -> None:
-    """Called by a replica: owns the processes that vLLM spawns from here on, and their names. Removes names
-    of replicas that are gone."""
+    """Called by a replica: own the processes of vLLM, and their names. Removes orphaned names."""
     remove_orphans()
     os.environ[OWNER] = owner().id
     if _SOCKETS not in os.environ:
@@ -31,7 +30,7 @@ def own_engine() -> None:
 
 
 def disown_engine() -> None:
-    """Called by a replica whose engine has stopped: removes its names."""
+    """Called by a replica after its engine stopped: remove its names."""
     sockets = os.environ.get(_SOCKETS, "")
     if OWNER in os.environ and sockets.startswith(f"{DIRECTORY}/{PREFIX}-{os.environ[OWNER]}"):
         del os.environ[_SOCKETS]
@@ -40,8 +39,8 @@ def disown_engine() -> None:
 
 
 def follow_owner() -> None:
-    """Called in every process that vLLM starts; does nothing unless a replica owns it. Waits on the pipe that
-    multiprocessing keeps from each process to its children."""
+    """Called in every process that vLLM starts: exit with the replica that owns it, if any. Waits on the pipe
+    that multiprocessing keeps to each child."""
     parent = multiprocessing.parent_process()
     if OWNER not in os.environ or parent is None:
         return
@@ -50,9 +49,9 @@ def follow_owner() -> None:
 
 
 def _use_names_of(owner_id: str) -> None:
-    """Python's own names of segments (`psm_...`) and semaphores (`mp-...`) do not tell their owner."""
+    """Python's names of segments (`psm_...`) and semaphores (`mp-...`) do not show their owner."""
     process: Any = multiprocessing.current_process()
-    process._config["semprefix"] = f"/{PREFIX}-{owner_id}-mp"  # spawned processes inherit it
+    process._config["semprefix"] = f"/{PREFIX}-{owner_id}-mp"  # inherited by spawned processes
     names: Any = shared_memory
     names._SHM_NAME_PREFIX = f"/{PREFIX}-{owner_id}-psm-"
     names._SHM_SAFE_NAME_LENGTH = len(names._SHM_NAME_PREFIX) + _RANDOM_DIGITS

@@ -1,4 +1,15 @@
-"""Named segments of shared memory on one host. A mapping stays valid after its name is removed."""
+"""Named shared memory segments of one host. A mapping outlives its name.
+
+The owner of a name is the process that holds a file lock; the kernel releases it at exit. Process ids do not
+suffice: containers may share /dev/shm, and ids are reused.
+
+    slipstream-<owner>-owner        the locked file: process id and its namespace
+    slipstream-<owner>-<...>        segments and directories
+    sem.slipstream-<owner>-<...>    semaphores
+
+A process that gets the lock removes the names of the dead owner. Files of torch and CUDA contain only the
+process id: they are removed in the same namespace, if no process has that id.
+"""
 
 import atexit
 import fcntl
@@ -11,16 +22,6 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-# The owner of a name in shared memory is the process that holds a lock, which the kernel releases when it
-# exits. Process ids do not suffice: containers with their own may share /dev/shm, and ids are reused.
-#
-#     slipstream-<owner>-owner        the locked file; contains the process id and its namespace
-#     slipstream-<owner>-<...>        segments and directories
-#     sem.slipstream-<owner>-<...>    semaphores
-#
-# A process that can take the lock knows that the owner is gone, and removes its names. Files that torch and
-# CUDA leave contain only the process id: they are removed in the same namespace, if no process has this id.
-
 DIRECTORY = Path("/dev/shm")
 PREFIX = "slipstream"
 _OWNER_FILE = re.compile(rf"{PREFIX}-([0-9a-f]{{32}})-owner")
@@ -28,14 +29,14 @@ _PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d{1,7})")
 
 
 class Owner:
-    """A locked file. The lock lasts as long as the process and its forks."""
+    """A locked file; forks share the lock."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        # No name until it is locked: no process may find it unlocked.
+        # Locked before it has a name: no process may find it unlocked.
         self._descriptor = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        with suppress(OSError):  # full memory; the name takes none
+        with suppress(OSError):  # no memory left; the name needs none
             os.write(self._descriptor, f"{_namespace()} {os.getpid()}".encode())
         # The unused directory descriptor makes Python follow the symbolic link.
         source = f"/proc/self/fd/{self._descriptor}"
@@ -61,7 +62,7 @@ def owner() -> Owner:
 
 
 def disown() -> None:
-    """Remove all names of this process; mappings stay valid."""
+    """Remove all names of this process."""
     global _own
     if _own is not None:
         _own.release()
@@ -74,12 +75,12 @@ def _disown_at_exit(process_id: int) -> None:
 
 
 def remove_orphans() -> None:
-    """Remove names whose owner is gone, as far as this user may."""
+    """Remove names of dead owners, as far as this user may."""
     for path in DIRECTORY.glob(f"{PREFIX}-*-owner"):
         match = _OWNER_FILE.fullmatch(path.name)
         if match is None:
             continue
-        with suppress(OSError):  # another user's, removed meanwhile, or locked by its owner
+        with suppress(OSError):  # another user's, already removed, or locked by a live owner
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,18 +95,18 @@ def _remove(owner_id: str) -> None:
     for path in (*DIRECTORY.glob(f"{names}*"), *DIRECTORY.glob(f"sem.{names}*")):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-        elif path != owner_file:  # last: if this process exits here, the next one continues
+        elif path != owner_file:  # last: if interrupted, the next process continues
             path.unlink(missing_ok=True)
     if _remove_what_libraries_left(owner_file):
         owner_file.unlink(missing_ok=True)
 
 
 def _remove_what_libraries_left(owner_file: Path) -> bool:
-    """Remove CUDA IPC's files of a killed process: torch's reference counts (`torch_PID_*`) and the driver's
-    (`cuda.shm.USER.PID.*`, hexadecimal). False: it has not exited, a later caller removes them."""
+    """Remove CUDA IPC's files of a killed process: torch's `torch_PID_*` and the driver's
+    `cuda.shm.USER.PID.*` (hexadecimal). Returns False if it has not exited."""
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
-    except OSError:  # another process removed it
+    except OSError:  # already removed
         return True
     if match is None or match["namespace"] != _namespace():
         return True
@@ -126,13 +127,13 @@ def _runs(pid: int) -> bool:
     except OSError:  # unknown
         return True
     try:
-        return not select.select([descriptor], [], [], 0)[0]  # readable once the process has exited
+        return not select.select([descriptor], [], [], 0)[0]  # readable after exit
     finally:
         os.close(descriptor)
 
 
 def _namespace() -> str:
-    """The namespace of process ids, such as "pid:[4026531836]"."""
+    """For example "pid:[4026531836]"."""
     return os.readlink("/proc/self/ns/pid")
 
 
@@ -140,12 +141,12 @@ _NAME = re.compile(rf"{PREFIX}-[0-9a-f]{{32}}-[0-9a-f]{{32}}")
 
 
 def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
-    """A new segment's name and a writable mapping. Raises OSError, with the sizes, if memory is short."""
+    """Create a segment; returns its name and a writable mapping. Raises OSError, with the sizes."""
     name = owner().name(uuid.uuid4().hex)
     descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         try:
-            # Without this, writing to a full tmpfs kills the process with SIGBUS.
+            # Without it, writing to a full tmpfs kills the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
             remove_segment(name)
@@ -161,7 +162,7 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
 
 
 def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
-    """Map an existing segment (`access`: one of mmap's ACCESS_ constants). Raises ValueError."""
+    """Map an existing segment; `access` is one of mmap's ACCESS_ constants. Raises ValueError."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"expected the name of a Slipstream segment, got {name!r}")
     try:

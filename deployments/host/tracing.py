@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of requests and rounds, over OTLP/HTTP, where OTEL_EXPORTER_OTLP_ENDPOINT is set.
+"""OpenTelemetry spans of requests and rounds over OTLP/HTTP, if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
-Ray Serve begins a span for every request that reaches the router, in the client's trace if it sends a
-`traceparent`. All others are below one: polls, and what a trainer does by itself, have none. Where the
-variable is not set, nothing is imported and nothing is sent along.
+Ray Serve starts a span per request of the router, in the client's trace if it sent `traceparent`; all others
+are its children. Polls and the trainer's own work have none. Without the variable nothing is imported or
+sent.
 """
 
 import os
@@ -17,7 +17,7 @@ ENABLED = bool(os.environ.get(ENDPOINT))
 
 
 def serve_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """With them Ray Serve records spans, and vLLM sends its own over HTTP; empty where tracing is off."""
+    """Variables that enable tracing in Ray Serve, and in vLLM over HTTP; empty if tracing is off."""
     if not environment.get(ENDPOINT):
         return {}
     return {
@@ -29,7 +29,6 @@ def serve_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def engine_arguments() -> dict[str, str]:
-    """vLLM's argument for the spans of its engine."""
     if not ENABLED:
         return {}
     base = f"{os.environ[ENDPOINT].rstrip('/')}/v1/traces"
@@ -37,7 +36,7 @@ def engine_arguments() -> dict[str, str]:
 
 
 def span_processors() -> list[Any]:
-    """Where spans go; Ray Serve calls it in each of its processes."""
+    """Called by Ray Serve in each of its processes."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -45,7 +44,7 @@ def span_processors() -> list[Any]:
 
 
 def headers() -> dict[str, str]:
-    """What the callee's span needs to be a child of the current one."""
+    """Headers that make the callee's span a child of the current one."""
     carrier: dict[str, str] = {}
     if ENABLED:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -55,14 +54,14 @@ def headers() -> dict[str, str]:
 
 
 def received(raw: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The caller's `headers`, from those of an ASGI request."""
+    """The caller's `headers` in an ASGI request."""
     sent = raw.get(TRACEPARENT.encode())
     return {} if sent is None else {TRACEPARENT: sent.decode("latin-1")}
 
 
 @contextmanager
 def span(name: str, parent: Mapping[str, str] | None, **attributes: str | int) -> Iterator[None]:
-    """The current span while the block runs, if the caller's `headers` are those of a trace."""
+    """Start a span unless the caller's `headers` are empty."""
     if not ENABLED or not parent or TRACEPARENT not in parent:
         yield
         return
@@ -78,7 +77,7 @@ def _tracer() -> Any:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
 
-    if not isinstance(trace.get_tracer_provider(), TracerProvider):  # no process of Serve: a trainer's worker
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):  # a trainer's worker: no process of Serve
         provider = TracerProvider()
         for processor in span_processors():
             provider.add_span_processor(processor)

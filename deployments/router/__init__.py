@@ -1,7 +1,7 @@
-"""The router: chooses a replica for each request, forwards it, and streams the response back.
+"""The router: chooses a replica per request, forwards it, and streams the response back.
 
-Runs in the replicas of the `router` Serve deployment, under the routes of `app.http`. The replica's own
-admission check (`deployments.replica`) has the last word.
+Runs in the replicas of the `router` deployment, below the routes of `app.http`. Replicas make the final
+admission check.
 
     router ─► request_inspection ─► forwarding ─► Serve ─► request_router ─► replica_policy, affinity
                      │ a list of prompts  ▲  │

@@ -1,18 +1,18 @@
-"""What one router remembers of where it sent requests: homes of sessions, and prefixes that replicas cache.
+"""Routing history of one router: the replica of each session, and prefixes that replicas cache.
 
-A prefix is a chain of hashes over the bytes of the JSON value: nothing is parsed, and clients write the same
-prompt in the same way again. `hash` has a secret in each process, so clients cannot make prompts collide.
+A prefix is a chain of hashes over the bytes of the JSON value, without parsing. `hash` is seeded per process,
+so clients cannot force collisions.
 """
 
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-FIRST_BYTES = 256  # size of a block in the first 4 KiB; then each is a sixteenth of what precedes it
-MAX_BYTES = 256 << 10  # hashed of a prompt
-HEAD_BYTES = 8 << 10  # at the body's beginning and end, searched for names
+FIRST_BYTES = 256  # block size in the first 4 KiB; later blocks are a sixteenth of what precedes them
+MAX_BYTES = 256 << 10  # of a prompt
+HEAD_BYTES = 8 << 10  # searched for names at both ends of a body
 
-# No JSON string contains these: quotes inside it are escaped.
+# Impossible inside a JSON string, where quotes are escaped.
 _PROMPT = re.compile(rb'"(?:messages|prompt|prompt_token_ids|token_ids|input)"\s*:\s*')
 _MODEL = re.compile(rb'"model"\s*:\s*"([^"\\]{0,256})"')
 
@@ -24,12 +24,11 @@ def _ends() -> tuple[int, ...]:
     return tuple(ends)
 
 
-BLOCK_ENDS = _ends()  # in bytes of the prompt; less than a hundred
+BLOCK_ENDS = _ends()  # bytes of the prompt; fewer than 100 blocks
 
 
 def block_hashes(body: bytes) -> list[int]:
-    """One hash for each whole block of the prompt, over all bytes up to its end; the model's name comes
-    first."""
+    """One hash per whole block, over the model's name and all bytes of the prompt up to the block's end."""
     found = _PROMPT.search(body, 0, HEAD_BYTES)
     if found is None:
         return []
@@ -47,24 +46,24 @@ def block_hashes(body: bytes) -> list[int]:
 
 
 def _model(body: bytes) -> bytes:
-    """The model's name; empty if it is in the middle of a long body."""
+    """Empty if the name is in the middle of a long body."""
     found = _MODEL.search(body, 0, HEAD_BYTES) or _MODEL.search(body, max(0, len(body) - HEAD_BYTES))
     return b"" if found is None else found[1]
 
 
 MAX_BLOCKS = 1 << 17  # about 30 MB
-MAX_SESSIONS = 1 << 16  # about 20 MB, with names as long as they may be
-MAX_REPLICAS = 4096  # ever seen; then all prefixes are forgotten
+MAX_SESSIONS = 1 << 16  # about 20 MB with the longest names
+MAX_REPLICAS = 4096  # ever seen; then all prefixes are dropped
 
 
 class Affinity:
     def __init__(self, *, max_blocks: int = MAX_BLOCKS, max_sessions: int = MAX_SESSIONS) -> None:
         self._max_blocks = max_blocks
         self._max_sessions = max_sessions
-        self._holders: OrderedDict[int, int] = OrderedDict()  # bit mask of replicas, by block and version
+        self._holders: OrderedDict[int, int] = OrderedDict()  # bit mask of replicas, per block and version
         self._bits: dict[str, int] = {}
-        self._replicas: list[str] = []  # by bit number
-        self._homes: OrderedDict[str, str] = OrderedDict()  # by session
+        self._replicas: list[str] = []  # per bit
+        self._homes: OrderedDict[str, str] = OrderedDict()  # replica per session
 
     def __len__(self) -> int:
         return len(self._holders) + len(self._homes)
@@ -73,7 +72,7 @@ class Affinity:
         return None if session_id is None else self._homes.get(session_id)
 
     def holders(self, blocks: Sequence[int], version: int) -> Iterator[tuple[int, list[str]]]:
-        """How many bytes of a prompt are cached at a version, by which replicas; the most first."""
+        """Cached bytes of a prompt at a version, and the replicas that hold them; most first."""
         levels: list[int] = []  # masks of the holders of one block, two, ...
         having = -1
         for block in blocks:
@@ -89,7 +88,7 @@ class Affinity:
                 yield BLOCK_ENDS[count - 1], [self._replicas[bit] for bit in _bits_of(new)]
 
     def sent(self, replica_id: str, version: int, *, session_id: str | None, blocks: Sequence[int]) -> None:
-        """Record that a request was sent to a replica whose weights have this version."""
+        """Record that a request went to a replica with this weight version."""
         if session_id is not None:
             self._homes[session_id] = replica_id
             self._homes.move_to_end(session_id)
@@ -97,7 +96,7 @@ class Affinity:
                 self._homes.popitem(last=False)
         if blocks:
             bit = self._bit(replica_id)
-            # Last block first: a prompt's end is forgotten before its beginning, as in vLLM's cache.
+            # Last block first: as in vLLM's cache, a prompt's end is evicted before its beginning.
             for block in reversed(blocks):
                 key = hash((block, version))
                 self._holders[key] = self._holders.get(key, 0) | bit
@@ -108,7 +107,7 @@ class Affinity:
     def _bit(self, replica_id: str) -> int:
         bit = self._bits.get(replica_id)
         if bit is None:
-            if len(self._replicas) == MAX_REPLICAS:  # most of them are gone
+            if len(self._replicas) == MAX_REPLICAS:  # most are gone
                 self._holders.clear()
                 self._bits.clear()
                 self._replicas.clear()

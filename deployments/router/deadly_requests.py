@@ -1,9 +1,8 @@
 """Quarantines requests under which replicas crashed.
 
-A request can crash the engine that computes it, and would crash every engine that it is sent to. The router
-cannot tell it from requests that ran beside it, so each is retried once, and refused after a second loss for
-`REFUSED_FOR_S`, because clients repeat what fails. The loss of a stream, which its client alone repeats, is
-remembered until then.
+A request can crash every engine that computes it. The router cannot tell it from requests that ran beside it,
+so each is retried once. After a second loss it is refused for `REFUSED_FOR_S`, since clients retry failures.
+Only the client can retry a broken stream, so its loss is remembered.
 """
 
 import time
@@ -14,9 +13,9 @@ from hashlib import blake2b
 
 from deployments.protocol.errors import DeadlyRequest
 
-MAX_LOSSES = 2  # replicas lost under one request
+MAX_LOSSES = 2  # of replicas, under one request
 REFUSED_FOR_S = 600.0
-MAX_REMEMBERED = 4096  # requests; the oldest is forgotten first
+MAX_REMEMBERED = 4096  # requests; the oldest is evicted first
 
 
 class RequestIdentity:
@@ -27,7 +26,7 @@ class RequestIdentity:
 
     @cached_property
     def digest(self) -> bytes:
-        """Computed on first use: a router that remembers nothing hashes no bodies."""
+        """Lazy: without losses no body is hashed."""
         digest = blake2b(f"{self.method}\0{self.path}\0".encode(), digest_size=16)
         digest.update(self.body)
         return digest.digest()
@@ -35,7 +34,7 @@ class RequestIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remembered:
-    replicas: frozenset[str]  # lost in the middle of responses to it
+    replicas: frozenset[str]  # lost during responses to it
     refused: bool
     until: float
 
@@ -43,13 +42,13 @@ class _Remembered:
 class DeadlyRequests:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._remembered: dict[bytes, _Remembered] = {}  # by digest; the oldest first
+        self._remembered: dict[bytes, _Remembered] = {}  # by digest, oldest first
 
     def __len__(self) -> int:
         return len(self._remembered)
 
     def check(self, request: RequestIdentity) -> None:
-        """Raise `DeadlyRequest` if the request is refused; called before it is sent to a replica."""
+        """Raises DeadlyRequest if the request is quarantined."""
         found = self._find(request)
         if found is not None and found.refused:
             left_s = found.until - self._clock()
@@ -59,11 +58,11 @@ class DeadlyRequests:
             )
 
     def lost(self, request: RequestIdentity, replicas: Sequence[str]) -> None:
-        """A replica was lost under a request; returns if the request may be retried. Raises DeadlyRequest."""
+        """Record a lost replica; returns if the request may be retried. Raises DeadlyRequest."""
         replicas = [*(self._cut_off_replicas(request) - {*replicas}), *replicas]
         if len(replicas) < MAX_LOSSES:
             return
-        # Requests without a body are all alike: remembered, one would close a route.
+        # Requests without a body are all alike; quarantining one would close a route.
         refused_for_s = REFUSED_FOR_S if request.body else 0.0
         if refused_for_s:
             self._remember(request, frozenset(replicas), refused=True)
@@ -74,7 +73,7 @@ class DeadlyRequests:
         )
 
     def cut_off(self, request: RequestIdentity, replica: str) -> bool:
-        """A replica was lost in the middle of its response; returns whether the request is refused now."""
+        """Record a replica that was lost during its response; returns whether the request is refused now."""
         if not request.body:  # as in `lost`
             return False
         replicas = self._cut_off_replicas(request) | {replica}
@@ -92,7 +91,7 @@ class DeadlyRequests:
 
     def _remember(self, request: RequestIdentity, replicas: frozenset[str], *, refused: bool) -> None:
         now = self._clock()
-        self._remembered.pop(request.digest, None)  # now it is the youngest
+        self._remembered.pop(request.digest, None)  # move to the end
         self._remembered[request.digest] = _Remembered(
             replicas=replicas, refused=refused, until=now + REFUSED_FOR_S
         )

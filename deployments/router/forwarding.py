@@ -1,6 +1,6 @@
-"""Sends one request to replica after replica until one of them responds.
+"""Sends a request to one replica after another until one responds.
 
-Serve's request router chooses the replica; the bytes go over a connection to the replica's own HTTP server.
+Serve's request router chooses the replica; bytes go directly to the replica's HTTP server.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from deployments.router.scrape import Scraped, scrape
 from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Record, record
 
 RETRY_PAUSE_S = 0.05
-WAITED_S = 0.1  # choosing a replica takes less if there is one
-MAX_REFUSALS = 8  # remembered for a request
-CENSUS_TIMEOUT_S = 1.0  # without a remote call: it returns at once, or no replica may answer
+WAITED_S = 0.1  # choosing takes less if a replica is free
+MAX_REFUSALS = 8  # per request
+CENSUS_TIMEOUT_S = 1.0  # no remote call: it returns at once, or no replica is admitted
 SILENCE_S = 30.0
-PROBE_TIMEOUT_S = 30.0  # a replica that tokenizes a long list of prompts may be busy for seconds
+PROBE_TIMEOUT_S = 30.0  # tokenizing a long list of prompts takes seconds
 logger = serve_logger()
 
 
@@ -56,8 +56,8 @@ class Outgoing:
     headers: CIMultiDict[str]  # without the fleet's key
     body: bytes
     sequences: int
-    identity: RequestIdentity  # the client's whole request
-    blocks: Sequence[int] = ()  # `affinity.block_hashes`
+    identity: RequestIdentity  # of the client's whole request
+    blocks: Sequence[int] = ()  # see `affinity.block_hashes`
 
     @property
     def load(self) -> int:
@@ -66,7 +66,7 @@ class Outgoing:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptHistory:
-    """The replicas that a request was sent to; kept when it is forwarded again."""
+    """The replicas that a request was sent to."""
 
     demand: Demand
     lost: list[str] = field(default_factory=list)
@@ -79,7 +79,7 @@ class AttemptHistory:
 class StartedResponse:
     replica_id: str
     response: ReplicaResponse
-    whole: bytes | None  # the body if it has arrived; None: it is a stream
+    whole: bytes | None  # the whole body; None: a stream
     connection: AsyncExitStack  # closing it early aborts the request
 
     async def body(self) -> bytes:
@@ -88,15 +88,15 @@ class StartedResponse:
 
 
 class _NotBegun(Exception):
-    """A replica refuses the request, or cannot be reached; its engine never had it."""
+    """A replica refused the request or was unreachable; its engine never had it."""
 
 
 class _Lost(Exception):
-    """A replica was lost, or its engine failed, after the request had reached it."""
+    """A replica or its engine was lost after it had the request."""
 
 
 class Forwarder:
-    """Chooses replicas and sends requests to them. A response that was silent for `silence_s` is probed."""
+    """Chooses replicas and sends requests. A response silent for `silence_s` is probed."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class Forwarder:
         self._silence_s = silence_s
         self._probe_timeout_s = probe_timeout_s
         self._affinity = Affinity()
-        self._in_flight: Counter[str] = Counter()  # load, by replica
-        self._router_id = uuid.uuid4().hex  # replicas count their load by router
+        self._in_flight: Counter[str] = Counter()  # load, per replica
+        self._router_id = uuid.uuid4().hex  # replicas report load per router
         self._connections = ConnectionPool()
-        self._probes: dict[str, asyncio.Task[bool]] = {}  # one at a time for each address
+        self._probes: dict[str, asyncio.Task[bool]] = {}  # at most one per address
         self._session: aiohttp.ClientSession | None = None
         self.deadly = DeadlyRequests()
 
@@ -127,8 +127,7 @@ class Forwarder:
         return (await self._census(demand)).loads
 
     async def metrics(self, names: Sequence[str] = ()) -> Scraped:
-        """The metrics of every replica, whether it may answer requests or not, and of every node; with
-        `names` only these, of replicas."""
+        """Metrics of all replicas, admitted or not, and all nodes; with `names` only these, of replicas."""
         known = (await self._census(Demand())).metadata
         replicas = {name: ReplicaEndpoint(**known[name]) for name in known}
         return await scrape(self._probe_session(), replicas, names)
@@ -136,8 +135,8 @@ class Forwarder:
     async def forward(
         self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
     ) -> StartedResponse:
-        """The first response that is not a refusal. Raises FleetUnavailable (none within
-        `find_replica_timeout_s`) or DeadlyRequest."""
+        """The first response that is not a refusal. Raises FleetUnavailable after `find_replica_timeout_s`,
+        or DeadlyRequest."""
         deadline = time.monotonic() + limits.find_replica_timeout_s
         reason = "no replica is ready"
         started, tried_s = time.monotonic(), 0.0
@@ -148,9 +147,9 @@ class Forwarder:
             except (BackPressureError, DeploymentUnavailableError) as error:
                 reason = _one_line(error)
             except TimeoutError:
-                pass  # no replica could be chosen: the last reason says why
+                pass  # the last reason stays
             else:
-                self.deadly.check(request.identity)  # again: the choice may have waited long
+                self.deadly.check(request.identity)  # the choice may have taken long
                 began = time.monotonic()
                 try:
                     response = await self._attempt(replica_id, endpoint, request)
@@ -164,7 +163,7 @@ class Forwarder:
                     reason = str(error)
                     self._record(REROUTED, reason="lost")
                     self.count_loss(request, attempts, replica_id, reason)
-                    deadline += time.monotonic() - began  # generating is not searching
+                    deadline += time.monotonic() - began  # generation time does not count
                 tried_s += time.monotonic() - began
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
@@ -179,7 +178,7 @@ class Forwarder:
             self._record(WAITED_SECONDS, waited_s)
 
     def count_loss(self, request: Outgoing, attempts: AttemptHistory, replica_id: str, reason: str) -> None:
-        """A replica was lost under a request; raises `DeadlyRequest` if that may not be retried."""
+        """Record a lost replica. Raises DeadlyRequest."""
         attempts.lost.append(replica_id)
         attempts.avoid(replica_id)
         try:
@@ -190,9 +189,9 @@ class Forwarder:
             raise
 
     async def _census(self, demand: Demand) -> Census:
-        """The replicas that Serve knows; empty if none may answer."""
+        """The replicas that Serve knows; empty if none is admitted."""
         census = Census()
-        # Without a replica that may answer, `forward` waits for one, and says what is wrong.
+        # `forward` waits for an admitted replica and reports the reason.
         with suppress(TimeoutError, BackPressureError, DeploymentUnavailableError):
             await self._ask_serve(replace(demand, census=census), time.monotonic() + CENSUS_TIMEOUT_S)
         return census
@@ -200,7 +199,7 @@ class Forwarder:
     async def _choose(
         self, demand: Demand, blocks: Sequence[int], deadline: float
     ) -> tuple[str, ReplicaEndpoint]:
-        """The replica to try, now the home of the session and a holder of the prompt. Raises TimeoutError."""
+        """Choose a replica and record it as the session's and the prompt's. Raises TimeoutError."""
         choice = Choice()
         current = replace(
             demand,
@@ -216,14 +215,14 @@ class Forwarder:
     async def _ask_serve(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
         current = replace(demand, router=self._router_id, in_flight=dict(self._in_flight))
         async with asyncio.timeout(deadline - time.monotonic()):
-            # Without a reservation: it costs two calls to the replica, and our own count is more exact.
+            # A reservation costs two calls to the replica, and our own count is more exact.
             async with self._rollout.choose_replica(current, _reserve=False) as chosen:
                 return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
 
     async def _attempt(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
     ) -> StartedResponse:
-        """The response of one replica. Raises _NotBegun or _Lost."""
+        """Raises _NotBegun or _Lost."""
         try:
             async with AsyncExitStack() as connection:
                 response = await connection.enter_async_context(self._send(replica_id, endpoint, request))
@@ -242,7 +241,7 @@ class Forwarder:
         except NotConnected as error:
             raise _NotBegun(f"replica {replica_id} does not answer: {error}") from error
         except ResponseLost as error:
-            # Whether its engine had begun, a broken connection does not say: it counts.
+            # The engine may have begun: count it as a loss.
             raise _Lost(f"replica {replica_id} does not answer: {error}") from error
 
     @asynccontextmanager
@@ -263,7 +262,7 @@ class Forwarder:
             self._in_flight[replica_id] -= request.load
 
     async def _is_alive(self, endpoint: ReplicaEndpoint) -> bool:
-        """Whether a replica's server answers. All requests that wait for it share one probe."""
+        """Whether a replica's server responds. Waiting requests share one probe."""
         address = endpoint.address
         if address not in self._probes:
             self._probes[address] = asyncio.create_task(self._probe(endpoint))
@@ -271,7 +270,7 @@ class Forwarder:
         return await asyncio.shield(self._probes[address])
 
     async def _probe(self, endpoint: ReplicaEndpoint) -> bool:
-        """Any status will do: the server has no route `/`."""
+        """Any status counts: the server has no route `/`."""
         timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
         headers = {KEY_HEADER.decode(): endpoint.key}
         url = f"http://{endpoint.address}/"
@@ -282,7 +281,7 @@ class Forwarder:
             return False
 
     def _probe_session(self) -> aiohttp.ClientSession:
-        if self._session is None:  # created here, in the event loop that serves requests
+        if self._session is None:  # in the event loop that serves requests
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None)
@@ -293,10 +292,10 @@ class Forwarder:
 async def detect_stall(
     response: ReplicaResponse, is_alive: Callable[[], Awaitable[bool]], silence_s: float
 ) -> None:
-    """Give a response up if no byte comes for `silence_s` and its replica does not answer a probe either.
+    """Abort a response if no byte comes for `silence_s` and its replica does not respond to a probe.
 
-    A response that is not streamed is silent as long as it is generated. A dead process closes its
-    connections; one that is stopped, or whose host is cut off, does not.
+    A response that is not streamed is silent while it is generated. A stopped process or an unreachable host
+    does not close connections.
     """
     loop = asyncio.get_running_loop()
     while True:

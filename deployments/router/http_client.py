@@ -1,10 +1,10 @@
-"""The router's HTTP/1.1 client for replicas: connections, and responses passed on as they arrive.
+"""The router's HTTP/1.1 client for replicas.
 
     ReplicaConnection ──bytes──► httptools' parser ──callbacks──► ReplicaResponse ──piece()──► reader
 
-A router reads tens of thousands of pieces in a second, one event of one stream each. With aiohttp's client an
-event costs twice the CPU (25 to 31 µs instead of 13 to 14), and ours 1.2 to 1.6 times as much if a task is
-woken for each piece (`benchmarks.streams`, 2026-11-28). No redirects, cookies, compression or encryption.
+A router reads tens of thousands of pieces per second, each an event of a stream. An event costs 13 to 14 µs
+of CPU, with aiohttp 25 to 31; waking a task per piece costs 1.2 to 1.6 times as much (`benchmarks.streams`,
+2026-11-28). No redirects, cookies, compression or encryption.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ from typing import Any, cast
 
 import httptools
 
-MAX_UNREAD_BYTES = 1 << 18  # above, the connection is not read
-JOINED_BYTES = 1 << 16  # a smaller body is sent in one write with the head
+MAX_UNREAD_BYTES = 1 << 18  # above it the connection is not read
+JOINED_BYTES = 1 << 16  # smaller bodies are sent in one write with the head
 CONNECT_TIMEOUT_S = 10.0
-IDLE_S = 15.0  # an unused connection is closed then; a replica keeps it for longer
-# A dead process closes its connections; these detect a dead host.
+IDLE_S = 15.0  # idle timeout; a replica's is longer
+# Detect a dead host; a dead process closes its connections.
 SOCKET_OPTIONS = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 Headers = list[tuple[bytes, bytes]]
@@ -27,19 +27,19 @@ Take = Callable[[bytes], Coroutine[Any, Any, None]]
 
 
 class NotConnected(Exception):
-    """No connection to a replica could be made; nothing was sent."""
+    """No connection; nothing was sent."""
 
 
 class ResponseLost(Exception):
-    """The connection ended, or what came was not HTTP, before the response was complete."""
+    """The response ended early or was not HTTP."""
 
 
 class ReplicaResponse:
-    """The response to one request while it arrives. One coroutine reads it.
+    """A response while it arrives. One coroutine reads it.
 
     Attributes:
-        status, headers, content_length: valid after `begin`. Names are in lower case; the length may be None.
-        heard_at: the loop's time when bytes came last.
+        status, headers, content_length: valid after `begin`; names are lower case; the length may be None.
+        heard_at: loop time of the last bytes.
     """
 
     def __init__(self, connection: "ReplicaConnection") -> None:
@@ -65,12 +65,12 @@ class ReplicaResponse:
         return bool(self._pieces)
 
     async def begin(self) -> None:
-        """Wait for the head. Raises `ResponseLost`."""
+        """Wait for the head. Raises ResponseLost."""
         while not self._begun:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """What has arrived of the body since the last call; empty at its end. Raises `ResponseLost`."""
+        """The body received since the last call; empty at its end. Raises ResponseLost."""
         while not self._pieces:
             if self.is_complete:
                 return b""
@@ -78,9 +78,9 @@ class ReplicaResponse:
         return self._pop()
 
     async def pass_on(self, take: Take) -> None:
-        """Call `take` with each piece of the rest of the body. Raises `ResponseLost`.
+        """Call `take` with each remaining piece. Raises ResponseLost.
 
-        While `take` does not block it is called inside the parser's callback, and no task is woken.
+        While `take` does not block, it runs inside the parser's callback, without waking a task.
         """
         while True:
             while self._pieces:
@@ -157,7 +157,7 @@ class ReplicaResponse:
         self._wake()
 
     def on_message_complete(self) -> None:
-        if self.status < 200:  # "100 Continue" and the like precede the response
+        if self.status < 200:  # "100 Continue" and others
             self.headers = []
             return
         self.keeps_connection = self._parser.should_keep_alive() and self._connection.has_sent_all()
@@ -188,8 +188,8 @@ class ReplicaResponse:
 
 
 class _EagerCoroutine:
-    """A coroutine that runs at once until it first blocks, and continues where this object is awaited: like
-    `asyncio.eager_task_factory` (Python 3.12), but without a task."""
+    """Runs a coroutine until it first blocks; awaiting this object continues it. As
+    `asyncio.eager_task_factory` (Python 3.12), without a task."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._coroutine = coroutine
@@ -199,19 +199,19 @@ class _EagerCoroutine:
             self._waits_for = coroutine.send(None)
         except StopIteration:
             self.is_done = True
-        except Exception as error:  # broad: raised again in `__await__`
+        except Exception as error:  # broad: re-raised in `__await__`
             self._error = error
 
     def __await__(self) -> Generator[Any, Any, None]:
         if self._error is not None:
             raise self._error
-        # A task takes the future that was yielded as if it had just been awaited.
+        # A task accepts the yielded future as if it had just been awaited.
         waits_for = self._waits_for
         try:
             while True:
                 try:
                     value = yield waits_for
-                except BaseException as error:  # a cancellation, say
+                except BaseException as error:  # for example a cancellation
                     waits_for = self._coroutine.throw(error)
                 else:
                     waits_for = self._coroutine.send(value)
@@ -228,14 +228,13 @@ class ReplicaConnection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def has_sent_all(self) -> bool:
-        """A response can be complete before its request is: then this connection cannot be used again."""
+        """If a response completes before its request, the connection cannot be reused."""
         return self._transport.get_write_buffer_size() == 0
 
     def send(
         self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> ReplicaResponse:
-        """Raises ValueError: a line break in the target or a header would smuggle in another header or
-        request."""
+        """Raises ValueError for a line break in target or headers, which would inject a header or request."""
         lines = [f"{method} {target} HTTP/1.1", *[f"{name}: {value}" for name, value in headers]]
         if body or method != "GET":
             lines.append(f"content-length: {len(body)}")
@@ -275,7 +274,7 @@ class ReplicaConnection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Keeps connections for the next request to the same replica; their number is not limited."""
+    """Reuses connections per replica, without a limit."""
 
     def __init__(self) -> None:
         self._idle: dict[str, dict[ReplicaConnection, asyncio.TimerHandle]] = {}
@@ -285,13 +284,13 @@ class ConnectionPool:
     async def request(
         self, address: str, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> AsyncIterator[ReplicaResponse]:
-        """Send a request to an address (host:port). Leaving before the response is complete closes the
-        connection, which aborts it. Raises NotConnected: the request was not sent."""
+        """Send a request to host:port. Leaving before the response is complete aborts it. Raises
+        NotConnected."""
         connection, is_kept = self._pop_idle(address) or await _connect(address), False
         try:
             response = connection.send(method, target, [("host", address), *headers], body)
             yield response
-            # What a reader left behind may have paused the connection: the next response would never come.
+            # Unread pieces may have paused the connection.
             is_kept = response.is_complete and response.keeps_connection and not response.has_unread
         finally:
             if is_kept and not self._closed:
@@ -301,7 +300,7 @@ class ConnectionPool:
                 connection.abort()
 
     def close(self) -> None:
-        """Close idle connections now, and each other one when its request ends."""
+        """Close idle connections now, and the others when their requests end."""
         self._closed = True
         for idle in self._idle.values():
             for connection, timer in idle.items():
@@ -310,7 +309,7 @@ class ConnectionPool:
         self._idle.clear()
 
     def _pop_idle(self, address: str) -> ReplicaConnection | None:
-        """The one that was used last, so that the others expire."""
+        """The most recently used one, so that the others expire."""
         idle = self._idle.get(address)
         while idle:
             connection, timer = idle.popitem()

@@ -4,8 +4,8 @@
              ├─ part ─► Forwarder ─► replica ─┼─► one response, or one stream
              └─ part ─► Forwarder ─► replica ─┘
 
-A part is retried until the client has some of it. The merged response begins when all parts have begun, so
-that a client error of one part is the response to the whole request. Leaving early aborts all parts.
+A part is retried until the client has some of it. The merged response begins once all parts have, so that a
+client error of one part becomes the response. Leaving early aborts all parts.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from deployments.router.prompt_lists import MergedStream, PartFailed, is_stop, m
 from deployments.router.router_limits import RouterLimits
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
-MAX_WAITING_EVENTS = 256  # one part's, not yet taken by the client
+MAX_WAITING_EVENTS = 256  # per part, not yet taken by the client
 logger = serve_logger()
 
 
@@ -39,10 +39,10 @@ class PartRequest:
 async def respond_in_parts(
     forwarder: Forwarder, requests: Sequence[PartRequest], limits: RouterLimits, *, streams: bool
 ) -> AsyncIterator[Response]:
-    """The merged response of all parts, in the order of the list, or the error response to one of them.
+    """The merged response, in the order of the list, or the error response to one part.
 
     Raises:
-        FleetUnavailable: no replica answered a part in time.
+        FleetUnavailable: no replica responded to a part in time.
         DeadlyRequest: replicas were lost under a part.
     """
     news = asyncio.Event()
@@ -74,11 +74,11 @@ class _Refused(Exception):
 
 
 class _Stopped(Exception):
-    """A replica shut down gracefully while the client had nothing of its part."""
+    """A replica shut down gracefully before the client had anything of its part."""
 
 
 class _Part:
-    """Reads the response to one part, ahead of the client; sets `news` when something has come."""
+    """Reads the response to one part ahead of the client; sets `news`."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class _Part:
         self._space = asyncio.Event()
         self.headers: Headers = []
         self.waiting: deque[bytes] = deque()  # events, or the whole response
-        self.taken = False  # the client has something of it
-        self.all_begun = False  # the other parts too
+        self.taken = False  # the client has some of it
+        self.all_begun = False  # of the other parts too
         self.ended = False
         self.failure: Exception | None = None
 
@@ -112,7 +112,7 @@ class _Part:
                 started = await self._forwarder.forward(self._request, self._attempts, self._limits)
                 async with started.connection:
                     await self._read(started)
-        except Exception as error:  # broad: the merger tells the client
+        except Exception as error:  # broad: reported to the client by the merger
             self.failure = error
         finally:
             self._news.set()
@@ -183,7 +183,7 @@ def _merged_response(parts: Sequence[_Part], news: asyncio.Event, *, streams: bo
 
 
 def _merged_headers(parts: Sequence[_Part]) -> Headers:
-    """The headers of the first part, with all replicas and the oldest version."""
+    """Headers of the first part, with all replicas and the oldest version."""
     of_parts = [dict(part.headers) for part in parts]
     replicas = dict.fromkeys(each[b"x-slipstream-replica"] for each in of_parts)
     oldest = min(int(each[b"x-weight-version"]) for each in of_parts)

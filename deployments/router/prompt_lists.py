@@ -1,8 +1,8 @@
 """Splits a request with a list of prompts into parts, and merges their responses.
 
-vLLM seeds every prompt of a list with the request's own `seed` and runs beam search for each prompt alone, so
-a completion does not depend on the prompt's place in the list. Replicas number the choices as in the whole
-response (`deployments.replica.spans`), so merging parses only the small rest of it.
+vLLM applies the request's `seed` and beam search to each prompt alone, so completions do not depend on the
+position in the list. Replicas number choices as in the whole response (`deployments.replica.spans`), so
+merging parses little.
 """
 
 import json
@@ -19,17 +19,17 @@ from deployments.protocol.errors import ReplicaUnavailable
 
 COMPLETIONS = "/v1/completions"
 BATCH_CHAT = "/v1/chat/completions/batch"
-# Fields that concern the request as a whole.
+# Fields of the request as a whole.
 _WHOLE_REQUEST = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 _COMPLETIONS = re.compile(rb"[1-9]\d{0,8}")
 _STREAM = {b"true": True, b"false": False, b"null": False}
-# `msgspec.Raw` skips over a value and keeps its bytes.
+# `msgspec.Raw` keeps a value's bytes without parsing.
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def parse_object(text: bytes) -> dict[str, bytes]:
-    """The fields of an object, each as JSON; of two with one name the last. Raises msgspec.DecodeError."""
+    """Fields of an object, each as JSON; the last of duplicates wins. Raises msgspec.DecodeError."""
     return {name: bytes(value) for name, value in _OBJECT.decode(text).items()}
 
 
@@ -39,20 +39,19 @@ def parse_list(text: bytes) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
-    rest: bytes  # the other fields of the body, as JSON without braces
+    rest: bytes  # other fields of the body, as JSON without braces
     field: str  # name of the list
     prompts: Sequence[bytes]  # each as JSON
-    completions: int  # choices for each prompt
+    completions: int  # choices per prompt
     streams: bool
 
     def part(self, start: int, stop: int) -> bytes:
-        """The body of a request for the prompts from `start` to `stop` (exclusive)."""
+        """Body for the prompts from `start` to `stop` (exclusive)."""
         return b'{%b,"%b":[%b]}' % (self.rest, self.field.encode(), b",".join(self.prompts[start:stop]))
 
 
 def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptList | None:
-    """The list of prompts in a body with these fields; None if it is not to be split, or vLLM would reject
-    it."""
+    """None if the body has no list, is not to be split, or vLLM would reject it."""
     field = {COMPLETIONS: "prompt", BATCH_CHAT: "messages"}.get(path)
     if method != "POST" or field is None or not fields.get(field, b"").startswith(b"["):
         return None
@@ -91,7 +90,7 @@ def _is_conversation(prompt: bytes) -> bool:
     return bool(messages) and all(message.startswith(b"{") for message in messages)
 
 
-MIN_SEQUENCES = 4  # in a part: a decoding step takes nearly as long for one sequence as for four
+MIN_SEQUENCES = 4  # per part: a decoding step takes nearly as long for one sequence as for four
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +101,14 @@ class Share:
 
 
 def split_prompts(prompts: int, completions: int, loads: Mapping[str, int]) -> list[Share]:
-    """Divide a list of prompts so that the loads of the replicas are level afterwards; empty: do not.
+    """Divide a list of prompts so that replicas' loads become level; empty: do not split.
 
-    A share is a run of neighbours in the list: they are often the same prompt, whose prefix is computed once.
-    A replica that is too busy for a share of `MIN_SEQUENCES` gets none.
+    A share is contiguous: neighbours are often the same prompt, whose prefix is computed once. A replica that
+    is too busy for `MIN_SEQUENCES` gets none.
 
     Args:
-        completions: for each prompt; they stay together.
-        loads: sequences in flight, by replica.
+        completions: per prompt; they stay together.
+        loads: sequences in flight, per replica.
     """
     total = prompts * completions
     ordered = sorted(loads, key=lambda replica_id: (loads[replica_id], replica_id))
@@ -145,13 +144,12 @@ class PartFailed(Exception):
 
 
 def is_stop(event: bytes) -> bool:
-    """Whether this ended the stream because the replica shuts down gracefully: another one may answer."""
+    """Whether the replica ended this stream because it shuts down gracefully; another one may respond."""
     return event.startswith(_STOPPED)
 
 
 def merge_responses(parts: Sequence[bytes]) -> bytes:
-    """The JSON response to a list of prompts, from parts of two lines: the rest of the response, and the
-    choices."""
+    """Merge responses, each of two lines: the rest of the response, and the choices."""
     rests, choices = [], []
     for part in parts:
         rest, _, of_part = part.partition(b"\n")
@@ -161,7 +159,7 @@ def merge_responses(parts: Sequence[bytes]) -> bytes:
     whole["usage"] = _sum([rest.get("usage") for rest in rests])
     whole["weight_version"] = min(rest["weight_version"] for rest in rests)
     if "metrics" in whole:
-        whole["metrics"] = None  # vLLM has them for a single prompt only
+        whole["metrics"] = None  # vLLM has them only for a single prompt
     return _encode(whole)[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
 
 
@@ -169,10 +167,10 @@ class MergedStream:
     def __init__(self, parts: int) -> None:
         self._versions: list[int | None] = [None] * parts
         self._usages: list[Any] = [None] * parts
-        self._last: dict[str, Any] | None = None  # the event that has the usage
+        self._last: dict[str, Any] | None = None  # the event with the usage
 
     def add(self, part: int, event: bytes) -> bytes:
-        """What the client gets of an event, if anything. Raises `PartFailed` for an error event."""
+        """What the client gets of an event, if anything. Raises PartFailed for an error event."""
         if not event.startswith(_EVENT):
             return event + b"\n\n"  # a comment
         data = event[len(_EVENT) :]
@@ -180,7 +178,7 @@ class MergedStream:
             return b""
         if data.startswith(b'{"error"'):
             raise PartFailed(event)
-        # Inside a text the quotes would be escaped.
+        # Inside a text the quotes are escaped.
         if b'"weight_version":' not in data and b'"choices":[]' not in data:
             return event + b"\n\n"
         whole = json.loads(data)
@@ -208,7 +206,7 @@ class MergedStream:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """The sum of numbers, or of each field of objects; None if all values are None."""
+    """Sum of numbers, or per field of objects; None if all values are None."""
     there = [value for value in values if value is not None]
     if not there:
         return None
@@ -219,5 +217,5 @@ def _sum(values: Sequence[Any]) -> Any:
 
 
 def _encode(value: str | dict[str, Any]) -> bytes:
-    # "replace": UTF-8 has no bytes for half of a surrogate pair.
+    # "replace": UTF-8 cannot encode half a surrogate pair.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")

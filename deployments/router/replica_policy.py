@@ -1,4 +1,4 @@
-"""The choice of a replica for a request. The replica's own check of versions and admission is final."""
+"""Chooses a replica for a request. Replicas make the final check of version and admission."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -7,9 +7,9 @@ from hashlib import blake2b
 
 from deployments.protocol.routing import Demand
 
-# A long prompt costs prefill, and each step reads its KV cache: benchmarks.routing.
+# A long prompt costs prefill, and KV reads in each step: benchmarks.routing.
 LONG_PROMPT_BYTES = 32 << 10
-MAX_LONG_PROMPTS = 8  # for one body: images are long and take few tokens
+MAX_LONG_PROMPTS = 8  # per body: images are long and take few tokens
 
 
 def load_of(sequences: int, body: bytes) -> int:
@@ -17,9 +17,9 @@ def load_of(sequences: int, body: bytes) -> int:
 
 
 LOAD_FACTOR = 1.25  # sessions and prefixes leave a replica at this multiple of the mean load
-FREE_LOAD = 8  # a replica with less is never too loaded: a decoding step takes as long for one sequence
-BYTES_PER_LOAD = 1000  # so many cached bytes of a prompt outweigh one load: benchmarks.routing
-MAX_PREFIXES = 2  # lengths of cached prefixes whose holders are compared
+FREE_LOAD = 8  # never overloaded below: a decoding step takes as long for one sequence
+BYTES_PER_LOAD = 1000  # cached bytes of a prompt that outweigh one load: benchmarks.routing
+MAX_PREFIXES = 2  # lengths of cached prefixes that are compared
 Sample = Callable[[Sequence[str], int], list[str]]
 
 
@@ -28,12 +28,11 @@ class Candidate:
     replica_id: str
     version: int
     admitted: bool
-    in_flight: int = 0  # load that other routers have there
+    in_flight: int = 0  # load from other routers
 
 
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
-    """Replicas older than the demanded version count too, else all prompts would go to the first that is
-    updated."""
+    """Includes replicas behind the demanded version, else all prompts would go to the first updated one."""
     return {
         candidate.replica_id: _load(candidate, demand)
         for candidate in candidates
@@ -44,10 +43,10 @@ def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str,
 def order_candidates(
     candidates: Sequence[Candidate], demand: Demand, sample: Sample = random.sample
 ) -> list[list[str]]:
-    """Groups of at most two replica ids, in the order in which they are to be tried.
+    """Groups of at most two replica ids, in the order to try.
 
     Admitted replicas only: the preferred one, unless it refused; those at the demanded version; those that
-    may reach it in time; those that refused the request.
+    may reach it in time; those that refused.
     """
     groups: dict[tuple[bool, bool], list[Candidate]] = {}
     for candidate in candidates:
@@ -62,12 +61,11 @@ def order_candidates(
 
 
 def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[str]:
-    """The replica to try among equals, or two of which the first is the better one.
+    """The replica to try among equals, or two, the better one first.
 
-    A session goes to where it was sent last; without a home, or if that is too loaded, to the first by
-    rendezvous hashing, so that all routers agree. Otherwise holders of the longest cached prefixes and two
-    random replicas (power of two choices) are compared: the best has the least load, less what its prefix
-    saves.
+    A session stays where it is. Without a replica, or if that is overloaded, rendezvous hashing decides, so
+    that all routers agree. Otherwise compare holders of the longest cached prefixes and two random replicas
+    by load minus the saved prefill.
 
     Sources: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"; Mirrokni et al.
     2016, "Consistent Hashing with Bounded Loads"; Mitzenmacher 2001, "The Power of Two Choices in Randomized
@@ -89,7 +87,7 @@ def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[st
 
 
 def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
-    """Those with less than `load_factor` times the mean load; there is always one."""
+    """Replicas below `load_factor` times the mean load; never empty."""
     most = max(FREE_LOAD, demand.load_factor * sum(load.values()) / len(load))
     return [name for name, has in load.items() if has < most]
 
@@ -97,7 +95,7 @@ def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
 def _holders(
     holders: Iterable[tuple[int, Sequence[str]]], free: Collection[str], sample: Sample
 ) -> dict[str, int]:
-    """One or two free holders of each of the longest prefixes, with the prefix's size in bytes."""
+    """One or two free holders of each of the longest prefixes, and the prefix's bytes."""
     found: dict[str, int] = {}
     lengths = 0
     may = set(free)
@@ -111,7 +109,7 @@ def _holders(
 
 
 def _load(candidate: Candidate, demand: Demand) -> int:
-    """The asking router's load there, and that of the others as of the last statistics."""
+    """This router's load there, and that of the others as of the last statistics."""
     return candidate.in_flight + demand.in_flight.get(candidate.replica_id, 0)
 
 

@@ -1,8 +1,8 @@
-"""Reads a request's body, counts the sequences that it asks for, and finds a list of prompts to split.
+"""Reads a request's body, counts its sequences, and finds a list of prompts to split.
 
-vLLM tokenizes a whole list before it generates the first token, so sequences are bounded here. Only the
-outermost level of the JSON is parsed: 10 MB of token lists block the event loop for 24 ms (`json.loads`: 274
-ms), 128 KB for 0.3 ms (2026-11-28, two cores).
+vLLM tokenizes a whole list before the first token, so sequences are bounded here. Only the outermost level of
+the JSON is parsed: 10 MB of token lists block the event loop for 24 ms (`json.loads`: 274 ms), 128 KB for 0.3
+ms (2026-11-28, two cores).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooL
 from deployments.protocol.routing import DEMANDS
 from deployments.router.prompt_lists import PromptList, parse_list, parse_object, prompt_list
 
-GRACE_S = 20.0  # for any body, plus the time that its size takes at this rate:
+GRACE_S = 20.0  # for any body, plus its size at this rate:
 BYTES_PER_S = 64 << 10
 MAX_HEADER_BYTES = 1 << 16
 # Every field of vLLM's routes that can hold a list of prompts or texts.
@@ -31,7 +31,7 @@ _FIRST_ITEM = re.compile(rb"\[\s*([^\s\]])")
 
 
 async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_S) -> bytes:
-    """Read the body, bounded in size and time: a slow client would keep its place in the router. Raises
+    """Read the body with bounds on size and time: a slow client would occupy the router. Raises
     PayloadTooLarge or BodyTooSlow."""
     body = bytearray()
     begin = asyncio.get_running_loop().time()
@@ -54,7 +54,7 @@ async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_
 
 
 def check_headers(request: Request) -> None:
-    """Check the headers' size, and that those for us come once: a replica might read another value. Raises
+    """Check the size of headers, and that ours come once: a replica might read the other value. Raises
     PayloadTooLarge or InvalidRequest."""
     size = sum(len(name) + len(value) for name, value in request.headers.raw)
     if size > MAX_HEADER_BYTES:
@@ -66,13 +66,13 @@ def check_headers(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    sequences: int  # prompts times completions for each
-    prompts: PromptList | None  # None: not to be split
+    sequences: int  # prompts times completions
+    prompts: PromptList | None  # None: do not split
 
 
 def inspect(body: bytes, method: str, path: str, *, in_session: bool, max_sequences: int) -> Inspection:
-    """Count a body's sequences. What is not a JSON object is left to vLLM, which rejects it. Raises
-    InvalidRequest for more than `max_sequences`, or too deep nesting."""
+    """Count a body's sequences. vLLM rejects what is no JSON object. Raises InvalidRequest: more than
+    `max_sequences`, or nested too deeply."""
     try:
         fields, is_plain = _fields(body)
         count = _sequences(fields)
@@ -89,7 +89,7 @@ def inspect(body: bytes, method: str, path: str, *, in_session: bool, max_sequen
 
 
 def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
-    """The fields of a JSON object, empty if it is none; whether the body is standard JSON in UTF-8."""
+    """Fields of a JSON object, empty for anything else; whether the body is standard JSON in UTF-8."""
     try:
         return parse_object(body), True
     except msgspec.DecodeError:
@@ -101,10 +101,10 @@ def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
 
 
 def _standard_json(body: bytes) -> bytes:
-    """Rewrite what `json.loads`, vLLM's parser, accepts beyond the standard: a NaN, half a surrogate pair or
+    """Rewrite what `json.loads`, vLLM's parser, accepts beyond the standard: NaN, half a surrogate pair or
     UTF-16 must not hide a large `n`."""
     text = body.decode(json.detect_encoding(body), "surrogatepass").encode(errors="surrogatepass")
-    # Private-use characters: no field's name has them.
+    # Private-use characters, which no field's name has.
     return re.sub(rb"NaN|Infinity", b"0", re.sub(rb"\\u[dD][89a-fA-F]", rb"\\ue0", text))
 
 
@@ -118,9 +118,9 @@ def _sequences(fields: Mapping[str, bytes]) -> int:
 
 def _prompts(name: str, value: bytes) -> int:
     first = _FIRST_ITEM.match(value)
-    if first is None or first[1].isdigit() or first[1] in b"-tf":  # token ids are one prompt
+    if first is None or first[1].isdigit() or first[1] in b"-tf":  # token ids: one prompt
         return 1
-    if name in ("messages", "input") and first[1] == b"{":  # the messages or items of one conversation
+    if name in ("messages", "input") and first[1] == b"{":  # one conversation
         return 1
     return len(parse_list(value))
 

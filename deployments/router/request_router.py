@@ -1,7 +1,6 @@
-"""Serve's extension point for the choice of a replica, around `replica_policy`.
+"""Serve's extension point for the choice of a replica; see `replica_policy`.
 
-Serve pickles this module by value: its classes are copies in the process that routes, so no other module may
-test for them with `isinstance`.
+Serve pickles this module by value: no other module may use `isinstance` with its classes.
 """
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -11,8 +10,8 @@ from deployments.router.replica_policy import Candidate, eligible_loads, order_c
 
 
 class FleetRequestRouter(RequestRouter):
-    """Without Serve's FIFOMixin, which may give the choice made for one request to another one: that would
-    break session affinity."""
+    """Without Serve's FIFOMixin, which may give one request's replica to another and so break session
+    affinity."""
 
     _last: "_Known | None" = None
 
@@ -28,12 +27,12 @@ class FleetRequestRouter(RequestRouter):
             demand.census.loads = eligible_loads(known.candidates, demand)
             demand.census.metadata = {name: each.replica_metadata for name, each in known.replicas.items()}
         groups = order_candidates(known.candidates, demand)
-        if demand.choice is not None and groups:  # Serve takes the first, since nothing is reserved
+        if demand.choice is not None and groups:  # nothing is reserved, so Serve takes the first
             demand.choice.version = known.version(groups[0][0])
         return [[known.replicas[replica_id] for replica_id in group] for group in groups]
 
     def _known(self, replicas: list[RunningReplica], router: str) -> "_Known":
-        """Serve makes a new list for each change, also of a replica's statistics."""
+        """Serve makes a new list on every change, also of statistics."""
         if self._last is None or self._last.made_of is not replicas or self._last.router != router:
             self._last = _Known(replicas, router)
         return self._last

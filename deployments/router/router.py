@@ -1,7 +1,7 @@
 """The fleet's reverse proxy: forwards a request to a replica and streams the response back.
 
-A replica that fails before the first byte of its response is replaced by another (`forwarding`), so clients
-see no update, fence or crash. A list of prompts is split over replicas (`parts`).
+A replica that fails before the first byte of its response is replaced (`forwarding`). A list of prompts is
+split (`parts`).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from deployments.router.router_limits import RetryAfterPacing, RouterLimits
 from deployments.router.scrape import Scraped
 from deployments.serve.instruments import REQUESTS, Record, record
 
-# Headers of one connection, headers set anew for the replica, and tokens, which are for the router alone.
+# Hop-by-hop headers, headers set for the replica, and tokens.
 NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
     | {"authorization", "cookie", "proxy-authorization"}
@@ -50,10 +50,12 @@ logger = serve_logger()
 
 
 class StreamProxy(Response):
-    """Passes the stream of a replica on; stops when the client disconnects.
+    """Streams a replica's response; stops when the client disconnects.
 
-    One coroutine, without Starlette's generators and task group: it runs for each event of each stream.
-    `cut_off` is called when the replica was lost, and returns the client's last event.
+    One coroutine, without Starlette's generators and task group: it runs per event of each stream.
+
+    Args:
+        cut_off: called when the replica was lost; returns the client's last event.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class StreamProxy(Response):
                     await self._pass_on(send)
                 finally:
                     listening.cancel()
-        except OSError:  # the client is gone; a TimeoutError is one too
+        except OSError:  # the client is gone; includes TimeoutError
             return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -95,7 +97,7 @@ async def _until_disconnect(receive: Receive, stop: Callable[[], None]) -> None:
 
 
 class Router:
-    """An ASGI application that forwards requests to the replicas, at most `max_in_flight` at a time."""
+    """ASGI application that forwards requests to replicas, at most `max_in_flight` at a time."""
 
     def __init__(
         self,
@@ -115,12 +117,12 @@ class Router:
         self._pacing = RetryAfterPacing()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond with the response of one replica, or with the merged ones of several.
+        """Respond with one replica's response, or with merged ones.
 
         Raises:
-            FleetUnavailable: too many requests are in flight, or no replica could answer in time.
-            DeadlyRequest: replicas were lost under it.
-            InvalidRequest: a header or the body is wrong.
+            FleetUnavailable: too many requests in flight, or no replica responded in time.
+            DeadlyRequest: replicas were lost under the request.
+            InvalidRequest: wrong headers or body.
         """
         limits = self.limits
         if self.in_flight >= limits.max_in_flight:
@@ -158,7 +160,7 @@ class Router:
             self._record(REQUESTS, outcome=outcome)
 
     async def metrics(self, names: Sequence[str] = ()) -> Scraped:
-        """The Prometheus metrics of every replica and every node; with `names` only these, of replicas."""
+        """Metrics of all replicas and nodes; with `names` only these, of replicas."""
         return await self._forwarder.metrics(names)
 
     async def close(self) -> None:
@@ -182,7 +184,7 @@ class Router:
     async def _parts(
         self, request: Outgoing, attempts: AttemptHistory, prompts: PromptList
     ) -> list[PartRequest]:
-        """The parts of a request, each with its preferred replica; empty if it is not split."""
+        """Parts of a request, each with its preferred replica; empty: do not split."""
         if request.sequences < 2 * MIN_SEQUENCES:
             return []
         loads = await self._forwarder.loads(attempts.demand)
@@ -210,7 +212,7 @@ class Router:
         return response
 
     def _cut_off(self, started: StartedResponse, identity: RequestIdentity, error: ResponseLost) -> bytes:
-        """A replica was lost in the middle of a stream: the client's last event."""
+        """The client's last event after a replica was lost."""
         refused = self._forwarder.deadly.cut_off(identity, started.replica_id)
         text = f"replica {started.replica_id} was lost in the middle of a stream: {error}"
         if refused:
@@ -223,11 +225,11 @@ class Router:
 
 
 def _last_event(path: str, error: SlipstreamError) -> bytes:
-    """An error event. Anthropic's clients skip one without a name, and take the stream for complete."""
+    """An error event. Anthropic's clients skip one without a name and take the stream for complete."""
     body, name = error.body(), b""
     if path == "/v1/messages":
         body, name = {"type": "error", **body}, b"event: error\n"
-    # The empty line ends an event that was cut off.
+    # The empty line ends a truncated event.
     return b"\n\n" + name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 

@@ -1,4 +1,4 @@
-"""The limits of one router replica, and the pacing of refused clients."""
+"""Limits of one router process, and pacing of refused clients."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """The settings are in `RouterConfig`."""
+    """See `RouterConfig`."""
 
     max_in_flight: int  # client requests; a split one counts once
     max_body_bytes: int
-    max_sequences: int  # per request: prompts times completions for each
-    find_replica_timeout_s: float  # generation does not count
-    weight_timeout_s: float  # waiting for a version, without x-weight-timeout
+    max_sequences: int  # per request: prompts times completions
+    find_replica_timeout_s: float  # without generation
+    weight_timeout_s: float  # wait for a version, without x-weight-timeout
 
     def with_settings(self, settings: Mapping[str, float]) -> "RouterLimits":
-        """The same with the settings that may change while the fleet runs."""
+        """Replace the settings that may change at run time."""
         return replace(
             self,
             max_in_flight=int(settings["max_ongoing_requests"]),
@@ -25,20 +25,20 @@ class RouterLimits:
         )
 
 
-RETRY_AFTER_S = 1.0  # the shortest
-MIN_RETRIES_PER_S = 200.0  # refusing so many is a small load
-RETRIES_PER_ADMITTED = 2.0  # so that no place waits for a client
+RETRY_AFTER_S = 1.0  # minimum
+MIN_RETRIES_PER_S = 200.0  # a small load
+RETRIES_PER_ADMITTED = 2.0  # keeps places from staying free
 MAX_PACING_S = 20.0  # OpenAI's clients wait for 60 s at most
-PERIOD_S = 2.0  # over which admitted requests are counted
+PERIOD_S = 2.0  # for counting admitted requests
 
 
 class RetryAfterPacing:
-    """Spreads the retries of refused clients at a rate that the router bears. If a thousand retried after a
-    second, refusing them would cost more than serving the others."""
+    """Spreads the retries of refused clients. If a thousand retried after a second, refusing them would cost
+    more than serving the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._next_retry = 0.0  # the first that no client was told
+        self._next_retry = 0.0  # not yet given to a client
         self._per_s = MIN_RETRIES_PER_S
         self._admitted = 0
         self._period_began = clock()

@@ -1,4 +1,4 @@
-"""Collects the Prometheus metrics of every replica and of Ray's agent on every node."""
+"""Collects Prometheus metrics of all replicas, and of Ray's agent on all nodes."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,12 @@ from ray.experimental import internal_kv
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 
 PATH = "/metrics"
-TIMEOUT_S = 3.0  # for all together; Prometheus gives up after ten seconds
+TIMEOUT_S = 3.0  # in total; Prometheus gives up after ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scraped:
-    """In Prometheus' text format, by replica id and by the agent's address; None if it did not answer in
-    time."""
+    """Prometheus text per replica id and per agent's address; None: no response in time."""
 
     replicas: Mapping[str, str | None] = field(default_factory=dict)
     nodes: Mapping[str, str | None] = field(default_factory=dict)
@@ -33,9 +32,9 @@ async def scrape(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Scraped:
-    """Ask all at once; takes `timeout_s` at most. With `names` only these metrics, of replicas alone."""
+    """Query all concurrently. With `names` only these metrics, of replicas."""
     deadline = asyncio.get_running_loop().time() + timeout_s
-    # vLLM selects names at this address only.
+    # vLLM filters names only at this path.
     path = f"{PATH}/?{urlencode([('name[]', name) for name in names])}" if names else PATH
 
     async def ask(address: str, key: str | None = None) -> str | None:
@@ -68,7 +67,7 @@ async def scrape(
 
 
 def _agents() -> list[str]:
-    """The addresses of Ray's metrics agents; empty without a cluster, or if metrics are switched off."""
+    """Addresses of Ray's metrics agents; empty without a cluster or with metrics disabled."""
     if not ray.is_initialized():
         return []
     nodes: list[dict[str, Any]] = ray.nodes()
@@ -80,8 +79,8 @@ def _agents() -> list[str]:
 
 
 def dashboard() -> str | None:
-    """The address of Ray's dashboard, on the head node; None without one. Asks Ray's head."""
-    # A worker's own `webui_url` has the default port, whatever the dashboard's is.
+    """Address of Ray's dashboard; None without one."""
+    # A worker's `webui_url` always has the default port.
     if not internal_kv._internal_kv_initialized():
         return None
     address: str | None = get_webui_url_from_internal_kv()

@@ -1,4 +1,4 @@
-"""What we tell Ray Serve: where replicas are placed and how many there are.
+"""Placement and number of replicas, and metrics, in terms of Ray Serve.
 
 Read first: `deployments.serve.placement`.
 """

@@ -1,6 +1,6 @@
-"""What our processes count. Ray's agent on each node collects it, `/metrics` shows it without Ray's prefix.
+"""Metrics of our processes. Ray's agent on each node collects them; `/metrics` drops Ray's prefix.
 
-A process starts its counts at zero; the label `process` tells processes apart.
+A process starts at zero; the label `process` separates processes.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric:
-    """One metric; `buckets` are the upper bounds of a histogram's."""
+    """`buckets`: upper bounds of a histogram."""
 
     name: str
     kind: type[Counter | Gauge | Histogram]
@@ -23,12 +23,12 @@ class OwnMetric:
 
     @property
     def family(self) -> str:
-        """Its name on `/metrics`."""
+        """Name on `/metrics`."""
         return f"{self.name}_total" if self.kind is Counter else self.name
 
     @property
     def series(self) -> list[str]:
-        """The names of its series on `/metrics`."""
+        """Names of its series on `/metrics`."""
         if self.kind is Histogram:
             return [f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
         return [self.family]

@@ -1,16 +1,15 @@
-"""Slots: the GPUs of each replica, shared with trainer ranks (`placement: colocated`).
+"""Slots: GPUs of a replica, shared with trainer ranks (`placement: colocated`).
 
-    Slots (a Serve deployment)   creates a placement group with one bundle per GPU, and removes it at the end
+    Slots (a Serve deployment)   owns a placement group with one bundle per GPU
     trainer rank r               an actor in bundle r, with the trainer's share of that GPU
     replica                      takes a free slot i: the bundles [i * R, (i + 1) * R) of R GPUs
 
-Serve cannot place a replica in an existing placement group, and a group of its own would take the trainer's
-actors along when the replica exits. So the replica reserves nothing, and starts a `GpuHolder` in each bundle
-of its slot, an actor that holds the engine's share of the GPU and reports its id. The name of the first
-holder is the slot's lock. The replica's process owns the holders: when it exits, Ray frees the slot.
+Serve cannot place a replica in an existing placement group, and a group of the replica's would take the
+trainer's actors along when it exits. So a replica reserves nothing and starts a `GpuHolder` in each bundle of
+its slot: an actor with the engine's share, which reports the GPU's id. The first holder's name locks the
+slot. When the replica's process exits, Ray frees the slot.
 
-Everything is on one host: trainer ranks reach their replica by CUDA IPC. Larger fleets use `placement:
-separate` with transport `nccl`.
+Trainer ranks reach their replica by CUDA IPC, so everything is on one host.
 """
 
 import asyncio
@@ -28,19 +27,19 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-GROUP_TIMEOUT_S = 60.0  # a former holder of the GPUs may still be stopping
+GROUP_TIMEOUT_S = 60.0  # the previous holder may still be stopping
 TAKE_TIMEOUT_S = 180.0
-FREE_TIMEOUT_S = 320.0  # a stopping trainer writes its last version: longer than its `STOP_TIMEOUT_S`
+FREE_TIMEOUT_S = 320.0  # longer than a trainer's `STOP_TIMEOUT_S`: it writes its last version
 _POLL_S = 0.5
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    name: str  # the placement group's, in Serve's namespace; one per fleet
+    name: str  # of the placement group, in Serve's namespace; one per fleet
     slots: int  # one per replica
     gpus_per_slot: int  # one per worker of an engine
-    engine_share: float  # fraction of each GPU; at most 1 together with the trainer's
+    engine_share: float  # of each GPU; at most 1 with the trainer's
     trainer_share: float
 
     @property
@@ -50,11 +49,11 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """The GPUs of one replica, reserved while this process lives."""
+    """GPUs of one replica, reserved while this process lives."""
 
     index: int
-    gpus: tuple[str, ...]  # ids as in CUDA_VISIBLE_DEVICES, in the order of the engine's workers
-    holders: tuple[Any, ...]  # Ray's handles of the `GpuHolder` actors; dropping them frees the GPUs
+    gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES, in the order of the engine's workers
+    holders: tuple[Any, ...]  # handles of the `GpuHolder` actors; dropping them frees the GPUs
 
 
 class GpuHolder:
@@ -65,9 +64,8 @@ class GpuHolder:
 
 
 class Slots:
-    """Serve's deployment class that owns the GPUs of a colocated fleet. The placement group outlives this
-    process, which finds it again by its name, and is removed with the application. Raises RuntimeError if no
-    host has enough GPUs."""
+    """Deployment that owns the GPUs of a colocated fleet. A restarted process finds the placement group by
+    its name; it is removed with the application. Raises RuntimeError if no host has enough GPUs."""
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         self._plan = plan
@@ -98,7 +96,7 @@ class Slots:
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Take a free slot for as long as this process lives. Raises RuntimeError or TimeoutError."""
+    """Take a free slot while this process lives. Raises RuntimeError or TimeoutError."""
     group = get_placement_group(plan.name)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -114,7 +112,7 @@ async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
 
 
 def use_gpus(slot: Slot) -> None:
-    """Restrict this process and its children to the slot's GPUs; call it before CUDA is initialised."""
+    """Restrict this process and its children; call it before CUDA is initialised."""
     os.environ[VISIBLE_DEVICES] = ",".join(slot.gpus)
 
 
@@ -132,7 +130,7 @@ def require_host_with(gpus: int) -> None:
 
 
 def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[Any] | None:
-    """Start one holder in each bundle of the slot; None if another replica has the slot."""
+    """Start a holder per bundle; None if the slot is taken."""
     first_bundle = index * plan.gpus_per_slot
     holders = []
     for worker in range(plan.gpus_per_slot):
@@ -141,11 +139,11 @@ def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[An
             num_cpus=0,
             num_gpus=plan.engine_share,
             scheduling_strategy=in_bundle(group, first_bundle + worker),
-            max_restarts=-1,  # a killed holder must not free its GPU while the engine runs
+            max_restarts=-1,  # a killed holder must not free its GPU under the engine
         )
         try:
             holders.append(holder.remote())
-        except ValueError:  # Ray: the name is taken
+        except ValueError:  # the name is taken
             return None
     return holders
 
@@ -165,8 +163,8 @@ async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
 
 
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
-    """A group of another size belongs to an application that is being replaced; it is removed here if need
-    be."""
+    """Find the group of a previous process. A group of another size is being replaced; it is removed after
+    the timeout."""
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while (group := _find_group(plan.name)) is not None:
         if group.bundle_count == plan.gpus:
@@ -180,7 +178,7 @@ async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
 def _find_group(name: str) -> PlacementGroup | None:
     try:
         return get_placement_group(name)
-    except ValueError:  # Ray: there is none
+    except ValueError:  # not found
         return None
 
 

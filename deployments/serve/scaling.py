@@ -1,13 +1,12 @@
-"""How many replicas the fleet should have: Serve's autoscaling policy and the replicas' reports to it.
+"""Serve's autoscaling policy, and the replicas' reports to it.
 
     replica              record_autoscaling_stats ─► ScalingStats, with the operator's number
-    Serve's controller   FleetScaling(context)    ─► the number of replicas that Serve scales to
+    Serve's controller   FleetScaling(context)    ─► the number of replicas
 
-Requests bypass Serve's own counters, so the load is vLLM's scheduler's. Only our controller's journal keeps
-the operator's number, which reaches the policy with the reports.
+Requests bypass Serve's counters, so the load comes from vLLM's scheduler. The operator's number is in our
+controller's journal and travels with the reports.
 
-Serve pickles this module by value into its own controller, where our code may be missing: import the
-standard library only.
+Serve pickles this module by value into its controller: import the standard library only.
 """
 
 import math
@@ -15,37 +14,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-TARGET_LOAD = 0.8  # the share of a replica's `max_num_seqs`, or of its KV cache if that is fuller
-UPSCALE_DELAY_S = 10.0  # how long a higher load must have lasted: a replica takes longer than that to start
-SETTLED = 0.75  # after a replica is removed, the others' load is at most this share of the target
+TARGET_LOAD = 0.8  # share of `max_num_seqs`, or of the KV cache if that is fuller
+UPSCALE_DELAY_S = 10.0  # about what a replica takes to start
+SETTLED = 0.75  # a replica is removed only if the others then have at most this share of the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingStats:
-    """One replica's report: numbers only, as Serve demands."""
+    """One replica's report; Serve allows numbers only."""
 
     running: float  # requests in vLLM's batch, over all data-parallel ranks
-    waiting: float  # requests queued in vLLM
-    places: float  # the batch's limit
-    kv_use: float  # share of the KV cache's blocks in use, 0 to 1
-    halted: float = 0.0  # 1: paused or asleep, so its load means nothing
-    wanted: float = 0.0  # the operator's number of replicas; 0: as many as the load needs
+    waiting: float  # requests in vLLM's queue
+    places: float  # limit of the batch
+    kv_use: float  # used share of the KV cache, 0 to 1
+    halted: float = 0.0  # 1: paused or asleep; its load is meaningless
+    wanted: float = 0.0  # the operator's number of replicas; 0: follow the load
     wanted_number: float = 0.0  # increases with every change of `wanted`
 
     @property
     def demand(self) -> float:
-        """How many replicas its requests would fill."""
+        """The number of replicas that its requests would fill."""
         requests = self.running + self.waiting
-        # Waiting requests need as much cache as running ones.
+        # Waiting requests will need as much cache as running ones.
         cache = self.kv_use * (requests / self.running) if self.running else 0.0
         return max(requests / max(self.places, 1.0), cache)
 
 
 class FleetScaling:
-    """Serve's autoscaling policy of the rollout deployment.
+    """Autoscaling policy of the rollout deployment.
 
-    The operator's number is followed at once. Without one: more replicas once the load has been above
-    `TARGET_LOAD` for `UPSCALE_DELAY_S`, fewer once it would have fit on fewer for `down_s`.
+    An operator's number applies at once. Otherwise: scale up after the load was above `TARGET_LOAD` for
+    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`.
     """
 
     def __init__(self, *, least: int, most: int, down_s: float) -> None:
@@ -54,7 +53,7 @@ class FleetScaling:
         self._down_s = down_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Serve's call, ten times a second. `context`: Serve's `AutoscalingContext`."""
+        """Called by Serve ten times a second with its `AutoscalingContext`."""
         return self.decide(
             latest(context.raw_metrics),
             target=context.target_num_replicas,
@@ -65,8 +64,7 @@ class FleetScaling:
     def decide(
         self, reports: Sequence[ScalingStats], *, target: int, now: float, state: Mapping[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and the state for the next decision, from the newest reports and Serve's
-        current target."""
+        """The number of replicas, and the state for the next decision."""
         if not reports:
             return target, dict(state)
         wanted = int(max(reports, key=lambda each: each.wanted_number).wanted)
@@ -115,7 +113,7 @@ def latest(series: Mapping[str, Mapping[Any, Sequence[Any]]] | None) -> list[Sca
 def _remember(
     recent: Sequence[tuple[float, int]], count: int, now: float, span_s: float
 ) -> list[tuple[float, int]]:
-    """The highest count of each second of the last `span_s`."""
+    """The highest count per second over the last `span_s`."""
     kept = [(at, each) for at, each in recent if now - at <= span_s]
     if kept and int(kept[-1][0]) == int(now):
         at, before = kept.pop()
