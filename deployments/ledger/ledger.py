@@ -392,7 +392,7 @@ class Ledger:
             committed_version=state.committed_version,
             label=state.label,
             stored_version=None if state.stored is None else state.stored.version,
-            initial=state.initial,
+            initial=None if state.founded is None else state.founded.initial,
             epoch=state.epoch,
             ready=len(state.serving()) >= state.needed,
             min_replicas=state.needed,

@@ -47,7 +47,7 @@ class LoadedTrainer:
     parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
     adapter_version: int = 0  # the newest live one
-    initial: InitialWeights | None = None  # rank 0's model, before version 1; None: not known
+    initial: InitialWeights | None = None  # rank 0's model; None: not known, or not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,7 +115,7 @@ def is_starved(fleet: FleetStatus, published: int) -> bool:
 
 def check_version_0(fleet: FleetStatus, loaded: LoadedTrainer) -> None:
     """Raises Conflict if the fleet's version 0 is not the model that this trainer began with."""
-    if fleet.initial is not None and fleet.initial != loaded.initial:
+    if fleet.committed_version == 0 and fleet.initial not in (None, loaded.initial):
         has = "weights that cannot be identified" if loaded.initial is None else loaded.initial
         raise Conflict(
             f"version 0 of this fleet is {fleet.initial}, and its trainer began with {has}: restore 'model', "

@@ -28,6 +28,7 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
+from deployments.weights.transports.rank_agreement import gather_from_ranks
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy
@@ -51,6 +52,8 @@ class TrainerRank:
     _learner: Learner
     _checkpoints: RestartCheckpoints
     _fleet_id: str
+    _version_0: InitialWeights | None  # the fleet's
+    _reads_files: bool  # rank 0, and those on other hosts, compare a directory's files with it
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         self._spec = spec
@@ -105,10 +108,11 @@ class TrainerRank:
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
         """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: the model is
         no directory, cannot be downloaded, or is not what version 0 is."""
-        model, revision, fleet = self._spec.model, self._spec.revision, self._fleet()
+        model, revision, self._version_0 = self._spec.model, self._spec.revision, self._fleet().initial
+        self._reads_files = self._rank == 0 or own_address() != rendezvous_address[0]
         self._checkpoint = InitialCheckpoint(model, revision)
-        if fleet.committed_version == 0 and (self._rank == 0 or not Path(model).is_dir()):
-            self._initial = self._checkpoint.check(fleet.initial)
+        if not Path(model).is_dir():
+            self._initial = self._checkpoint.check(self._version_0)
         commit = None if self._initial is None else self._initial.commit
         # Before the group, whose other ranks would wait for the download in it.
         self._spec = replace(self._spec, model=str(downloaded(model, commit or revision)))
@@ -128,8 +132,19 @@ class TrainerRank:
         }
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
+    def _check_model(self) -> None:
+        """Raises ValueError: the model is not what version 0 is, or another one on another host."""
+        if self._initial is None and self._reads_files:
+            self._initial = self._checkpoint.check(self._version_0)
+        found = {str(each) for each in gather_from_ranks(self._initial) if each is not None}
+        if len(found) > 1:
+            model = self._base.directory
+            raise ValueError(f"{model} is not the same on all hosts of the trainer: {sorted(found)}")
+
     def _read(self, directory: Path, lora: LoraConfig | None = None) -> TrainedPolicy:
         config = self._spec.config
+        if directory == self._base.directory:
+            self._check_model()
         is_sharded = config.strategy == Strategy.FSDP2
         policy = TrainedPolicy.load(
             directory,

@@ -58,11 +58,12 @@ def test_a_fleet_from_before_learns_it_from_the_first_that_is_admitted() -> None
     assert founded == decode(encode(founded)) == Founded(fleet_id="old", model="m", initial=ONE)
 
 
-def test_it_does_not_matter_once_a_round_has_replaced_it() -> None:
+def test_it_does_not_matter_to_replicas_once_a_round_has_replaced_it() -> None:
     scene = StoreScene(replicas=0)
     scene.start(initial=ONE)
     scene.poll()
     scene.publish()
+    assert scene.status().initial == ONE, "a trainer may still have it as base or reference"
     assert scene.begin() == JoinAnswer(version=0, path=None)
     late = scene.start(initial=OTHER)
     scene.publish()

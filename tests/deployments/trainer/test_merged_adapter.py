@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,9 +7,11 @@ from safetensors.torch import load_file
 
 from deployments.trainer.spec import TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
+from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, small_spec, started
 from tests.deployments.trainer.trainer_specs import with_config
+from tests.tiny_models import save_tiny_llama
 
 LORA = {"publish": "merged", "rank": 4, "alpha": 8.0}
 
@@ -114,6 +117,22 @@ def test_without_its_checkpoint_the_adapter_starts_from_zero_on_what_the_fleet_s
     metrics = resumed.step(BATCH)
     assert metrics["step"] == 3 and metrics["learning_rate"] == pytest.approx(1e-3 * 3 / 5)
     assert not equal(saved(resumed, tmp_path / "a step on"), stored(spec, version))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["base", "penalty"])
+def test_a_model_that_was_overwritten_is_neither_base_nor_reference(
+    spec: TrainerSpec, controller: ControllerInProcess, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    initial, fleet = InitialCheckpoint(spec.model).check(None), TrainerWorker._fleet
+    monkeypatch.setattr(TrainerWorker, "_fleet", lambda self: replace(fleet(self), initial=initial))
+    if reader == "penalty":
+        loss = {**spec.config.loss.model_dump(), "kl_coefficient": 0.1}
+        spec = with_config(spec, lora=None, loss=loss)
+    trained(spec, controller, steps=1)
+    save_tiny_llama(Path(spec.model), seed=3, tied=True)
+    with pytest.raises(ValueError, match=r"version 0 of this fleet is digest .*: restore it"):
+        started(spec, controller)
 
 
 @pytest.mark.slow

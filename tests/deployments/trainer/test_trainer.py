@@ -174,11 +174,11 @@ async def test_replicas_close_the_memory_that_they_share_with_the_trainer(
 def test_what_began_with_other_weights_than_the_fleet_is_not_published() -> None:
     one, other = InitialWeights(digest="1" * 32), InitialWeights(digest="2" * 32)
     loaded = LoadedTrainer(version=0, step=1, parameters=1, initial=one)
-    check_version_0(SERVED, loaded)
-    check_version_0(replace(SERVED, initial=one), loaded)
+    check_version_0(replace(SERVED, initial=other), loaded)  # an adapter's base is a later version
+    check_version_0(replace(SERVED, committed_version=0, initial=one), loaded)
     for trained in (replace(loaded, initial=other), replace(loaded, initial=None)):
         with pytest.raises(Conflict, match=f"version 0 of this fleet is {one}, and its trainer began with"):
-            check_version_0(replace(SERVED, initial=one), trained)
+            check_version_0(replace(SERVED, committed_version=0, initial=one), trained)
 
 
 # -- lost versions ---------------------------------------------------------------------------------

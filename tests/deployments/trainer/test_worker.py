@@ -216,6 +216,21 @@ def test_a_trainer_begins_with_the_fleets_version_0_or_not_at_all(
     assert [options["revision"] for _, options in hub.asked] == ["a" * 40]
 
 
+@pytest.mark.parametrize("fleet_knows", [True, False])
+def test_a_rank_on_another_host_reads_the_same_model(
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch, fleet_knows: bool
+) -> None:
+    other = InitialWeights(digest="0" * 32)
+    if fleet_knows:
+        found = replace(controller.status, initial=other)
+        monkeypatch.setattr(TrainerWorker, "_fleet", lambda self: found)
+    monkeypatch.setattr("deployments.trainer.worker.gather_from_ranks", lambda own: [other, own])
+    rank = TrainerWorker(spec, 1, controller)  # type: ignore[arg-type]
+    said = "restore it" if fleet_knows else "is not the same on all hosts of the trainer"
+    with pytest.raises(ValueError, match=said):
+        rank.load(("192.0.2.1", 0))
+
+
 def test_a_model_that_is_rewritten_while_a_trainer_reads_it_is_not_trained(
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
