@@ -12,6 +12,7 @@ from pathlib import Path
 # Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
 CLUSTER_DIRECTORY = Path("/tmp")
 KEPT_RUNS = 5
+STARTING_S = 600.0  # a run of this age may have no processes or logs yet
 MARK = "SLIPSTREAM_CLUSTER"  # environment variable of a run's processes
 _PREFIX = "slip-"
 _MARK_FILE = "mark"
@@ -23,7 +24,7 @@ def new_run(mark: str, root: Path = CLUSTER_DIRECTORY) -> Path:
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     (directory / _MARK_FILE).write_text(mark)
     for old in runs(root)[KEPT_RUNS:]:
-        if not _is_running(old):
+        if time.time() - old.stat().st_mtime > STARTING_S and not _is_running(old):
             shutil.rmtree(old, ignore_errors=True)
     return directory
 

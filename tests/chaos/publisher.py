@@ -79,7 +79,8 @@ class Client(HTTPVLLMWeightSyncClient):
 def publish(url: str, mark: int, hold: str | None, digits: int) -> None:
     info: TrainerInitInfo = ShmTrainerInitInfo(rank=0, chunk_bytes=CHUNK_BYTES)
     if DEVICE == "cuda":
-        info = IpcTrainerInitInfo(rank=0, world_size=1, chunk_bytes=CHUNK_BYTES)
+        workers = requests.get(f"{url}/get_world_size", timeout=TIMEOUT_S).json()["world_size"]
+        info = IpcTrainerInitInfo(rank=0, world_size=1 + workers, chunk_bytes=CHUNK_BYTES)
     client = Client(url, mark, hold, digits)
     engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source(mark, hold))
     engine.send_weights()

@@ -1,5 +1,6 @@
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from app.command.cli import cli
 from app.command.run_logs import Part, print_logs
-from app.command.runs import KEPT_RUNS, MARK, keep_logs_only, logs_of, new_run, runs
+from app.command.runs import KEPT_RUNS, MARK, STARTING_S, keep_logs_only, logs_of, new_run, runs
 
 WORKER = "worker-{:056x}-01000000-{}.err"
 
@@ -22,6 +23,8 @@ def started(root: Path, second: int, mark: str = "gone") -> Path:
     (session / "sockets" / "raylet").touch()
     (made / "session_latest").symlink_to(session)
     (made / "ray-start.log").write_text("Ray runtime started.")
+    begin = time.time() - 2 * STARTING_S
+    os.utime(made, (begin, begin))
     return made
 
 
@@ -34,6 +37,11 @@ def test_the_newest_runs_stay_and_those_that_run(tmp_path: Path) -> None:
         ended = [started(tmp_path, second) for second in range(1, KEPT_RUNS + 4)]
         process.communicate(b"\n")
     assert runs(tmp_path) == [*reversed(ended[-KEPT_RUNS:]), running]
+
+
+def test_a_run_that_has_just_begun_stays_whatever_it_has(tmp_path: Path) -> None:
+    begun = [new_run("no process yet", tmp_path) for _ in range(KEPT_RUNS + 4)]
+    assert all(each.exists() for each in begun)
 
 
 def test_what_a_run_leaves_are_its_logs(tmp_path: Path) -> None:
