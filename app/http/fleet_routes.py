@@ -28,6 +28,7 @@ from deployments.protocol.responses import (
     History,
     SizeStatus,
     Status,
+    StoredVersions,
 )
 from deployments.protocol.routing import MAX_SESSION_ID
 from deployments.router.scrape import Scraped, dashboard
@@ -61,6 +62,7 @@ class FleetRoutes:
             GuardedRoute("GET", "/health", self.health, access=Access.OPEN),
             GuardedRoute("GET", "/fleet", self.fleet),
             GuardedRoute("GET", "/fleet/rounds", self.rounds),
+            GuardedRoute("GET", "/fleet/versions", self.versions),
             GuardedRoute("GET", "/fleet/load", self.load),
             GuardedRoute("GET", "/fleet/events", self.events, head=False, response_class=EventStream),
             GuardedRoute("POST", "/fleet/publish", self.publish),
@@ -88,6 +90,10 @@ class FleetRoutes:
     ) -> History:
         """Rounds that ended, with their timings."""
         return History(rounds=await self._controller.rounds.remote(after))
+
+    async def versions(self) -> StoredVersions:
+        """The versions in the store."""
+        return StoredVersions(versions=await self._controller.stored_versions.remote())
 
     async def load(self) -> FleetLoad:
         """What each replica does now, as its engine counts it."""

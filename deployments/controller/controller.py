@@ -329,6 +329,10 @@ class Controller:
         it is not in the store, is another fleet's, or its manifest cannot be read."""
         return await asyncio.to_thread(self._keeper.source, version)
 
+    async def stored_versions(self) -> list[int]:
+        """Versions that `rollback_source` knows, oldest first."""
+        return await asyncio.to_thread(self._keeper.own)
+
     async def scale(self, wanted: int | None) -> SizeStatus:
         """Set the number of replicas; None: as many as the load needs. See `FleetSize.want`."""
         async with self._durable.answer(records=True):

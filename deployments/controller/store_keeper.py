@@ -156,17 +156,20 @@ class StoreKeeper:
     def source(self, version: int) -> str:
         """The directory of a stored version of this fleet. Reads the disk. Raises InvalidRequest: it is
         not in the store, is another fleet's, or its manifest cannot be read."""
-        stored = list(self._store.list())
-        if version in stored:
+        if version in self._store.list():
             self._check_manifest(version)
-        own = [each for each in stored if each not in self._foreign()]
+        own, foreign = self.own(), self._foreign()
         if version not in own:
-            others = f"; {sorted({*stored} - {*own})} are another fleet's" if own != stored else ""
+            others = f"; {sorted(foreign)} are another fleet's" if foreign else ""
             raise InvalidRequest(
                 f"version: expected one in the store {own}, got {version}{others}",
                 {"expected": own, "actual": version},
             )
         return str(self._store.path_of(version))
+
+    def own(self) -> list[int]:
+        """The versions of this fleet, oldest first. Reads the disk."""
+        return sorted({*self._store.list()} - {*self._foreign()})
 
     def _check_manifest(self, version: int) -> None:
         """Only the manifest names owner and content. Reads it again: it may be damaged by now."""

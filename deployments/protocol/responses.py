@@ -126,6 +126,13 @@ class History:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredVersions:
+    """What the fleet can be rolled back to."""
+
+    versions: Sequence[int]  # oldest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     generated_tokens: int  # since its engine started
     running: int  # requests

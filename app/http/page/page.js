@@ -20,7 +20,7 @@ const most = (round, key) => Math.max(0, ...Object.values(round.replicas).map((e
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const partsOf = (round) => (Object.keys(round.parts).length ? round.parts : { open: round.duration_s }); // of an older version: not known
 
-let fleet = null, rounds = [], steps = [], rates = [], lastLoad = null, lastEvent = 0, update = null, trainer = null, hasTrainer = true, silentSince = null, fastUntil = 0, following = null;
+let fleet = null, rounds = [], stored = [], storedAt = "", steps = [], rates = [], lastLoad = null, lastEvent = 0, update = null, trainer = null, hasTrainer = true, silentSince = null, fastUntil = 0, following = null;
 
 // -- asking the fleet -------------------------------------------------------------------------------
 
@@ -110,6 +110,11 @@ async function refreshFleet() {
     rounds = [...rounds, ...(await ask(`fleet/rounds?after=${known}`)).rounds.filter((each) => each.round_id > known)].slice(-200);
     drawRounds();
   }
+  const storeNow = `${ended} ${fleet.stored_version}`;
+  if (storedAt !== storeNow) {
+    stored = (await ask("fleet/versions")).versions;
+    storedAt = storeNow;
+  }
   if (fleet.round) fastUntil = Date.now() + 4000;
   drawFleet();
   if (!$("model").textContent && fleet.members.some((it) => it.admitted)) $("model").textContent = (await ask("v1/models")).data[0].id;
@@ -117,7 +122,7 @@ async function refreshFleet() {
 
 /** Another fleet is behind this address. */
 function reset() {
-  rounds = []; steps = []; rates = []; lastLoad = null; lastEvent = 0; update = null; hasTrainer = true;
+  rounds = []; stored = []; storedAt = ""; steps = []; rates = []; lastLoad = null; lastEvent = 0; update = null; hasTrainer = true;
   $("events").replaceChildren();
   following?.abort(); // ids of events begin anew
   clearCharts();
@@ -174,7 +179,7 @@ async function follow() {
     }
     const line = document.createElement("li"), time = document.createElement("time");
     time.textContent = clock(at);
-    const told = Object.entries(rest).filter(([, value]) => value !== "" && value !== null).map(([key, value]) => `${key}=${typeof value === "object" ? JSON.stringify(value) : value}`);
+    const told = Object.entries(rest).filter(([key, value]) => value !== "" && value !== null && key !== "incarnation").map(([key, value]) => `${key}=${typeof value === "object" ? JSON.stringify(value) : value}`);
     line.append(time, ` ${name} ${told.join(" ")}`);
     $("events").prepend(line);
     while ($("events").childElementCount > 200) $("events").lastChild.remove();
@@ -270,12 +275,13 @@ function drawFleet() {
       [load ? meter(load.kv_cache_use) : "–"], [it.world_size, "n"], [it.silent_s < 2 ? "now" : `${it.silent_s.toFixed(0)} s ago`, "n"], [it.reason || it.pending.join(", "), "note"]];
   }));
   drawRoundRows();
-  const versions = rounds.filter((it) => it.phase === "committed" && it.version !== fleet.committed_version).map((it) => [it.version, it.label]).reverse().slice(0, 10);
+  const labels = new Map(rounds.map((it) => [it.version, it.label])), versions = stored.filter((it) => it !== fleet.committed_version).map((it) => [it, labels.get(it)]).reverse();
   const key = JSON.stringify(versions);
   if ($("back_to").dataset.shown !== key) {
     const chosen = document.activeElement === $("back_to") ? $("back_to").value : null;
     $("back_to").dataset.shown = key;
-    $("back_to").replaceChildren(...versions.map(([version, label]) => new Option(label ? `version ${version} (${label})` : `version ${version}`, version)));
+    const choices = versions.map(([version, label]) => new Option(label ? `version ${version} (${label})` : `version ${version}`, version));
+    $("back_to").replaceChildren(...(choices.length ? choices : [new Option("no other version in the store", "")]));
     if (versions.some(([version]) => String(version) === chosen)) $("back_to").value = chosen;
   }
   $("rollback").querySelector("button").disabled = !versions.length;
@@ -296,6 +302,7 @@ function drawRoundRows() {
     rows.live.add(row);
   }
   fill("rounds", rows);
+  $("no_rounds").hidden = rows.length > 0;
 }
 
 // -- charts -----------------------------------------------------------------------------------------

@@ -243,6 +243,10 @@ class FakeController:
             raise InvalidRequest(f"version: expected one in the store {[*self.stored]}, got {version}")
         return self.stored[version]
 
+    async def stored_versions(self) -> list[int]:
+        await self._enter("stored_versions")
+        return [*self.stored]
+
     async def events(self, since: int, wait_s: float) -> list[Event]:
         await self._enter("events")
         return [event for event in self.recorded if event.event_id > since]

@@ -27,6 +27,7 @@ from deployments.protocol.poll import Receive as ReceivePayload
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import RolloutSample, StepEntry, StepLog, TrainerStatus
 from deployments.router.scrape import Scraped
+from deployments.weights.store.versions import Store, VersionManifest
 from tests.app.http.fake_controller import Handle
 from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import tokens
@@ -75,7 +76,7 @@ class PageFleet:
 
     def __init__(self, directory: Path, *, prefix: str = "", token: str | None = None) -> None:
         self._fleet = self._made(directory)
-        self._directory, self._log, self._steps = directory, list[StepEntry](), 0
+        self._log, self._steps = list[StepEntry](), 0
         self._random = random.Random(0)
         routes = own_routes(
             Handle(self),
@@ -118,7 +119,9 @@ class PageFleet:
             self._fleet.add(TimedReplica(replica_id=name, incarnation=f"{name}-1"))
         await self._fleet.admitted("replica-0", "replica-1")
 
-    async def publish(self, label: str | None = None, pause_s: float = 0.1) -> RoundReport:
+    async def publish(
+        self, label: str | None = None, pause_s: float = 0.1, is_stored: bool = True
+    ) -> RoundReport:
         """A round; it takes some times `pause_s`."""
         controller = self._fleet.controller
         lease = await controller.acquire("trainer")
@@ -129,7 +132,12 @@ class PageFleet:
             await controller.send(lease.token, round_id, {"segment": "a"})
             await asyncio.sleep(pause_s)
         report: RoundReport = await controller.close_round(lease.token, round_id, label)
-        await controller.stored(report.version, str(self._directory), label)
+        if is_stored:
+            fleet_id = (await controller.fleet()).fleet_id
+            manifest = VersionManifest(version=report.version, fleet_id=fleet_id, tensors={})
+            with self._store.writing(manifest):
+                pass
+            await controller.stored(report.version, str(self._store.path_of(report.version)), label)
         await controller.release(lease.token)
         return report
 
@@ -168,6 +176,7 @@ class PageFleet:
         self._log.append(replace(entry, at=time.time()))
 
     def _made(self, directory: Path) -> TimedFleet:
+        self._store = Store(directory / "store")
         return TimedFleet(directory, LedgerConfig(lease_s=30.0), outside_versions=False)
 
     async def replace(self, directory: Path) -> None:

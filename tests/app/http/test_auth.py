@@ -34,6 +34,7 @@ USERS_ROUTES = [
 OPERATORS_ROUTES = [
     ("GET", "/fleet"),
     ("GET", "/fleet/rounds"),
+    ("GET", "/fleet/versions"),
     ("GET", "/fleet/events"),
     ("GET", "/metrics"),
     ("POST", "/fleet/rollback"),

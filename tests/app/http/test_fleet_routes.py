@@ -47,6 +47,13 @@ async def test_status_and_the_history_are_the_controllers() -> None:
         assert (await fleet.get("/fleet/rounds?after=x")).status_code == 400
 
 
+async def test_the_versions_in_the_store_are_listed() -> None:
+    controller = FakeController()
+    controller.stored = {2: "/store/v2", 3: "/store/v3"}
+    async with client(controller) as fleet:
+        assert (await fleet.get("/fleet/versions")).json() == {"versions": [2, 3]}
+
+
 async def test_load_is_what_the_engines_of_each_replica_count() -> None:
     asked: list[str] = []
 

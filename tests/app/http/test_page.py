@@ -66,6 +66,8 @@ def test_page_follows_a_round_and_a_run(browser: Any, fleet: Running) -> None:
     seen = Seen(browser, fleet.address)
     seen.until("#state", "serving")
     seen.until("#members", "replica-1")
+    seen.until("#no_rounds", "No round yet")
+    seen.until("#back_to", "no other version in the store")
     fleet.run(fleet.fleet.publish("step 1"))
     fleet.run(fleet.fleet.step())
     seen.until("#t_version", "1")
@@ -107,9 +109,11 @@ def test_page_is_accessible_and_fits_in_both_schemes(browser: Any, fleet: Runnin
 
 
 def test_operator_pauses_resumes_and_rolls_back(browser: Any, fleet: Running) -> None:
-    for _ in range(2):
-        fleet.run(fleet.fleet.publish(pause_s=0.01))
+    for is_stored in (True, False, True):
+        fleet.run(fleet.fleet.publish(pause_s=0.01, is_stored=is_stored))
     seen = Seen(browser, fleet.address)
+    seen.until("#back_to", "version 1")
+    assert seen.page.locator("#back_to option").all_inner_texts() == ["version 1"], "2 is not in the store"
     seen.page.click("#pause")
     seen.until("#done", "Pause: done.")
     seen.until("#state", "paused")
@@ -117,12 +121,12 @@ def test_operator_pauses_resumes_and_rolls_back(browser: Any, fleet: Running) ->
     seen.until("#state", "serving")
     seen.page.select_option("#back_to", "1")
     seen.page.click("#rollback button")
-    seen.until("#sure_text", "Publish version 1 again, as version 3?")
+    seen.until("#sure_text", "Publish version 1 again, as version 4?")
     seen.page.keyboard.press("Escape")
     seen.page.click("#rollback button")
     seen.page.click("#sure button[value=yes]")
-    seen.until("#done", "the fleet serves it as version 3")
-    seen.until("#t_version", "3")
+    seen.until("#done", "the fleet serves it as version 4")
+    seen.until("#t_version", "4")
     seen.until("#rounds tr:first-child", "rollback to 1")
     assert seen.errors == []
 

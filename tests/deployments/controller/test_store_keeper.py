@@ -107,7 +107,7 @@ async def test_another_fleet_is_never_rolled_back_to(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     write(store, 1)
     write(store, 10, "another")
-    assert keeper(store).source(1) == str(store.path_of(1))
+    assert keeper(store).own() == [1] and keeper(store).source(1) == str(store.path_of(1))
     with pytest.raises(InvalidRequest, match=r"in the store \[1\], got 10; \[10\] are another fleet's"):
         keeper(store).source(10)
 
