@@ -20,9 +20,9 @@ LOCAL_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's address")]
 
 
-def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
+def parse(kind: type[T], arguments: Sequence[str] | None = None, name: str | None = None) -> T:
     """Parse options; `arguments` None: of this process. `@ FILE` reads options from a TOML file; the command
-    line wins.
+    line wins. `name` is the program's in its help.
 
     Raises:
         SystemExit: a wrong option (2), or `--help` (0).
@@ -40,7 +40,7 @@ def parse(kind: type[T], arguments: Sequence[str] | None = None) -> T:
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     application.command()(program)
     try:
-        application(given, default_map=from_files)
+        application(given, prog_name=name, default_map=from_files)
     except SystemExit:  # typer exits after every command
         if not parsed:
             raise

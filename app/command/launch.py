@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from app.client.announcement import QUIET_S, announced, tell
+from app.client.announcement import QUIET_S, announced, is_redrawn, tell, tell_for_now
 from app.command import doctor
 from app.command.cluster import ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
@@ -129,8 +129,9 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up would leave processes
-        cluster.stop()
-        remove_orphans()
+        with announced("Stopping Ray"):
+            cluster.stop()
+            remove_orphans()
         tell(f"Stopped; logs are in {logs_of(cluster.directory)}")
 
 
@@ -150,10 +151,7 @@ def _watch(cluster: LocalCluster, file: ServeFile) -> None:
     printed_s = start_s
     while True:
         now = _status(cluster, file.application, before)
-        lines = changes(before, now)
-        if not was_up and not lines and time.monotonic() - printed_s >= QUIET_S:
-            lines = [f"starting: {time.monotonic() - start_s:.0f} s"]
-        for line in lines:
+        for line in changes(before, now):
             tell(f"  {line}")
             printed_s = time.monotonic()
         if now.status == "DEPLOY_FAILED" and not was_up:
@@ -163,6 +161,9 @@ def _watch(cluster: LocalCluster, file: ServeFile) -> None:
             tell(f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)")
         elif was_up and now.status != (before.status if before is not None else ""):
             tell(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
+        if not was_up and (is_redrawn() or time.monotonic() - printed_s >= QUIET_S):
+            tell_for_now(f"  starting: {time.monotonic() - start_s:.0f} s")
+            printed_s = time.monotonic()
         before = now
         time.sleep(_POLL_S)
 

@@ -105,7 +105,7 @@ def _user() -> str:
 def submit(arguments: Sequence[str]) -> int:
     """Run the job until it ends or a signal arrives; returns the exit status."""
     try:
-        options = parse(JobOptions, arguments)
+        options = parse(JobOptions, arguments, "slipstream rl")
         options.check()
     except ValueError as error:
         print(f"slipstream: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ one in ten. Solved examples in the prompt would make all answers of a group alik
 
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ class ReasoningGymTask:
     def __init__(
         self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extraction
     ) -> None:
-        import reasoning_gym
+        with warnings.catch_warnings():  # of other people's syntax, while Python compiles it
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
 
         # reasoning-gym draws problem i from Random(seed + i): adjacent seeds give the same problems, shifted.
         spread = (seed + 1) * 1_000_003

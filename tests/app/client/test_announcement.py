@@ -1,9 +1,11 @@
+import io
 import os
 import re
 import time
 
 import pytest
 
+from app.client import announcement
 from app.client.announcement import announced
 
 
@@ -30,3 +32,23 @@ def test_what_is_announced_goes_on_when_nobody_reads() -> None:
     finally:
         with pytest.raises(BrokenPipeError):  # what could not be printed
             output.close()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+def test_in_a_terminal_one_line_is_redrawn_and_does_not_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcement, "REDRAWN_S", 0.05)
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with announced("loading", to=terminal) as say:
+        say("3 of 9 tensors of a long list")
+        time.sleep(0.5)
+    first, *redrawn = terminal.getvalue().split("\n")
+    assert first.endswith("loading") and len(redrawn) == 1
+    *shown, last = redrawn[0].removeprefix("\x1b[2K").split("\r\x1b[2K")
+    assert {*shown[1:]} == {"  3 of 9 tensors of"} and last == "", "nothing of it is left"
