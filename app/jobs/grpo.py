@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, fields
+from hashlib import sha256
 from pathlib import Path
 
 from app.client import calls, run_display
@@ -101,6 +102,9 @@ async def prepared(
         policy, version = await require_fleet(client, options)
     run = Run(options, *environments, policy, path, version, output, began)
     if options.resume:  # a trainer in the middle of a step answers after it
+        before = metrics.last_configuration(path)
+        for line in [] if before is None else differences(before, configured(run)):
+            run.say(f"--resume: {line}")
         with announced(f"RL job: continuing {path}, asking the trainer what it has done", STATUS_S):
             await resume(run, metrics.records(path))
     return run
@@ -174,12 +178,40 @@ def configured(run: Run) -> Configuration:
     """Everything that this run was started with."""
     address, _ = without_credentials(run.options.url)
     options = {**asdict(run.options), "url": address}
+    prompts = run.options.prompts
     return Configuration(
         options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         model=run.policy.model,
         version=run.version,
         began=time.time(),
+        prompts_digest=None if prompts is None else sha256(prompts.read_bytes()).hexdigest(),
     )
+
+
+OF_PROBLEMS = ("task", "task_settings", "prompts", "environment", "seed")
+OF_A_JOB = ("url", "steps", "metrics", "log", "working_dir", "dry_run", "resume")
+
+
+def differences(before: Configuration, now: Configuration) -> list[str]:
+    """What a resumed run is started with otherwise than before. Raises ValueError: it has other problems, of
+    which the record has the numbers alone."""
+    found = {
+        name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
+        for name, value in now.options.items()
+        if name not in OF_A_JOB and name in before.options and before.options[name] != value
+    }
+    if before.prompts_digest is not None and before.prompts_digest == now.prompts_digest:
+        found.pop("prompts", None)
+    elif before.prompts_digest is not None and now.prompts_digest is not None:
+        found.setdefault("prompts", f"{now.options['prompts']} has changed")
+    if others := [found[name] for name in OF_PROBLEMS if name in found]:
+        raise ValueError(
+            f"the run to resume has other problems: {'; '.join(others)}. Begin a run of its own for them, "
+            "with another --metrics: the trainer goes on from where it is"
+        )
+    if before.model != now.model:
+        found["model"] = f"the model was {before.model!r}, and is {now.model!r} now"
+    return list(found.values())
 
 
 async def try_out(

@@ -229,6 +229,11 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
     if past:
         continue_after(run, past[-1])
         run.step = past[-1].step
+        if past[-1].version > run.version:
+            run.say(
+                f"the run's last step made version {past[-1].version}, and the fleet serves {run.version}: "
+                "it is another fleet, which has not learned what this run has"
+            )
         evaluations = [each.evaluation for each in past if each.evaluation is not None]
         run.best = max(evaluations, key=lambda made: made.reward, default=None)
     left = metrics.pending(run.path)

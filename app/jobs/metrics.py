@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -141,11 +141,14 @@ class Configuration:
     model: str  # or the adapter
     version: int  # that it began with
     began: float  # seconds since 1970
+    prompts_digest: str | None = None  # of the file of --prompts
 
 
 _CONFIGURATION = '{"options":'  # how its line begins
 _RECORD = TypeAdapter(StepRecord)
 _PENDING = TypeAdapter(Pending)
+_CONFIGURATIONS = TypeAdapter(Configuration)
+BLOCK = 1 << 16
 
 
 def new_metrics_file() -> Path:
@@ -174,6 +177,8 @@ def claimed(path: Path, resume: bool) -> Iterator[None]:
             raise ValueError(
                 f"another job writes the record {path}: name another file with --metrics"
             ) from None
+        except OSError:  # a file system without locks
+            pass
         if not resume and stream.tell():
             raise ValueError(
                 f"{path} has the record of a run: --resume continues it, another --metrics begins a new one"
@@ -183,14 +188,28 @@ def claimed(path: Path, resume: bool) -> Iterator[None]:
 
 def append(path: Path, record: "StepRecord | Configuration") -> None:
     """Write one line, in place of a truncated last one; creates the file and its directory."""
+    _append(path, [asdict(record)], durable=True)
+
+
+def _append(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as stream:
-        stream.seek(0)
-        content = stream.read()
-        stream.truncate(content.rfind(b"\n") + 1)
-        stream.write(json.dumps(asdict(record)).encode() + b"\n")
+        stream.truncate(_end_of_lines(stream))
+        stream.writelines(json.dumps(line).encode() + b"\n" for line in lines)
         stream.flush()
-        os.fsync(stream.fileno())
+        if durable:
+            os.fsync(stream.fileno())
+
+
+def _end_of_lines(stream: BinaryIO) -> int:
+    """Where the last complete line ends: a killed job leaves a truncated one."""
+    end = stream.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = stream.seek(max(0, end - BLOCK))
+        if (found := stream.read(end - begin).rfind(b"\n")) >= 0:
+            return begin + found + 1
+        end = begin
+    return 0
 
 
 ROLLOUTS = ".rollouts.jsonl"
@@ -230,9 +249,7 @@ def sample(row: Row, max_text: int = 2000) -> RolloutSample:
 
 def append_rollouts(path: Path, made: Sequence[Row]) -> None:
     """Write rollouts beside the record; a step that is made again has them twice."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(ROLLOUTS).open("a", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(row) + "\n" for row in made)
+    _append(path.with_suffix(ROLLOUTS), made)
 
 
 def write_pending(path: Path, pending: Pending) -> None:
@@ -259,12 +276,8 @@ def _pending_file(path: Path) -> Path:
 
 def records(path: Path) -> list[StepRecord]:
     """The records of all complete lines; a killed job leaves a truncated last line."""
-    try:
-        *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ValueError(f"the metrics file {path} cannot be read: {error}") from error
     read = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if line.startswith(_CONFIGURATION):
             continue
         try:
@@ -272,6 +285,19 @@ def records(path: Path) -> list[StepRecord]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: expected the record of a step, got {line[:80]!r}") from error
     return read
+
+
+def last_configuration(path: Path) -> Configuration | None:
+    """What a run was last started with; None: its record does not say."""
+    lines = [line for line in _lines(path) if line.startswith(_CONFIGURATION)]
+    return _CONFIGURATIONS.validate_json(lines[-1]) if lines else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").split("\n")[:-1]
+    except OSError as error:
+        raise ValueError(f"the metrics file {path} cannot be read: {error}") from error
 
 
 class Tracker(Protocol):

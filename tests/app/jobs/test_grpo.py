@@ -6,11 +6,13 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import JsonValue
 
 from app.client.completions import Answer
 from app.client.connection import AsyncFleetClient, FleetError
@@ -18,7 +20,7 @@ from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs.environments.environment import Single
 from app.jobs.grpo import close, require_fleet
-from app.jobs.metrics import Row
+from app.jobs.metrics import Configuration, Row, append
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
@@ -92,6 +94,49 @@ async def test_a_resumed_run_continues_after_its_last_step(tmp_path: Path) -> No
     assert records[2].next_problem > first[-1].next_problem
     with pytest.raises(ValueError, match="has --seed 0, got 1"):
         await run_job(fleet, tmp_path / "m.jsonl", "--seed", "1", "--resume")
+
+
+async def test_a_resumed_run_has_the_same_problems_and_says_what_else_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, prompts = tmp_path / "m.jsonl", tmp_path / "problems.jsonl"
+    prompts.write_text("{}")
+    asked = ("--steps", "1", "--prompts", str(prompts), "--reward", "mine:length", "--resume")
+
+    def began(**options: JsonValue) -> None:
+        digest = sha256(b"{}").hexdigest() if "prompts" in options else None
+        append(
+            path, Configuration(options=options, model="tiny", version=4, began=0.0, prompts_digest=digest)
+        )
+
+    began(task="chain_sum", prompts="/moved/problems.jsonl", reward="mine:exact", steps=7)
+    await run_job(FakeFleet(), path, *asked)
+    said = capsys.readouterr().out
+    assert "--resume: --reward was 'mine:exact', and is 'mine:length' now\n" in said
+    assert said.count("--resume: ") == 1
+    prompts.write_text("{ }")
+    with pytest.raises(ValueError, match=r"other problems: --prompts was '/moved/problems.jsonl', and is "):
+        await run_job(FakeFleet(), path, *asked)
+    began(prompts=str(prompts))
+    with pytest.raises(
+        ValueError, match=r"other problems: .*/problems.jsonl has changed. Begin a run of its"
+    ):
+        await run_job(FakeFleet(), path, *asked)
+    began(prompts=None, task="spell_backward")
+    with pytest.raises(
+        ValueError, match=r"problems: --task was 'spell_backward', and is 'chain_sum' now; --"
+    ):
+        await run_job(FakeFleet(), path, *asked)
+
+
+async def test_a_run_that_is_resumed_with_another_fleet_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await run_job(FakeFleet(), tmp_path / "m.jsonl", "--steps", "2")
+    await run_job(FakeFleet(), tmp_path / "m.jsonl", "--steps", "3", "--resume")
+    assert (
+        "the run's last step made version 6, and the fleet serves 4: it is another" in capsys.readouterr().out
+    )
 
 
 class BrokenTracker:

@@ -1,3 +1,4 @@
+import errno
 import importlib.util
 import json
 import sys
@@ -8,9 +9,11 @@ import pytest
 
 from app.jobs.evaluation import Evaluation
 from app.jobs.metrics import (
+    BLOCK,
     Configuration,
     StepRecord,
     append,
+    append_rollouts,
     claimed,
     newest_metrics_file,
     open_trackers,
@@ -68,6 +71,18 @@ def test_a_truncated_last_line_does_not_spoil_the_next_one(kept: int, tmp_path: 
     assert records(path) == [record(1), record(3), record(4)]
 
 
+@pytest.mark.parametrize("length", [10, 3 * BLOCK])
+def test_a_truncated_rollout_does_not_spoil_the_next_one(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    first, second = {"text": "a"}, {"text": "b" * length}
+    append_rollouts(path, [first])
+    append_rollouts(path, [second])
+    file = path.with_suffix(".rollouts.jsonl")
+    file.write_bytes(file.read_bytes()[:-5])
+    append_rollouts(path, [second])
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [first, second]
+
+
 def test_a_record_is_a_line_for_a_person() -> None:
     made = replace(
         record(3), reward_std=0.25, cut_fraction=0.1, groups_dropped=4, groups_filtered=5, unanswered=6
@@ -117,6 +132,17 @@ def test_two_runs_do_not_share_a_record(tmp_path: Path) -> None:
     with claimed(path, resume=True):
         append(path, record(2))
     assert records(path) == [record(1), record(2)]
+
+
+def test_a_file_system_without_locks_does_for_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuses)
+    with claimed(tmp_path / "m.jsonl", resume=False):
+        pass
 
 
 def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
