@@ -16,13 +16,14 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from app.http.auth import Tokens, TokenSource, listening_host
+from app.http.auth import listening_host
 from app.http.ingress import Ingress
 from app.settings.config import AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, trainer_gpus
 from app.settings.models import model_name, resolve_model
 from app.settings.section import ConfigError, Device, Placement
+from app.settings.security import Tokens
 from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
 from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
@@ -74,7 +75,7 @@ def build(args: AppConfig) -> Application:
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
     host = listening_host() if ray.is_initialized() else None
     check_proxy(host, os.environ)
-    tokens = _tokens(args, host)  # before the model, which may take minutes
+    tokens = args.security.tokens(host=host)  # before the model, which may take minutes
     model = str(resolve_model(args.model))
     check_config_path(model, args.engine.extra)
     controller = _controller(args)
@@ -104,15 +105,6 @@ def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
             f"'http_options.host': expected an IPv4 address, which HAProxy serves, got {host!r}; or "
             "start Ray without RAY_SERVE_ENABLE_HA_PROXY"
         )
-
-
-def _tokens(args: AppConfig, host: str | None) -> Tokens:
-    security = args.security
-    tokens = security.tokens(host=host)
-    return Tokens(
-        operator=TokenSource(tokens=tokens.operator, file=security.token_file),
-        user=TokenSource(tokens=tokens.user, file=security.user_token_file),
-    )
 
 
 def _controller(args: AppConfig) -> Application:

@@ -17,8 +17,9 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from app.http.auth import Guard, Tokens, TokenSource
+from app.http.auth import Guard
 from app.http.ingress import build_app
+from app.settings.security import Tokens, TokenSource
 from deployments.protocol.routing import Demand
 from deployments.router.router import Router
 from deployments.router.router_limits import RouterLimits

@@ -184,8 +184,9 @@ _ACCESS = {
 
 def own_application() -> Any:
     """The router's application, which answers nothing here."""
-    from app.http.auth import Guard, Tokens
+    from app.http.auth import Guard
     from app.http.ingress import build_app, own_routes
+    from app.settings.security import Tokens
 
     absent: Any = None
     return build_app(own_routes(absent, absent, (), False, absent), Guard(Tokens()), absent)

@@ -11,11 +11,8 @@ import hmac
 import ipaddress
 import os
 import time
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import sha256
-from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import ray
@@ -23,7 +20,7 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve.config import ProxyLocation
 from starlette.requests import Request
 
-from app.settings.security import is_loopback, read_token_file
+from app.settings.security import Tokens, TokenSource, is_loopback, read_token_file
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, SlipstreamError
 
@@ -55,22 +52,6 @@ class Forbidden(SlipstreamError):
 
     status = 403
     type = "forbidden"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenSource:
-    """Tokens, and the file they come from, which may change at run time."""
-
-    tokens: tuple[str, ...] = field(default=(), repr=False)
-    file: Path | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
-    """Without operator tokens, or user tokens, the routes of that level are open."""
-
-    operator: TokenSource = TokenSource()
-    user: TokenSource = TokenSource()
 
 
 class Guard:
@@ -201,12 +182,17 @@ class Exposed(Conflict):
 
 def listening_host() -> str | None:
     """The address of Serve's proxies, asked from Serve: a deployment cannot change it. None if Serve does not
-    listen."""
-    controller = _controller()
-    if controller is None:
+    listen. Blocks."""
+    try:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:  # Serve is not running
         return None
-    http, location = ray.get(_questions(controller), timeout=SERVE_TIMEOUT_S)
-    return _host(http, location)
+    questions = [controller.get_http_config.remote(), controller.get_proxy_location.remote()]
+    http, location = ray.get(questions, timeout=SERVE_TIMEOUT_S)
+    if ProxyLocation.Disabled in (location, http.location):
+        return None
+    host: str | None = http.host
+    return host
 
 
 async def require_guarded(*, has_token: bool) -> None:
@@ -214,30 +200,9 @@ async def require_guarded(*, has_token: bool) -> None:
 
     The router checks again because Serve may have started after the application was built.
     """
-    if has_token or (controller := _controller()) is None:
-        return
-    http, location = await asyncio.wait_for(asyncio.gather(*_questions(controller)), SERVE_TIMEOUT_S)
-    host = _host(http, location)
+    host = None if has_token else await asyncio.to_thread(listening_host)
     if host is not None and not is_loopback(host):
         raise Exposed(
             f"Serve listens on {host!r}, which other hosts can reach: expected a token in SLIPSTREAM_TOKEN "
             "or in the file 'security.token_file', got none"
         )
-
-
-def _controller() -> Any:
-    try:
-        return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    except ValueError:  # Serve is not running
-        return None
-
-
-def _questions(controller: Any) -> list[Any]:
-    return [controller.get_http_config.remote(), controller.get_proxy_location.remote()]
-
-
-def _host(http: Any, location: Any) -> str | None:
-    if location == ProxyLocation.Disabled or http.location == ProxyLocation.Disabled:
-        return None
-    host: str | None = http.host
-    return host

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.adapter_routes import AdapterRoutes
-from app.http.auth import Access, Guard, Tokens, Unauthorized, passed_access, require_guarded
+from app.http.auth import Access, Guard, Unauthorized, passed_access, require_guarded
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes, Scrape
@@ -25,6 +25,7 @@ from app.http.page_routes import page_routes
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
+from app.settings.security import Tokens
 from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (

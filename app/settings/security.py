@@ -23,11 +23,19 @@ _TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces, for headers an
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConfiguredTokens:
-    """Empty: no token is required."""
+class TokenSource:
+    """Tokens, and the file they come from, which may change at run time."""
 
-    operator: tuple[str, ...] = field(default=(), repr=False)
-    user: tuple[str, ...] = field(default=(), repr=False)
+    tokens: tuple[str, ...] = field(default=(), repr=False)
+    file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """Without operator tokens, or user tokens, the routes of that level are open."""
+
+    operator: TokenSource = TokenSource()
+    user: TokenSource = TokenSource()
 
 
 class SecurityConfig(Section):
@@ -42,36 +50,33 @@ class SecurityConfig(Section):
     adapters. Every host of the fleet must see them at the same path. Anyone who can write there decides what
     the fleet serves."""
 
-    def tokens(
-        self, environment: Mapping[str, str] = os.environ, *, host: str | None = None
-    ) -> ConfiguredTokens:
+    def tokens(self, environment: Mapping[str, str] = os.environ, *, host: str | None = None) -> Tokens:
         """Read the tokens; `host` is where Serve listens, or None. Raises ConfigError: a wrong token or file,
         or no operator token although other hosts can connect."""
-        operator = _tokens("token_file", self.token_file, OPERATOR_VARIABLE, environment)
-        user = _tokens("user_token_file", self.user_token_file, USER_VARIABLE, environment)
-        if set(operator) & set(user):
+        operator = _source("token_file", self.token_file, OPERATOR_VARIABLE, environment)
+        user = _source("user_token_file", self.user_token_file, USER_VARIABLE, environment)
+        if set(operator.tokens) & set(user.tokens):
             raise ConfigError("'security.user_token_file': expected another token than the operator's")
         where = "or in the file 'security.token_file', got none"
-        if not operator and host is not None and not is_loopback(host):
+        if not operator.tokens and host is not None and not is_loopback(host):
             raise ConfigError(
                 f"'http_options.host' is {host!r}, which other hosts can reach: expected a token in "
                 f"{OPERATOR_VARIABLE} {where}"
             )
-        if user and not operator:
+        if user.tokens and not operator.tokens:
             raise ConfigError(
                 f"users need a token: expected one of the operator in {OPERATOR_VARIABLE} {where}"
             )
-        return ConfiguredTokens(operator=operator, user=user)
+        return Tokens(operator=operator, user=user)
 
 
-def _tokens(
-    setting: str, file: Path | None, variable: str, environment: Mapping[str, str]
-) -> tuple[str, ...]:
-    source = f"the environment variable {variable}" if file is None else f"'security.{setting}'"
+def _source(setting: str, file: Path | None, variable: str, environment: Mapping[str, str]) -> TokenSource:
+    name = f"the environment variable {variable}" if file is None else f"'security.{setting}'"
     try:
-        return read_tokens(environment.get(variable, "")) if file is None else read_token_file(file)
+        tokens = read_tokens(environment.get(variable, "")) if file is None else read_token_file(file)
     except ValueError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
+    return TokenSource(tokens=tokens, file=file)
 
 
 def is_loopback(host: str) -> bool:

@@ -9,8 +9,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from app.http.auth import Guard, Tokens
+from app.http.auth import Guard
 from app.http.ingress import build_app
+from app.settings.security import Tokens
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront

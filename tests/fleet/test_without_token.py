@@ -32,10 +32,10 @@ def opened() -> Iterator[None]:
 def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
     opened: None, tmp_path: Path
 ) -> None:
-    from app.http.auth import Tokens
     from app.http.ingress import Ingress
     from app.main import build
     from app.settings.config import parse_config
+    from app.settings.security import Tokens
     from deployments.router.router_limits import RouterLimits
 
     config = parse_config({"model": str(tmp_path), "state_dir": str(tmp_path / "state")})

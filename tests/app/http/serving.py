@@ -14,8 +14,9 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.auth import Guard, Tokens, TokenSource
+from app.http.auth import Guard
 from app.http.ingress import build_app, own_routes
+from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle

@@ -16,7 +16,8 @@ from starlette.requests import Request
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
 from app.http import auth
-from app.http.auth import Access, Forbidden, Guard, Tokens, TokenSource, Unauthorized
+from app.http.auth import Access, Forbidden, Guard, Unauthorized
+from app.settings.security import Tokens, TokenSource
 from deployments.host.logs import serve_logger
 from deployments.protocol.passed_routes import PASSED
 from tests.app.http.fake_controller import FakeController

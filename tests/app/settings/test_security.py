@@ -13,7 +13,7 @@ OPERATOR, USER = "operator-0123456789", "user-0123456789abcdef"
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
 def test_loopback_needs_no_token(host: str) -> None:
-    assert SecurityConfig().tokens({}, host=host).operator == ()
+    assert SecurityConfig().tokens({}, host=host).operator.tokens == ()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org", ""])
@@ -21,13 +21,13 @@ def test_any_other_address_needs_the_operators_token(host: str) -> None:
     with pytest.raises(ConfigError, match="expected a token in SLIPSTREAM_TOKEN"):
         SecurityConfig().tokens({"SLIPSTREAM_TOKEN": " "}, host=host)
     tokens = SecurityConfig().tokens({"SLIPSTREAM_TOKEN": OPERATOR}, host=host)
-    assert (tokens.operator, tokens.user) == ((OPERATOR,), ())
+    assert (tokens.operator.tokens, tokens.user.tokens) == ((OPERATOR,), ())
 
 
 def test_users_have_a_token_where_one_is_configured_and_the_operator_has_one() -> None:
     security = SecurityConfig()
     given = {"SLIPSTREAM_TOKEN": OPERATOR, "SLIPSTREAM_USER_TOKEN": f" {USER}\n"}
-    assert security.tokens(given).user == (USER,)
+    assert security.tokens(given).user.tokens == (USER,)
     with pytest.raises(ConfigError, match="users need a token: expected one of the operator"):
         security.tokens({"SLIPSTREAM_USER_TOKEN": USER})
     with pytest.raises(ConfigError, match="expected another token than the operator's") as caught:
@@ -51,7 +51,7 @@ def test_a_token_file_wins_and_must_hold_tokens(tmp_path: Path, setting: str) ->
     file.write_text("first-0123456789abc\n\n second-0123456789ab\n")
     tokens = security.tokens(environment)
     read = tokens.operator if setting == "token_file" else tokens.user
-    assert read == ("first-0123456789abc", "second-0123456789ab")
+    assert read.tokens == ("first-0123456789abc", "second-0123456789ab")
 
 
 @pytest.mark.parametrize(
