@@ -1,56 +1,52 @@
 """Calls of our routes, and of the few of vLLM's that our programs need."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import JsonValue, TypeAdapter
 
 from app.client.connection import Call, Reader
+from deployments.protocol import responses
 from deployments.protocol.adapters import AdapterStatus
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import (
-    AdapterList,
-    AdapterReport,
-    FleetLoad,
-    FleetStatus,
-    Health,
-    History,
-    RolloutSample,
-    SavedCheckpoint,
-    SizeStatus,
-    Status,
-    TrainerStatus,
-    WorldSize,
-)
 from trainers.trajectory import Trajectory
 
 T = TypeVar("T")
 Object = dict[str, JsonValue]
 
 
-def health() -> Call[Health]:
+@dataclass
+class _Tokens:
+    tokens: list[int]
+
+
+def health() -> Call[responses.Health]:
     """Fails with status 503 while no replica serves."""
-    return Call(method="GET", path="/health", read=typed(Health))
+    return Call(method="GET", path="/health", read=typed(responses.Health))
 
 
-def fleet() -> Call[FleetStatus]:
-    return Call(method="GET", path="/fleet", read=typed(FleetStatus))
+def fleet() -> Call[responses.FleetStatus]:
+    return Call(method="GET", path="/fleet", read=typed(responses.FleetStatus))
 
 
 def rounds() -> Call[Sequence[RoundReport]]:
     """Ended rounds, oldest first."""
-    return Call(method="GET", path="/fleet/rounds", read=_then(typed(History), lambda made: made.rounds))
+    return Call(
+        method="GET", path="/fleet/rounds", read=_then(typed(responses.History), lambda made: made.rounds)
+    )
 
 
-def load() -> Call[FleetLoad]:
-    return Call(method="GET", path="/fleet/load", read=typed(FleetLoad))
+def load() -> Call[responses.FleetLoad]:
+    return Call(method="GET", path="/fleet/load", read=typed(responses.FleetLoad))
 
 
 def adapters() -> Call[Sequence[AdapterStatus]]:
     return Call(
-        method="GET", path="/fleet/adapters", read=_then(typed(AdapterList), lambda made: made.adapters)
+        method="GET",
+        path="/fleet/adapters",
+        read=_then(typed(responses.AdapterList), lambda made: made.adapters),
     )
 
 
@@ -65,23 +61,23 @@ def rollback(version: int) -> Call[RoundReport]:
     return Call(method="POST", path="/fleet/rollback", body=body, read=typed(RoundReport), repeatable=False)
 
 
-def scale(replicas: int | Literal["auto"]) -> Call[SizeStatus]:
+def scale(replicas: int | Literal["auto"]) -> Call[responses.SizeStatus]:
     body = {"replicas": replicas}
-    return Call(method="POST", path="/fleet/scale", body=body, read=typed(SizeStatus))
+    return Call(method="POST", path="/fleet/scale", body=body, read=typed(responses.SizeStatus))
 
 
-def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[Status]:
+def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[responses.Status]:
     """Stop generating; `mode` None is the fleet's default for running requests."""
     query = {} if mode is None else {"mode": mode}
-    return Call(method="POST", path="/pause", query=query, read=typed(Status))
+    return Call(method="POST", path="/pause", query=query, read=typed(responses.Status))
 
 
-def resume() -> Call[Status]:
-    return Call(method="POST", path="/resume", read=typed(Status))
+def resume() -> Call[responses.Status]:
+    return Call(method="POST", path="/resume", read=typed(responses.Status))
 
 
 def world_size() -> Call[int]:
-    read = _then(typed(WorldSize), lambda made: made.world_size)
+    read = _then(typed(responses.WorldSize), lambda made: made.world_size)
     return Call(method="GET", path="/get_world_size", read=read)
 
 
@@ -102,39 +98,40 @@ def step(trajectories: Sequence[Trajectory], settings: str | None = None) -> Cal
         path="/train/step",
         content=to_bytes(trajectories, settings),
         headers={"content-type": MEDIA_TYPE},
-        read=_object(),
+        read=typed(Object),
         repeatable=False,
     )
 
 
 def publish(
     label: str | None = None, step: int | None = None, after: int | None = None
-) -> Call[RoundReport | AdapterReport]:
+) -> Call[RoundReport | responses.AdapterReport]:
     """Publish the trainer's weights or adapter. Refused unless it has done `step` optimizer steps, and unless
     its own version, or `after`, is committed."""
     given = {"label": label, "step": step, "after": after}
     body = {name: value for name, value in given.items() if value is not None}
-    return Call(method="POST", path="/train/publish", body=body, read=_published(), repeatable=False)
+    read = typed(RoundReport | responses.AdapterReport)
+    return Call(method="POST", path="/train/publish", body=body, read=read, repeatable=False)
 
 
 def report_step(
-    run: str, step: int, values: Mapping[str, float], rollouts: Sequence[RolloutSample] = ()
-) -> Call[Status]:
+    run: str, step: int, values: Mapping[str, float], rollouts: Sequence[responses.RolloutSample] = ()
+) -> Call[responses.Status]:
     """Report a job's step for the page."""
     samples = [asdict(each) for each in rollouts]
     body = {"run": run, "step": step, "values": dict(values), "rollouts": samples}
-    return Call(method="POST", path="/train/report", body=body, read=typed(Status))
+    return Call(method="POST", path="/train/report", body=body, read=typed(responses.Status))
 
 
-def save(path: str | None = None) -> Call[SavedCheckpoint]:
+def save(path: str | None = None) -> Call[responses.SavedCheckpoint]:
     """Write a checkpoint; `path` None: the trainer chooses a directory on its host."""
     body = {} if path is None else {"path": path}
-    read = typed(SavedCheckpoint)
+    read = typed(responses.SavedCheckpoint)
     return Call(method="POST", path="/train/save", body=body, read=read, repeatable=False)
 
 
-def train_status() -> Call[TrainerStatus]:
-    return Call(method="GET", path="/train/status", read=typed(TrainerStatus))
+def train_status() -> Call[responses.TrainerStatus]:
+    return Call(method="GET", path="/train/status", read=typed(responses.TrainerStatus))
 
 
 # -- vLLM's ----------------------------------------------------------------------------------------
@@ -142,19 +139,19 @@ def train_status() -> Call[TrainerStatus]:
 
 def model() -> Call[str]:
     """Name of the served model."""
-    return Call(method="GET", path="/v1/models", read=_then(_object(), _first_model))
+    return Call(method="GET", path="/v1/models", read=_then(typed(Object), _first_model))
 
 
 def tokenize(model: str, prompt: str) -> Call[list[int]]:
     body = {"model": model, "prompt": prompt, "add_special_tokens": False}
-    read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
+    read = _then(typed(_Tokens), lambda made: made.tokens)
     return Call(method="POST", path="/tokenize", body=body, read=read)
 
 
 def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[list[int]]:
     """Token ids of a conversation, with the generation prompt."""
     body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
-    read = _then(_object(), lambda made: TypeAdapter(list[int]).validate_python(made["tokens"]))
+    read = _then(typed(_Tokens), lambda made: made.tokens)
     return Call(method="POST", path="/tokenize", body=body, read=read)
 
 
@@ -162,20 +159,9 @@ def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[lis
 
 
 @cache
-def typed(kind: type[T]) -> Reader[T]:
+def typed(kind: Any) -> Reader[Any]:
     """Reads JSON; ignores unknown fields, which a newer fleet may send."""
-    adapter: TypeAdapter[T] = TypeAdapter(kind)
-    return lambda content, headers: adapter.validate_json(content)
-
-
-@cache
-def _published() -> Reader[RoundReport | AdapterReport]:
-    adapter: TypeAdapter[RoundReport | AdapterReport] = TypeAdapter(RoundReport | AdapterReport)
-    return lambda content, headers: adapter.validate_json(content)
-
-
-def _object() -> Reader[Object]:
-    adapter: TypeAdapter[Object] = TypeAdapter(Object)
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
     return lambda content, headers: adapter.validate_json(content)
 
 

@@ -18,28 +18,8 @@ from app.http.requests import (
 )
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
-from deployments.protocol.engine_state import (
-    AbortRequests,
-    InFlight,
-    IsPaused,
-    IsSleeping,
-    Operation,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    SleepTag,
-    WakeUp,
-)
-from deployments.protocol.responses import (
-    AbortedRequests,
-    FellAsleep,
-    PauseState,
-    SleepState,
-    Status,
-    Success,
-    WokeUp,
-)
+from deployments.protocol import engine_state, responses
+from deployments.protocol.engine_state import InFlight, SleepTag
 
 InFlightQuery = Annotated[InFlight, Query(description="what happens to running requests")]
 _COUNTS = TypeAdapter(dict[str, int])  # per replica
@@ -65,48 +45,48 @@ class EngineRoutes:
         self,
         mode: InFlightQuery = InFlight.ABORT,
         clear_cache: Annotated[bool, Query(description="discard the KV cache")] = True,
-    ) -> Status:
+    ) -> responses.Status:
         """Stop generating; requests that arrive wait."""
-        await self._call(Pause(mode=mode, clear_cache=clear_cache))
-        return Status(status="paused")
+        await self._call(engine_state.Pause(mode=mode, clear_cache=clear_cache))
+        return responses.Status(status="paused")
 
-    async def resume(self) -> Status:
+    async def resume(self) -> responses.Status:
         """Continue generating."""
-        await self._call(Resume())
-        return Status(status="resumed")
+        await self._call(engine_state.Resume())
+        return responses.Status(status="resumed")
 
-    async def is_paused(self) -> PauseState:
+    async def is_paused(self) -> responses.PauseState:
         """Whether every replica is paused."""
-        return PauseState(is_paused=all((await self._call(IsPaused())).values()))
+        return responses.PauseState(is_paused=all((await self._call(engine_state.IsPaused())).values()))
 
-    async def abort_requests(self, body: AbortRequestsBody) -> AbortedRequests:
+    async def abort_requests(self, body: AbortRequestsBody) -> responses.AbortedRequests:
         """Abort running requests, by id or all of them."""
         ids = None if body.request_ids is None else tuple(body.request_ids)
-        counts = _COUNTS.validate_python(await self._call(AbortRequests(request_ids=ids)))
+        counts = _COUNTS.validate_python(await self._call(engine_state.AbortRequests(request_ids=ids)))
         # vLLM counts the given ids, running or not.
         aborted = len(ids) if ids else sum(counts.values())
-        return AbortedRequests(status="aborted", aborted=aborted)
+        return responses.AbortedRequests(status="aborted", aborted=aborted)
 
     async def sleep(
         self,
         body: SleepBody,
         level: Annotated[int | None, Query(ge=0, le=2, description="1 where none is given")] = None,
         mode: InFlightQuery | None = None,
-    ) -> FellAsleep:
+    ) -> responses.FellAsleep:
         """Free GPU memory. Refused while a round is open.
 
         Level 1 keeps the weights in host memory. Level 2 discards them: a round must bring new ones before
         the KV cache wakes.
         """
         chosen = next(each for each in (level, body.level, 1) if each is not None)
-        await self._call(Sleep(level=chosen, mode=mode or body.mode or InFlight.ABORT))
-        return FellAsleep(status="sleeping", level=chosen)
+        await self._call(engine_state.Sleep(level=chosen, mode=mode or body.mode or InFlight.ABORT))
+        return responses.FellAsleep(status="sleeping", level=chosen)
 
     async def wake_up(
         self,
         body: WakeUpBody,
         tags: Annotated[tuple[SleepTag, ...], Query(description="the parts to wake; none of them: all")] = (),
-    ) -> WokeUp:
+    ) -> responses.WokeUp:
         """Wake all parts, or those in `tags`.
 
         Refused if the weights were discarded by a sleep at level 2.
@@ -114,31 +94,31 @@ class EngineRoutes:
         # vLLM fails on a repeated tag.
         named = tags or body.tags
         distinct = tuple(dict.fromkeys(named)) if named else None
-        awake = all((await self._call(WakeUp(tags=distinct))).values())
-        return WokeUp(status="awake" if awake else "sleeping", tags=named or None)
+        awake = all((await self._call(engine_state.WakeUp(tags=distinct))).values())
+        return responses.WokeUp(status="awake" if awake else "sleeping", tags=named or None)
 
-    async def is_sleeping(self) -> SleepState:
+    async def is_sleeping(self) -> responses.SleepState:
         """Whether every replica is asleep."""
-        return SleepState(is_sleeping=all((await self._call(IsSleeping())).values()))
+        return responses.SleepState(is_sleeping=all((await self._call(engine_state.IsSleeping())).values()))
 
     async def reset_prefix_cache(
         self,
         body: ResetPrefixCacheBody,
         reset_running_requests: Annotated[bool, Query(description="as in the body")] = False,
         reset_external: Annotated[bool, Query(description="as in the body")] = False,
-    ) -> Success:
+    ) -> responses.Success:
         """Discard cached prefixes; flags come in the query or the body.
 
         `success` is false, as in vLLM, if running requests or a connector hold blocks on some replica.
         """
         answers = await self._call(
-            ResetPrefixCache(
+            engine_state.ResetPrefixCache(
                 reset_running_requests=reset_running_requests or body.reset_running_requests,
                 reset_connector=reset_external or body.reset_external,
             )
         )
-        return Success(success=all(answers.values()))
+        return responses.Success(success=all(answers.values()))
 
-    async def _call(self, operation: Operation) -> Mapping[str, JsonValue]:
+    async def _call(self, operation: engine_state.Operation) -> Mapping[str, JsonValue]:
         answers: Mapping[str, JsonValue] = await self._controller.call.remote(operation)
         return answers

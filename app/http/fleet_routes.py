@@ -18,18 +18,9 @@ from app.http.prometheus import LOAD, exposition, load_of
 from app.http.requests import PublishDirectoryBody, RollbackBody, ScaleBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
+from deployments.protocol import responses
 from deployments.protocol.errors import RoundAborted, SlipstreamError
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import (
-    Event,
-    FleetLoad,
-    FleetStatus,
-    Health,
-    History,
-    SizeStatus,
-    Status,
-    StoredVersions,
-)
 from deployments.protocol.routing import MAX_SESSION_ID
 from deployments.router.scrape import Scraped, dashboard
 
@@ -74,35 +65,35 @@ class FleetRoutes:
             GuardedRoute("GET", "/metrics", self.metrics, response_class=PlainTextResponse),
         ]
 
-    async def health(self, response: Response) -> Health:
+    async def health(self, response: Response) -> responses.Health:
         """200 as soon as one replica serves; 503 before."""
-        fleet: Health = await self._controller.health.remote()
+        fleet: responses.Health = await self._controller.health.remote()
         response.status_code = 200 if fleet.serving else 503
         return fleet
 
-    async def fleet(self) -> FleetStatus:
+    async def fleet(self) -> responses.FleetStatus:
         """Members, their states and versions, the open round."""
-        status: FleetStatus = await self._controller.fleet.remote()
+        status: responses.FleetStatus = await self._controller.fleet.remote()
         return status
 
     async def rounds(
         self, after: Annotated[int, Query(ge=0, description="only rounds with a greater id")] = 0
-    ) -> History:
+    ) -> responses.History:
         """Rounds that ended, with their timings."""
-        return History(rounds=await self._controller.rounds.remote(after))
+        return responses.History(rounds=await self._controller.rounds.remote(after))
 
-    async def versions(self) -> StoredVersions:
+    async def versions(self) -> responses.StoredVersions:
         """The versions in the store."""
-        return StoredVersions(versions=await self._controller.stored_versions.remote())
+        return responses.StoredVersions(versions=await self._controller.stored_versions.remote())
 
-    async def load(self) -> FleetLoad:
+    async def load(self) -> responses.FleetLoad:
         """What each replica does now, as its engine counts it."""
         scraped = await self._scrape(LOAD)
         now = time.time()
         if self._dashboard is None:
             self._dashboard = await asyncio.to_thread(dashboard)
         replicas = {name: load_of(text) for name, text in scraped.replicas.items() if text is not None}
-        return FleetLoad(at=now, replicas=replicas, dashboard=self._dashboard)
+        return responses.FleetLoad(at=now, replicas=replicas, dashboard=self._dashboard)
 
     async def events(
         self,
@@ -133,25 +124,25 @@ class FleetRoutes:
                 error.detail,
             ) from error
 
-    async def scale(self, body: ScaleBody) -> SizeStatus:
+    async def scale(self, body: ScaleBody) -> responses.SizeStatus:
         """Set the number of replicas, or follow the load. Returns before they have started."""
         wanted = None if body.replicas == "auto" else body.replicas
-        size: SizeStatus = await self._controller.scale.remote(wanted)
+        size: responses.SizeStatus = await self._controller.scale.remote(wanted)
         return size
 
-    async def liveness(self) -> Status:
+    async def liveness(self) -> responses.Status:
         """200 while the controller responds, even if no replica serves."""
         await self._controller.fleet.remote()
-        return Status(status="alive")
+        return responses.Status(status="alive")
 
     async def finish_session(
         self,
         session_id: Annotated[
             str, Query(max_length=MAX_SESSION_ID, description="as in the header x-session-id")
         ],
-    ) -> Status:
+    ) -> responses.Status:
         """No-op: a session holds no state."""
-        return Status(status="finished")
+        return responses.Status(status="finished")
 
     async def metrics(
         self,
@@ -160,7 +151,7 @@ class FleetRoutes:
         ] = False,
     ) -> Response:
         """Metrics of the fleet, and vLLM's of each replica, in Prometheus' text format."""
-        fleet: FleetStatus = await self._controller.fleet.remote()
+        fleet: responses.FleetStatus = await self._controller.fleet.remote()
         rounds: list[RoundReport] = await self._controller.rounds.remote()
         # Thousands of lines per replica would block the event loop, which streams responses.
         text = await asyncio.to_thread(
@@ -172,7 +163,7 @@ class FleetRoutes:
         yield ": connected\n\n"
         while True:
             try:
-                events: list[Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
+                events: list[responses.Event] = await self._controller.events.remote(since, EVENTS_WAIT_S)
             except (SlipstreamError, RayError, RayServeException):  # controller or client is gone
                 return  # the response has begun
             for event in events:

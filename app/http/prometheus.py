@@ -6,6 +6,7 @@ node for our processes (`deployments.serve.instruments`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -70,17 +71,15 @@ class _Families(Collector):
         yield from self._families.values()
 
     def gauge(self, name: str, text: str, value: float, **labels: str) -> None:
-        family = self._families.setdefault(
-            name, GaugeMetricFamily(f"slipstream_{name}", text, labels=[*labels])
-        )
-        assert isinstance(family, GaugeMetricFamily)
-        family.add_metric([*labels.values()], value)
+        self._add(GaugeMetricFamily, name, text, value, labels)
 
     def counter(self, name: str, text: str, value: float, **labels: str) -> None:
-        family = self._families.setdefault(
-            name, CounterMetricFamily(f"slipstream_{name}", text, labels=[*labels])
-        )
-        assert isinstance(family, CounterMetricFamily)
+        self._add(CounterMetricFamily, name, text, value, labels)
+
+    def _add(self, kind: Any, name: str, text: str, value: float, labels: Mapping[str, str]) -> None:
+        if name not in self._families:
+            self._families[name] = kind(f"slipstream_{name}", text, labels=[*labels])
+        family: Any = self._families[name]
         family.add_metric([*labels.values()], value)
 
     def merge(self, text: str | None, read: Read = text_string_to_metric_families, **labels: str) -> bool:

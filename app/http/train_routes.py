@@ -7,18 +7,9 @@ from fastapi import Query
 from app.http.requests import PublishBody, ReportBody, SaveBody, StepBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle
+from deployments.protocol import responses
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import (
-    AdapterReport,
-    RolloutSample,
-    SavedCheckpoint,
-    Status,
-    StepEntry,
-    StepLog,
-    StepMetrics,
-    TrainerStatus,
-)
 from trainers.trajectory_arrays import MEDIA_TYPE
 
 
@@ -38,50 +29,50 @@ class TrainRoutes:
             GuardedRoute("POST", "/train/report", self.report),
         ]
 
-    async def step(self, body: StepBody) -> StepMetrics:
+    async def step(self, body: StepBody) -> responses.StepMetrics:
         """One optimizer step on a batch of trajectories; answers its metrics.
 
         The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
         """
-        metrics: StepMetrics = await self._handle().step.remote(body.trajectories, body.settings)
+        metrics: responses.StepMetrics = await self._handle().step.remote(body.trajectories, body.settings)
         return metrics
 
-    async def publish(self, body: PublishBody) -> RoundReport | AdapterReport:
+    async def publish(self, body: PublishBody) -> RoundReport | responses.AdapterReport:
         """Publish the trainer's weights; returns the round's report.
 
         For an adapter this is the next version of its name; the response has name and version.
         """
-        report: RoundReport | AdapterReport = await self._handle().publish.remote(
+        report: RoundReport | responses.AdapterReport = await self._handle().publish.remote(
             body.label, body.step, body.after
         )
         return report
 
-    async def save(self, body: SaveBody) -> SavedCheckpoint:
+    async def save(self, body: SaveBody) -> responses.SavedCheckpoint:
         """Write a Hugging Face checkpoint, or an adapter's files as peft does."""
-        saved: SavedCheckpoint = await self._handle().save.remote(body.path)
+        saved: responses.SavedCheckpoint = await self._handle().save.remote(body.path)
         return saved
 
-    async def status(self) -> TrainerStatus:
+    async def status(self) -> responses.TrainerStatus:
         """Optimizer steps done, the last published version, and the current activity."""
-        status: TrainerStatus = await self._handle().status.remote()
+        status: responses.TrainerStatus = await self._handle().status.remote()
         return status
 
     async def steps(
         self, after: Annotated[float, Query(ge=0, description="only what was entered after this time")] = 0.0
-    ) -> StepLog:
+    ) -> responses.StepLog:
         """The trainer's steps and those that jobs reported, since the trainer started."""
-        log: StepLog = await self._handle().steps.remote(after)
+        log: responses.StepLog = await self._handle().steps.remote(after)
         return log
 
-    async def report(self, body: ReportBody) -> Status:
+    async def report(self, body: ReportBody) -> responses.Status:
         """A job's step, for the page: figures and some rollouts."""
         samples = [
-            RolloutSample(text=each.text, reward=each.reward, versions=each.versions)
+            responses.RolloutSample(text=each.text, reward=each.reward, versions=each.versions)
             for each in body.rollouts
         ]
-        entry = StepEntry(run=body.run, step=body.step, values=body.values, rollouts=samples)
+        entry = responses.StepEntry(run=body.run, step=body.step, values=body.values, rollouts=samples)
         await self._handle().report.remote(entry)
-        return Status(status="reported")
+        return responses.Status(status="reported")
 
     def _handle(self) -> Any:
         if self._trainer is None:

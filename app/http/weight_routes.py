@@ -26,18 +26,10 @@ from app.http.requests import (
 from app.http.route import GuardedRoute
 from deployments.calls.publish_session import PublishSession, joined
 from deployments.calls.rpc import CallHandle
+from deployments.protocol import responses
 from deployments.protocol.engine_state import WeightChecksums
 from deployments.protocol.errors import Conflict
 from deployments.protocol.publishing import RoundOptions
-from deployments.protocol.responses import (
-    ChecksumComparison,
-    Checksums,
-    FleetStatus,
-    Message,
-    NewWeightVersion,
-    WeightInfo,
-    WorldSize,
-)
 
 PUBLISHER = "http"  # shared by all clients of these routes, which carry no lease
 _CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])  # per replica, worker and tensor name
@@ -69,31 +61,31 @@ class WeightRoutes:
             GuardedRoute("POST", "/weight_checker", self.weight_checker, large=True),
         ]
 
-    async def init(self, body: InitEngineBody) -> Message:
+    async def init(self, body: InitEngineBody) -> responses.Message:
         """Connect every replica to the publisher's transfer group."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"{_open(session)} before the engine is initialized again")
             await session.connect(body.init_info)
-        return Message(message="Weight transfer initialized")
+        return responses.Message(message="Weight transfer initialized")
 
-    async def start(self) -> Message:
+    async def start(self) -> responses.Message:
         """Open a round."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"start_weight_update was called twice: {_open(session)}")
             # An external program does not write to the store.
             await session.open(RoundOptions(persist=True))
-        return Message(message="Weight update started")
+        return responses.Message(message="Weight update started")
 
-    async def update(self, body: UpdateWeightsBody) -> Message:
+    async def update(self, body: UpdateWeightsBody) -> responses.Message:
         """Send one payload of the open round: one for all workers, or a list with one per worker.
 
         With `weight_dir` it is a whole round from a directory, as `/fleet/publish`.
         """
         if body.weight_dir is not None:
             await self._directories.publish(body.weight_dir, None)
-            return Message(message="Weights updated")
+            return responses.Message(message="Weights updated")
         # In a thread: thousands of pickled handles take seconds.
         payload = await asyncio.to_thread(
             refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc
@@ -101,9 +93,9 @@ class WeightRoutes:
         async with self._session(of_round=True) as session:
             await self._require_round(session, "update_weights")
             await session.send(payload)
-        return Message(message="Weights updated")
+        return responses.Message(message="Weights updated")
 
-    async def finish(self, body: FinishUpdateBody) -> Message:
+    async def finish(self, body: FinishUpdateBody) -> responses.Message:
         """Close the round: every replica serves the new weights, or none does.
 
         If the controller dies meanwhile, its successor reports the outcome.
@@ -111,9 +103,9 @@ class WeightRoutes:
         async with self._session(of_round=True) as session:
             await self._require_round(session, "finish_weight_update")
             await session.close(body.weight_version)
-        return Message(message="Weight update finished")
+        return responses.Message(message="Weight update finished")
 
-    async def shutdown(self) -> Message:
+    async def shutdown(self) -> responses.Message:
         """Disconnect every replica from the publisher's transfer group."""
         async with self._session() as session:
             if session.round_id is not None:
@@ -121,36 +113,38 @@ class WeightRoutes:
                     f"Cannot release a trainer connection during a weight update: {_open(session)}"
                 )
             await session.disconnect()
-        return Message(message="Weight transfer shut down")
+        return responses.Message(message="Weight transfer shut down")
 
     async def get_world_size(
         self, include_dp: Annotated[bool, Query(description="count the workers of every replica")] = True
-    ) -> WorldSize:
+    ) -> responses.WorldSize:
         """The workers of the whole fleet, or of one replica."""
-        fleet: FleetStatus = await self._controller.fleet.remote()
+        fleet: responses.FleetStatus = await self._controller.fleet.remote()
         one = max((member.world_size for member in fleet.members), default=0)
-        return WorldSize(world_size=fleet.workers if include_dp else one)
+        return responses.WorldSize(world_size=fleet.workers if include_dp else one)
 
-    async def weight_info(self) -> WeightInfo:
+    async def weight_info(self) -> responses.WeightInfo:
         """The label of the committed version, or its number."""
-        fleet: FleetStatus = await self._controller.fleet.remote()
+        fleet: responses.FleetStatus = await self._controller.fleet.remote()
         version = str(fleet.committed_version) if fleet.label is None else fleet.label
-        return WeightInfo(weight_version=version)
+        return responses.WeightInfo(weight_version=version)
 
-    async def update_weight_version(self, body: WeightVersionBody) -> NewWeightVersion:
+    async def update_weight_version(self, body: WeightVersionBody) -> responses.NewWeightVersion:
         """Give the committed version another label."""
         await self._controller.set_label.remote(body.new_version)
-        return NewWeightVersion(success=True, new_version=body.new_version)
+        return responses.NewWeightVersion(success=True, new_version=body.new_version)
 
-    async def weight_checker(self, body: WeightCheckerBody) -> Checksums | ChecksumComparison:
+    async def weight_checker(
+        self, body: WeightCheckerBody
+    ) -> responses.Checksums | responses.ChecksumComparison:
         """Checksums of the weights that the replicas hold, or a comparison with a baseline."""
         answers = await self._controller.call.remote(WeightChecksums())
         checksums = agreed(_CHECKSUMS.validate_python(answers))
         if body.action == "checksum" or body.baseline is None:
-            return Checksums(checksums=checksums)
+            return responses.Checksums(checksums=checksums)
         names = checksums.keys() | body.baseline.keys()
         differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
-        return ChecksumComparison(match=not differing, mismatches=differing)
+        return responses.ChecksumComparison(match=not differing, mismatches=differing)
 
     async def _require_round(self, session: PublishSession, call: str) -> None:
         if session.round_id is not None:

@@ -65,6 +65,12 @@ def returned_headers(started: StartedResponse) -> Headers:
     return [(name, value) for name, value in started.response.headers if name not in NOT_RETURNED]
 
 
+def response_of(body: bytes, started: StartedResponse) -> Response:
+    response = Response(body, started.response.status)
+    response.raw_headers = returned_headers(started)
+    return response
+
+
 class _Refused(Exception):
     """A replica rejected a part; its error is the response to the whole request."""
 
@@ -125,9 +131,7 @@ class _Part:
     async def _read(self, started: StartedResponse) -> None:
         try:
             if started.response.status >= 400 or (started.whole is not None) == self._streams:
-                response = Response(await started.body(), started.response.status)
-                response.raw_headers = returned_headers(started)
-                raise _Refused(response)
+                raise _Refused(response_of(await started.body(), started))
             self.headers = returned_headers(started)
             if self._streams:
                 await self._read_events(started)

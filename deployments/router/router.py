@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from urllib.parse import quote
 
 from multidict import CIMultiDict
@@ -33,7 +34,7 @@ from deployments.router.forwarding import (
     StartedResponse,
 )
 from deployments.router.http_client import Headers, ResponseLost
-from deployments.router.parts import PartRequest, respond_in_parts, returned_headers
+from deployments.router.parts import PartRequest, respond_in_parts, response_of, returned_headers
 from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
 from deployments.router.request_inspection import check_headers, inspect, read_body
 from deployments.router.router_limits import RetryAfterPacing, RouterLimits
@@ -204,12 +205,10 @@ class Router:
         return parts
 
     def _response(self, started: StartedResponse, identity: RequestIdentity) -> Response:
-        headers = returned_headers(started)
-        if started.whole is None:
-            return StreamProxy(started, headers, lambda error: self._cut_off(started, identity, error))
-        response = Response(started.whole, started.response.status)
-        response.raw_headers = headers
-        return response
+        if started.whole is not None:
+            return response_of(started.whole, started)
+        cut_off = partial(self._cut_off, started, identity)
+        return StreamProxy(started, returned_headers(started), cut_off)
 
     def _cut_off(self, started: StartedResponse, identity: RequestIdentity, error: ResponseLost) -> bytes:
         """The client's last event after a replica was lost."""
