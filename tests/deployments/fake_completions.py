@@ -27,7 +27,6 @@ class FakeCompletions:
 
     def __init__(self, fail: Callable[[], None]) -> None:
         self._fail = fail
-        self.version = 7
         self.lives = asyncio.Event()
         self.bodies: list[dict[str, Any]] = []
         self.dies = False  # with the next request; in a stream, after the first token
@@ -145,7 +144,7 @@ class FakeCompletions:
             raise
 
     def _spans(self, text: str) -> list[dict[str, int]]:
-        return [{"version": self.version, "start": 0, "end": len(text)}]
+        return [{"version": 7, "start": 0, "end": len(text)}]
 
 
 def _usage(texts: list[str], answers: int) -> dict[str, Any]:

@@ -93,12 +93,6 @@ def test_chunk_layouts(names: Any, dtypes: Any, shapes: Any, chunk_bytes: int) -
         assert chunk.table_offset >= ends[-1]
 
 
-HANDLE = objects_with(
-    *("size", "stride", "offset", "dtype", "device", "memory", "size_bytes", "offset_bytes"),
-    *("counter", "counter_offset", "event", "sync"),
-)
-
-
 @given(
     JSON.map(json.dumps)
     | st.binary(max_size=60)

@@ -69,18 +69,6 @@ async def test_lists_of_token_ids_and_batches_of_chats_are_divided_too() -> None
         assert asked_of(fleet) == {"a": [chats[:4]], "b": [chats[4:]]}
 
 
-async def test_version_is_the_oldest_and_each_choice_keeps_its_own() -> None:
-    async with service("a", "b", **ROOM) as (fleet, _, client):
-        fleet.engines["a"].completions.version = 9
-        answer = (await client.post("/v1/completions", json={"prompt": PROMPTS})).json()
-        assert answer["weight_version"] == 7
-        spans = [choice["weight_versions"][0]["version"] for choice in answer["choices"]]
-        assert spans == [9] * 4 + [7] * 4
-        text = (await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})).text
-        versions = [each["weight_version"] for each in events_of(text)[:-1] if "weight_version" in each]
-        assert versions[-1] == 7
-
-
 async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         asked = {"prompt": ["slow", *PROMPTS[:6], "slow"], "n": 2}

@@ -32,13 +32,6 @@ def common(one: bytes, other: bytes) -> int:
     return count
 
 
-def test_turns_of_a_conversation_share_blocks() -> None:
-    first = chat("a" * 5000)
-    second = chat("a" * 5000, "b" * 3000, temperature=0.5)
-    assert common(first, second) >= len(block_hashes(first)) - 1, "but for the bytes that end the first list"
-    assert len(block_hashes(second)) > len(block_hashes(first))
-
-
 @pytest.mark.slow
 @given(st.integers(0, 3000), st.text("xyz", min_size=600, max_size=3000), st.text("xyz", max_size=3000))
 def test_blocks_are_shared_as_far_as_the_bytes(shared: int, one: str, other: str) -> None:

@@ -9,14 +9,7 @@ from deployments.router.deadly_requests import (
     DeadlyRequests,
     RequestIdentity,
 )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.clock import Clock
 
 
 def identity(body: bytes = b"{}", path: str = "/v1/completions", method: str = "POST") -> RequestIdentity:
@@ -26,13 +19,6 @@ def identity(body: bytes = b"{}", path: str = "/v1/completions", method: str = "
 def refuse(deadly: DeadlyRequests, request: RequestIdentity, replicas: Sequence[str] = ("a", "b")) -> None:
     with pytest.raises(DeadlyRequest):
         deadly.lost(request, replicas)
-
-
-def test_request_is_retried_after_its_first_loss() -> None:
-    deadly = DeadlyRequests(Clock())
-    deadly.lost(identity(), ["a"])
-    deadly.check(identity())
-    assert len(deadly) == 0
 
 
 def test_all_requests_that_lose_the_same_replica_are_retried() -> None:

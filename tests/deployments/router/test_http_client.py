@@ -23,8 +23,17 @@ LIMIT_S = 10.0
 
 Serving = tuple["Server", str, ConnectionPool]
 Writes = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+def both_loops(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on the event loop of asyncio and on Serve's."""
+
+    @pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+    def on_loop(run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        run(test())
+
+    on_loop.__name__ = test.__name__
+    return on_loop
 
 
 class Server:
@@ -98,46 +107,38 @@ async def pass_on(pool: ConnectionPool, address: str, take: Callable[[bytes], An
 
 @pytest.mark.slow
 @both_loops
-def test_response_torn_into_any_pieces_is_complete_and_its_connection_is_reused(run: Run) -> None:
-    async def scene() -> None:
-        whole = STREAM + END
-        for torn in ([whole], [whole[index : index + 1] for index in range(len(whole))]):
-            async with serving(says(*torn)) as (server, address, pool):
-                for _ in range(2):
-                    async with pool.request(address, "POST", "/", [], b"") as answer:
-                        first = await answer.piece()
-                        assert (answer.status, answer.content_length) == (200, None)
-                        assert answer.headers == [(b"transfer-encoding", b"chunked"), (b"x-one", b"1")]
-                        assert first + await answer.rest() == b"".join(EVENTS)
-                    taken: list[bytes] = []
+async def test_response_torn_into_any_pieces_is_complete_and_its_connection_is_reused() -> None:
+    whole = STREAM + END
+    for torn in ([whole], [whole[index : index + 1] for index in range(len(whole))]):
+        async with serving(says(*torn)) as (server, address, pool):
+            for _ in range(2):
+                async with pool.request(address, "POST", "/", [], b"") as answer:
+                    first = await answer.piece()
+                    assert (answer.status, answer.content_length) == (200, None)
+                    assert answer.headers == [(b"transfer-encoding", b"chunked"), (b"x-one", b"1")]
+                    assert first + await answer.rest() == b"".join(EVENTS)
+                taken: list[bytes] = []
 
-                    async def take(piece: bytes) -> None:
-                        taken.append(piece)  # noqa: B023  # of this turn
+                async def take(piece: bytes) -> None:
+                    taken.append(piece)  # noqa: B023  # of this turn
 
-                    await pass_on(pool, address, take)
-                    assert b"".join(taken) == b"".join(EVENTS)
-                assert server.accepted == 1
-
-    run(scene())
+                await pass_on(pool, address, take)
+                assert b"".join(taken) == b"".join(EVENTS)
+            assert server.accepted == 1
 
 
 @both_loops
-def test_request_arrives_as_it_was_sent(run: Run) -> None:
-    async def scene() -> None:
-        async with serving(says(OK)) as (server, address, pool):
-            bodies = [b"", b"hello", bytes(range(256)) * 20_000]
-            for body in bodies:
-                assert await post(pool, address, body) == b"ok"
-            async with pool.request(address, "GET", "/", [], b"") as answer:
-                await answer.rest()
-            assert [body for _, body in server.requests] == [*bodies, b""]
-            expected = (
-                f"POST /x?q=%2F HTTP/1.1\r\nhost: {address}\r\nx-own: \xe9\r\ncontent-length: 5\r\n\r\n"
-            )
-            assert server.requests[1][0] == expected.encode("latin-1")
-            assert b"content-length" not in server.requests[3][0]
-
-    run(scene())
+async def test_request_arrives_as_it_was_sent() -> None:
+    async with serving(says(OK)) as (server, address, pool):
+        bodies = [b"", b"hello", bytes(range(256)) * 20_000]
+        for body in bodies:
+            assert await post(pool, address, body) == b"ok"
+        async with pool.request(address, "GET", "/", [], b"") as answer:
+            await answer.rest()
+        assert [body for _, body in server.requests] == [*bodies, b""]
+        expected = f"POST /x?q=%2F HTTP/1.1\r\nhost: {address}\r\nx-own: \xe9\r\ncontent-length: 5\r\n\r\n"
+        assert server.requests[1][0] == expected.encode("latin-1")
+        assert b"content-length" not in server.requests[3][0]
 
 
 @pytest.mark.parametrize("smuggled", ["a\r\nx-slipstream-key: guess", "a\nb", "a\rb"])
@@ -152,84 +153,75 @@ async def test_line_break_in_header_or_target_is_refused(smuggled: str) -> None:
 
 @pytest.mark.slow
 @both_loops
-def test_slow_reader_blocks_the_sender_and_gets_everything_in_order(run: Run) -> None:
-    async def scene() -> None:
-        chunk, count, sent = b"x" * 60_000, 400, 0
+async def test_slow_reader_blocks_the_sender_and_gets_everything_in_order() -> None:
+    chunk, count, sent = b"x" * 60_000, 400, 0
 
-        async def writes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal sent
-            writer.write(CHUNKED)
-            await asyncio.sleep(0.1)  # somebody waits for the first piece
-            for number in range(count):
-                piece = b"%06d" % number + chunk
-                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-                await writer.drain()
-                sent += 1
-            writer.write(END)
+    async def writes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(CHUNKED)
+        await asyncio.sleep(0.1)  # somebody waits for the first piece
+        for number in range(count):
+            piece = b"%06d" % number + chunk
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            await writer.drain()
+            sent += 1
+        writer.write(END)
 
-        async with serving(writes) as (_, address, pool):
-            goes_on, taken = asyncio.Event(), bytearray()
+    async with serving(writes) as (_, address, pool):
+        goes_on, taken = asyncio.Event(), bytearray()
 
-            async def take(piece: bytes) -> None:
-                await goes_on.wait()
-                taken.extend(piece)
+        async def take(piece: bytes) -> None:
+            await goes_on.wait()
+            taken.extend(piece)
 
-            passing = asyncio.create_task(pass_on(pool, address, take))
-            before = -1
-            while sent != before:  # until the sender stands
-                before = sent
-                await asyncio.sleep(0.3)
-            assert sent < count and not passing.done()
-            goes_on.set()
-            await passing
-            assert bytes(taken) == b"".join(b"%06d" % number + chunk for number in range(count))
-
+        passing = asyncio.create_task(pass_on(pool, address, take))
+        before = -1
+        while sent != before:  # until the sender stands
+            before = sent
+            await asyncio.sleep(0.3)
+        assert sent < count and not passing.done()
+        goes_on.set()
+        await passing
+        assert bytes(taken) == b"".join(b"%06d" % number + chunk for number in range(count))
     assert MAX_UNREAD_BYTES < 400 * 60_000
-    run(scene())
 
 
 @both_loops
-def test_exception_of_take_closes_the_connection(run: Run) -> None:
-    async def scene() -> None:
-        for waits, writes in [(False, LATE), (True, LATE), (True, says(STREAM))]:
-            async with serving(writes) as (server, address, pool):
-
-                async def take(piece: bytes) -> None:
-                    if waits:  # noqa: B023  # of this turn
-                        await asyncio.sleep(0.01)
-                    raise BrokenPipeError("gone")
-
-                with pytest.raises(BrokenPipeError, match="gone"):
-                    await pass_on(pool, address, take)
-                await server.until_ended(1)
-
-    run(scene())
-
-
-@both_loops
-def test_cancellation_reaches_take_while_it_blocks(run: Run) -> None:
-    async def scene() -> None:
-        async with serving(LATE) as (server, address, pool):
-            waits, cancelled = asyncio.Event(), asyncio.Event()
+async def test_exception_of_take_closes_the_connection() -> None:
+    for waits, writes in [(False, LATE), (True, LATE), (True, says(STREAM))]:
+        async with serving(writes) as (server, address, pool):
 
             async def take(piece: bytes) -> None:
-                waits.set()
-                try:
-                    await asyncio.sleep(3600)
-                except asyncio.CancelledError:
-                    cancelled.set()
-                    raise
+                if waits:  # noqa: B023  # of this turn
+                    await asyncio.sleep(0.01)
+                raise BrokenPipeError("gone")
 
-            passing = asyncio.create_task(pass_on(pool, address, take))
-            await waits.wait()
-            await asyncio.sleep(0.05)
-            passing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await passing
-            assert cancelled.is_set()
+            with pytest.raises(BrokenPipeError, match="gone"):
+                await pass_on(pool, address, take)
             await server.until_ended(1)
 
-    run(scene())
+
+@both_loops
+async def test_cancellation_reaches_take_while_it_blocks() -> None:
+    async with serving(LATE) as (server, address, pool):
+        waits, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def take(piece: bytes) -> None:
+            waits.set()
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        passing = asyncio.create_task(pass_on(pool, address, take))
+        await waits.wait()
+        await asyncio.sleep(0.05)
+        passing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await passing
+        assert cancelled.is_set()
+        await server.until_ended(1)
 
 
 @pytest.mark.parametrize("closes", [STREAM, STREAM + b"9\r\ndata"], ids=["between events", "in an event"])
@@ -286,19 +278,15 @@ async def test_leaving_early_closes_the_connection() -> None:
 
 
 @both_loops
-def test_a_reader_who_leaves_what_has_arrived_does_not_block_the_next_request(run: Run) -> None:
+async def test_a_reader_who_leaves_what_has_arrived_does_not_block_the_next_request() -> None:
     """The last byte pauses the connection, and completes the response."""
     length = MAX_UNREAD_BYTES + 1
     whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + b"x" * length
-
-    async def leave_and_ask_again() -> None:
-        async with serving(says(whole)) as (_, address, pool):
-            async with asyncio.timeout(LIMIT_S), pool.request(address, "GET", "/", [], b"") as response:
-                while not response.is_complete:
-                    await asyncio.sleep(0.001)
-            assert len(await post(pool, address)) == length
-
-    run(leave_and_ask_again())
+    async with serving(says(whole)) as (_, address, pool):
+        async with asyncio.timeout(LIMIT_S), pool.request(address, "GET", "/", [], b"") as response:
+            while not response.is_complete:
+                await asyncio.sleep(0.001)
+        assert len(await post(pool, address)) == length
 
 
 async def test_reader_of_a_given_up_response_gets_the_reason() -> None:
@@ -369,14 +357,11 @@ async def test_ipv6_address() -> None:
 
 
 @both_loops
-def test_connections_have_keepalive_options(run: Run) -> None:
-    async def scene() -> None:
-        async with serving(says(OK)) as (_, address, pool):
-            await post(pool, address)
-            (connection,) = pool._idle[address]
-            used = connection._transport.get_extra_info("socket")
-            assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            for name, value in SOCKET_OPTIONS.items():
-                assert used.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value
-
-    run(scene())
+async def test_connections_have_keepalive_options() -> None:
+    async with serving(says(OK)) as (_, address, pool):
+        await post(pool, address)
+        (connection,) = pool._idle[address]
+        used = connection._transport.get_extra_info("socket")
+        assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        for name, value in SOCKET_OPTIONS.items():
+            assert used.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) == value

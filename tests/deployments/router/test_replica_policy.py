@@ -51,18 +51,6 @@ def test_replicas_that_are_not_admitted_are_left_out() -> None:
     assert order_candidates([joiner], Demand()) == []
 
 
-def test_replicas_that_refused_the_request_come_last() -> None:
-    assert order_candidates(FLEET[:2], Demand(refused=("r0",))) == [["r1"], ["r0"]]
-    old = Candidate(replica_id="old", version=4, admitted=True)
-    demand = Demand(min_version=5, refused=("r0",))
-    assert order_candidates([*FLEET[:2], old], demand) == [["r1"], ["old"], ["r0"]]
-
-
-def test_current_replicas_come_before_those_that_are_behind() -> None:
-    fleet = [Candidate(replica_id="old", version=4, admitted=True), *FLEET[:1]]
-    assert order_candidates(fleet, Demand(min_version=5)) == [["r0"], ["old"]]
-
-
 def test_less_loaded_of_two_comes_first_by_what_all_routers_have_there() -> None:
     busy = Candidate(replica_id="busy", version=5, admitted=True, in_flight=3)
     idle = Candidate(replica_id="idle", version=5, admitted=True, in_flight=1)
@@ -102,11 +90,6 @@ def test_session_whose_state_is_in_a_replica_does_not_leave_it() -> None:
     )
 
 
-def test_prompt_goes_where_its_longest_prefix_is_cached() -> None:
-    for _ in range(20):
-        assert chosen(FLEET, Demand(holders=has({"r3": 6000, "r1": 2000, "r2": 2000}))) == "r3"
-
-
 def test_prefix_is_worth_some_load_and_no_more() -> None:
     cached = BYTES_PER_LOAD * 3
     for _ in range(20):
@@ -134,16 +117,6 @@ def test_prefixes_of_an_older_version_are_not_asked_for() -> None:
     behind = replace(FLEET[0], version=4)
     order_candidates([behind, *FLEET[1:]], Demand(holders=holders))
     assert asked == [5]
-
-
-def test_preferred_replica_comes_first_unless_it_refused_or_is_not_admitted() -> None:
-    behind = Candidate(replica_id="behind", version=4, admitted=True)
-    demand = Demand(min_version=5, prefer="behind")
-    assert flat(order_candidates([FLEET[0], behind], demand))[0] == "behind", "it is there in time"
-    refused = Demand(prefer="r0", refused=("r0",))
-    assert flat(order_candidates(FLEET[:2], refused)) == ["r1", "r0"]
-    joiner = Candidate(replica_id="new", version=5, admitted=False)
-    assert flat(order_candidates([joiner, FLEET[0]], Demand(prefer="new"))) == ["r0"]
 
 
 def test_loads_are_of_the_replicas_that_may_answer() -> None:

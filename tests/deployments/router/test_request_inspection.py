@@ -22,8 +22,12 @@ from deployments.router.request_inspection import (
 )
 from tests.deployments.routed_fleet import service
 
+Headers = Sequence[tuple[bytes, bytes]]
 
-def request(parts: Sequence[bytes], pause_s: float = 0.0, ends: bool = True) -> Request:
+
+def request(
+    parts: Sequence[bytes] = (), pause_s: float = 0.0, ends: bool = True, headers: Headers = ()
+) -> Request:
     """A request whose client waits before each part, and at last for ever if the body does not end."""
     left: Iterator[bytes] = iter(parts)
 
@@ -34,7 +38,7 @@ def request(parts: Sequence[bytes], pause_s: float = 0.0, ends: bool = True) -> 
             await asyncio.sleep(60)
         return {"type": "http.request", "body": part or b"", "more_body": part is not None}
 
-    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
 
 
 async def test_body_is_bounded() -> None:
@@ -147,28 +151,17 @@ async def test_router_refuses_before_a_replica_is_asked() -> None:
         assert router.in_flight == 0
 
 
-def with_headers(*parts: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()) -> Request:
-    left = list(parts)
-
-    async def receive() -> dict[str, Any]:
-        if not left:
-            await asyncio.sleep(3600)
-        return {"type": "http.request", "body": left.pop(0), "more_body": True}
-
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
-
-
 def test_headers_have_a_limit() -> None:
-    check_headers(with_headers(headers=((b"x", b"y"),)))
+    check_headers(request(headers=((b"x", b"y"),)))
     with pytest.raises(PayloadTooLarge, match="the headers must have at most"):
-        check_headers(with_headers(headers=((b"x", b"y" * MAX_HEADER_BYTES),)))
+        check_headers(request(headers=((b"x", b"y" * MAX_HEADER_BYTES),)))
 
 
 @pytest.mark.parametrize("name", [b"x-min-weight-version", b"x-weight-timeout", b"x-session-id"])
 def test_header_of_ours_that_comes_twice_is_refused(name: bytes) -> None:
-    check_headers(with_headers(headers=((name, b"1"), (b"cookie", b"a"), (b"cookie", b"b"))))
+    check_headers(request(headers=((name, b"1"), (b"cookie", b"a"), (b"cookie", b"b"))))
     with pytest.raises(InvalidRequest, match=f"{name.decode()} must come once, got"):
-        check_headers(with_headers(headers=((name, b"1"), (name, b"2"))))
+        check_headers(request(headers=((name, b"1"), (name, b"2"))))
 
 
 LIST = json.dumps({"prompt": [[1, 2], [3, 4]], "n": 3, "stream": True}).encode()

@@ -1,6 +1,6 @@
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -8,37 +8,22 @@ from deployments.router.router_limits import (
     MAX_PACING_S,
     RETRIES_PER_ADMITTED,
     RetryAfterPacing,
-    RouterLimits,
 )
+from tests.clock import Clock
+from tests.deployments.router.router_scene import LIMITS
 
 
 def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
-    limits = RouterLimits(
-        max_in_flight=3,
-        max_body_bytes=100,
-        max_sequences=50,
-        find_replica_timeout_s=5.0,
-        weight_timeout_s=5.0,
-    )
     settings = {
         "max_ongoing_requests": 10,
         "request_timeout_s": 60.0,
     }
-    assert limits.with_settings(settings) == RouterLimits(
+    assert LIMITS.with_settings(settings) == replace(
+        LIMITS,
         max_in_flight=10,
-        max_body_bytes=100,
-        max_sequences=50,
         find_replica_timeout_s=60.0,
         weight_timeout_s=60.0,
     )
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import torch
 from deployments.weights.staging import transfer_engine as engine_module
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.staging_thread import StagingThread, Throttle
+from tests.clock import Clock
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, weights, write_checkpoint
 
 HANGS = r"^the staging thread did not finish within 0\.2 s$"
@@ -65,15 +66,6 @@ def test_a_hung_staging_thread_is_reported(
         go_on.set()
     monkeypatch.undo()
     worker.engine.shutdown()
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def delays(throttle: Throttle, clock: Clock, *chunks: float, size_bytes: int = 1000) -> list[float]:
