@@ -9,7 +9,7 @@ from deployments.controller.journal import NAME
 from deployments.protocol.engine_state import InFlight, Pause, Resume
 from deployments.protocol.errors import FleetUnavailable
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
-from tests.deployments.controller.full_disk import full_disk
+from tests.full_disk import full_disk, longest_in
 
 
 async def test_a_controller_that_cannot_write_its_decisions_stops_answering(fleet: Fleet) -> None:
@@ -148,7 +148,7 @@ async def test_on_a_full_disk_publishers_are_refused_and_serving_continues(
 ) -> None:
     fleet.start("a", "b")
     await fleet.admitted("a", "b")
-    with full_disk(tmp_path / "state"):
+    with full_disk(longest_in(tmp_path / "state")):
         await use_reserve(fleet.controller)
         for publisher in ("trainer", "trainer"):
             with pytest.raises(FleetUnavailable, match="Serving continues"):
@@ -171,7 +171,7 @@ async def test_a_publisher_without_a_token_is_refused_before_its_round_opens(
 ) -> None:
     fleet.start("a")
     await fleet.admitted("a")
-    with full_disk(tmp_path / "state"):
+    with full_disk(longest_in(tmp_path / "state")):
         await use_reserve(fleet.controller)
         token = (await fleet.controller.join_lease("http", False)).lease.token
         await fleet.controller.connect(token, {})
@@ -187,7 +187,7 @@ async def test_a_controller_restarts_on_a_full_disk(tmp_path: Path) -> None:
     await before.admitted("a")
     await publish(before)
     await before.aclose()
-    with full_disk(tmp_path / "state"):
+    with full_disk(longest_in(tmp_path / "state")):
         after = Fleet(tmp_path)
         try:
             after.start("a")

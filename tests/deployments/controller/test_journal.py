@@ -32,8 +32,8 @@ from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import CommitMode, KvCache
 from deployments.protocol.publishing import RoundReport
-from tests.deployments.controller.full_disk import full_disk
 from tests.deployments.ledger.compacted import compact
+from tests.full_disk import full_disk, longest_in
 
 MEMBER = Participant(replica_id="r", incarnation="i", world_size=2)
 COMMITTED = Committed(
@@ -323,7 +323,7 @@ def test_a_file_whose_disk_is_unmounted_is_used_and_not_written_anew(tmp_path: P
 def test_a_full_disk_leaves_the_reserved_space(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         assert journal.reserve() is None
-        with full_disk(tmp_path):
+        with full_disk(longest_in(tmp_path)):
             count = 0
             while (problem := journal.reserve()) is None:
                 journal.append([ended(count, "x" * 50_000)])
@@ -345,7 +345,7 @@ def test_space_is_reserved_again_as_soon_as_there_is_some(tmp_path: Path) -> Non
     with Journal(tmp_path) as journal:
         for number in range(3):
             assert journal.reserve() is None
-            with full_disk(tmp_path):
+            with full_disk(longest_in(tmp_path)):
                 journal.append([ended(number, "x" * 600_000)])
                 assert journal.reserve() is not None
 
@@ -353,7 +353,7 @@ def test_space_is_reserved_again_as_soon_as_there_is_some(tmp_path: Path) -> Non
 def test_a_journal_is_continued_on_a_full_disk(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.append(DECISIONS)
-    with full_disk(tmp_path), Journal(tmp_path) as journal:
+    with full_disk(longest_in(tmp_path)), Journal(tmp_path) as journal:
         assert journal.recovered == DECISIONS
         journal.append([Opened(round_id=2)])
     assert Opened(round_id=2) in recovered(tmp_path)

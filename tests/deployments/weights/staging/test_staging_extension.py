@@ -85,14 +85,6 @@ def test_a_payload_of_another_publisher_is_rejected(worker: MemoryWorker) -> Non
     assert receive(worker, weights(3.0)).digest == digest_of(weights(3.0)), "the next round is not affected"
 
 
-def test_an_active_update_refuses_the_next_one(worker: MemoryWorker) -> None:
-    receive(worker, weights(2.0))
-    with pytest.raises(RuntimeError, match="already active"):
-        receive(worker, weights(3.0))
-    worker.staging_drop()
-    assert receive(worker, weights(3.0)).digest == digest_of(weights(3.0))
-
-
 def test_a_dropped_update_leaves_the_live_model_and_cannot_be_committed(worker: MemoryWorker) -> None:
     receive(worker, weights(2.0))
     worker.staging_drop()
@@ -111,18 +103,6 @@ def misshapen() -> Iterator[ReceivedChunk]:
     return chunks_of([("w", torch.zeros(4))])
 
 
-def of_another_model() -> Iterator[ReceivedChunk]:
-    return chunks_of([*weights(2.0), ("more", torch.ones(2))])
-
-
-def integers() -> Iterator[ReceivedChunk]:
-    return chunks_of([("w", torch.ones(2, 3).int())])
-
-
-def not_finite() -> Iterator[ReceivedChunk]:
-    return chunks_of(weights(float("nan")))
-
-
 def peer_gone() -> Iterator[ReceivedChunk]:
     yield from chunks_of(weights(2.0)[:1])
     raise TransferFailed("rank 0 is gone")
@@ -138,9 +118,6 @@ def device_lost() -> Iterator[ReceivedChunk]:
     [
         (corrupted, Outcome.REJECTED, r"'b' was sent with digest \w{16} and arrived with \w{16}"),
         (misshapen, Outcome.REJECTED, r"'w' must have shape \[2, 3\], got \[4\]"),
-        (of_another_model, Outcome.REJECTED, "'more' is not a tensor of this model.*"),
-        (integers, Outcome.REJECTED, "'w' must be of a dtype like float32, got int32.*"),
-        (not_finite, Outcome.REJECTED, "'w' holds NaN or infinity; 'b' holds NaN or infinity"),
         (peer_gone, Outcome.TRANSFER_FAILED, "rank 0 is gone"),
         (device_lost, Outcome.REPLICA_FAILED, "RuntimeError: CUDA error"),
     ],

@@ -1,4 +1,3 @@
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,39 +66,22 @@ def test_a_method_without_weights_may_name_the_served_model(method: str) -> None
     check_draft(configuration(method, draft="org/model"))
 
 
-Start = Callable[..., MemoryWorker]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    started: list[MemoryWorker] = []
-
-    def start(**options: Any) -> MemoryWorker:
-        started.append(MemoryWorker("org/tiny", **options))
-        return started[-1]
-
-    yield start
-    for worker in started:
-        worker.engine.shutdown()
-
-
-@pytest.mark.parametrize("shadow", [False, True], ids=["host", "shadow"])
-def test_an_update_without_one_tensor_is_rejected(
-    tmp_path: Path, hub: FakeHub, start: Start, shadow: bool
-) -> None:
+def test_the_schema_of_a_hub_model_is_read_from_its_cache(tmp_path: Path, hub: FakeHub) -> None:
     hub.repositories["org/tiny"] = write_checkpoint(tmp_path / "snapshot")
-    worker = start(shadow=shadow)
+    worker = MemoryWorker("org/tiny")
     receive(worker, weights(2.0)[:1])
     state = verify(worker)
     assert state.outcome is Outcome.REJECTED and state.message.startswith("'b' is missing")
+    worker.engine.shutdown()
 
 
 def test_a_replica_without_hub_files_takes_the_schema_of_its_stored_version(
-    tmp_path: Path, hub: FakeHub, start: Start
+    tmp_path: Path, hub: FakeHub
 ) -> None:
-    worker = start(loaded=write_checkpoint(tmp_path / "v00000001"))
+    worker = MemoryWorker("org/tiny", loaded=write_checkpoint(tmp_path / "v00000001"))
     receive(worker, weights(2.0)[:1])
     assert verify(worker).message.startswith("'b' is missing")
+    worker.engine.shutdown()
 
 
 # What the worker extension does for vLLM's own transfer engines (`staging: none`).

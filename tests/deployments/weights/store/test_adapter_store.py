@@ -2,7 +2,6 @@ import errno
 import json
 import os
 import random
-import resource
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from deployments.weights.store.adapter_store import (
     copied,
     digest_of,
 )
+from tests.full_disk import full_disk
 from tests.tiny_adapters import save_tiny_adapter
 
 
@@ -75,15 +75,8 @@ def test_a_digest_is_of_every_part_in_its_place(tmp_path: Path, size: int) -> No
 def test_copy_to_a_full_disk_raises_cannot_write(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.write_bytes(b"x" * (3 * PART_BYTES))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (PART_BYTES + 5, hard)
-    )  # a write is short, and the next one fails
-    try:
-        with pytest.raises(CannotWrite):
-            copied([source], [target])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(PART_BYTES + 5), pytest.raises(CannotWrite):  # a write is short, and the next one fails
+        copied([source], [target])
 
 
 @pytest.mark.parametrize("refused", [CONFIG, TENSORS])

@@ -1,10 +1,7 @@
 import errno
 import json
 import os
-import resource
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,18 +9,9 @@ import pytest
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner, hold
 from deployments.weights.store.versions import Store, VersionManifest
+from tests.full_disk import full_disk
 
 OURS, STATE = "ours", Path("/state")
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_of_fleets_that_claim_a_store_at_once_one_succeeds(tmp_path: Path) -> None:

@@ -81,13 +81,3 @@ def test_a_publisher_whose_call_has_failed_stops_waiting(
     future = start_waiting(calls, groups[0], check)
     failed.set()
     assert_ends_at_once(future, OSError, r"^the fleet has aborted the round$")
-
-
-@pytest.mark.slow
-def test_a_member_that_ends_fails_the_broadcast_of_the_others(
-    calls: ThreadPoolExecutor, groups: list[GlooGroup]
-) -> None:
-    future = start_waiting(calls, groups[0])
-    groups[1].abort()
-    groups[2].abort()
-    assert_ends_at_once(future, TransferFailed, r"^the transfer group failed: ")

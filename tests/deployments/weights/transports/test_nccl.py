@@ -110,16 +110,6 @@ def test_a_call_that_hangs_ends_at_the_timeout_and_names_the_members_that_do_not
     assert raised.value.missing_ranks == (0, 2) and time.monotonic() - start < PATIENCE_S / 2
 
 
-@pytest.mark.slow
-def test_a_communicator_that_comes_too_late_is_aborted(nccl: Nccl) -> None:
-    with pytest.raises(TransferFailed):
-        create(nccl.create)
-    assert nccl.made == []
-    nccl.returns.set()
-    no_thread_is_left()
-    assert [late.destroyed for late in nccl.made] == [1]
-
-
 def test_a_check_that_raises_ends_the_wait(nccl: Nccl) -> None:
     def check() -> None:
         if nccl.entered.is_set():

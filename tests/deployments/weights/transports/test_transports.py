@@ -1,17 +1,14 @@
 """One contract for every transport, sender and receivers together: the real engines, no vLLM model."""
 
 import re
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from deployments.host.shared_memory import DIRECTORY, owner, remove_segment
+from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Outcome
-from deployments.weights.staging.worker_reports import ProgressPage, StagingState
 from tests.deployments.weights.transports.transport_contract import (
     connect,
     device_of,
@@ -24,7 +21,6 @@ from tests.deployments.weights.transports.transport_contract import (
     weights,
 )
 from tests.deployments.weights.transports.transport_fleet import (
-    DEADLINE_S,
     Fleet,
     ListSource,
     Rejected,
@@ -122,34 +118,6 @@ def test_moved_tensors_are_sent_from_their_new_addresses(transport: str, fleet: 
     engine.send_weights()
     assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
     engine.shutdown()
-
-
-def reported(page: ProgressPage, engine: Any) -> StagingState:
-    """What the page says, once that is what the engine says: the staging thread counts a payload, for which
-    `publish` waits, before it writes the page."""
-    deadline = time.monotonic() + DEADLINE_S
-    while (read := page.read(0)) is None or read != engine.progress():
-        assert time.monotonic() < deadline, (read, engine.progress())
-        time.sleep(0.01)
-    return read
-
-
-def test_each_update_reports_its_own_progress_in_the_page(checkpoint: Path) -> None:
-    fleet = make_fleet("shm", checkpoint, count=1)
-    engine = fleet.receivers[0].engine
-    name, page = ProgressPage.create(1)
-    assert engine.report_to(name)
-    for _ in range(2):
-        publish("shm", fleet, ListSource(weights(1)))
-        assert reported(page, engine).payloads_done == fleet.payloads > 0
-        fleet.drop()
-        engine.start_weight_update()
-        assert page.read(0) is None, "the former update's report would be taken for this one's"
-    with pytest.raises(Rejected, match=r"^'strange' is not a tensor of this model$"):
-        publish("shm", fleet, ListSource([("strange", torch.zeros(2))]))
-    assert reported(page, engine).outcome is Outcome.REJECTED
-    remove_segment(name)
-    stop(fleet.receivers[0])
 
 
 @every_transport

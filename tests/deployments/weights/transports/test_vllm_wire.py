@@ -87,15 +87,9 @@ def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> Non
     ("index", "tensor", "message"),
     [
         (3, ("strange", torch.zeros(2)), "'strange' is not a tensor of this model"),
-        (1, ("norm.weight", torch.zeros(8)), "'norm.weight' must have shape [7], got [8]"),
-        (
-            1,
-            ("norm.weight", torch.zeros(7, dtype=torch.int64)),
-            "'norm.weight' must be of a dtype like float32, got int64",
-        ),
         (1, ("norm.weight", torch.full((7,), torch.nan)), "'norm.weight' holds NaN or infinity"),
     ],
-    ids=["name", "shape", "dtype", "nan"],
+    ids=["name", "nan"],
 )
 def test_tensor_that_does_not_fit_is_refused_and_the_trainer_is_free(
     wire: str, fleet: HttpFleet, index: int, tensor: tuple[str, torch.Tensor], message: str
@@ -105,15 +99,6 @@ def test_tensor_that_does_not_fit_is_refused_and_the_trainer_is_free(
     engine = connect(wire, fleet, ListSource(tensors))
     with pytest.raises(Rejected, match=f"^{re.escape(message)}$"):
         within(2 * TIMEOUT_S, engine.send_weights)
-
-
-@pytest.mark.slow
-@every_wire
-def test_a_missing_tensor_is_found_at_the_end(wire: str, fleet: HttpFleet) -> None:
-    connect(wire, fleet, ListSource(version(1)[:-1])).send_weights()
-    for state in fleet.verify():
-        assert state.outcome is Outcome.REJECTED and state.message.startswith("'last.bias' is missing")
-        assert state.checks == ()
 
 
 @every_wire

@@ -1,4 +1,3 @@
-import resource
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ import torch
 
 from deployments.host.shared_memory import DIRECTORY
 from deployments.weights.wire.received_files import PART_BYTES, ReceivedFiles
+from tests.full_disk import full_disk
 
 
 @pytest.fixture
@@ -41,11 +41,7 @@ def test_a_file_is_written_from_a_gpu(tmp_path: Path, size: int) -> None:
 def test_full_memory_is_reported_and_leaves_no_file(directory: Path) -> None:
     files = ReceivedFiles(directory)
     files.add([("small", torch.ones(5, dtype=torch.uint8))])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # a write is short, and the next one fails
-    try:
-        with pytest.raises(ValueError, match="'large' cannot be written to shared memory"):
-            files.add([("large", torch.zeros(3 << 20, dtype=torch.uint8))])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    refused = pytest.raises(ValueError, match="'large' cannot be written to shared memory")
+    with full_disk(1 << 20), refused:  # a write is short, and the next one fails
+        files.add([("large", torch.zeros(3 << 20, dtype=torch.uint8))])
     files.close()
