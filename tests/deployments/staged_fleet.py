@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import torch
+from fastapi import FastAPI
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 from vllm.v1.serial_utils import MsgpackEncoder
 
@@ -18,13 +19,11 @@ from app.http.auth import Guard
 from app.http.ingress import build_app, own_routes
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger_config import LedgerConfig
-from deployments.protocol.adapters import AdapterState
-from deployments.protocol.engine_state import EngineState
-from deployments.protocol.poll import Commit, Swapped
 from deployments.replica.follower import Follower
 from deployments.replica.staged_member import StagedMember
 from tests.app.http.fake_controller import Handle
 from tests.app.http.serving import FakeRouter, no_metrics, tokens
+from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, write_checkpoint
 from tests.deployments.weights.transports.vllm_trainer import CpuIpc, CpuNccl
 
@@ -42,33 +41,16 @@ class WireWorker(MemoryWorker):
         )
 
 
-class WorkerEngine:
-    """`ReplicaEngine` as a staged member reaches it: calls go to the worker, and nothing is scheduled."""
-
-    world_size, staging_share, busy, dead = 1, 1.0, False, False
-    asleep: frozenset[str] = frozenset()
-    draining = None
-    adapters = SimpleNamespace(state=AdapterState())
-    condition: EngineState = ()
+class WorkerLlm(FakeLlm):
+    """Calls go to a real worker, and nothing is scheduled."""
 
     def __init__(self, worker: WireWorker) -> None:
-        self.worker = worker
-        self.version = 0
+        super().__init__()
+        self._worker = worker
 
-    async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        MsgpackEncoder().encode((method, arguments))  # what vLLM cannot send to its engine fails here
-        return [await asyncio.to_thread(getattr(self.worker, method), **arguments)]
-
-    async def commit(self, body: Commit) -> Swapped:
-        await self.workers("finish_weight_update")
-        self.version = body.version
-        return Swapped(swap_s=0.0, gap_s=0.0)
-
-    async def release(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        pass
+    async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
+        MsgpackEncoder().encode((method, kwargs))  # what vLLM cannot send to its engine fails here
+        return [await asyncio.to_thread(getattr(self._worker, method), **kwargs or {})]
 
 
 class StagedReplica:
@@ -76,7 +58,7 @@ class StagedReplica:
 
     def __init__(self, name: str, checkpoint: Path, kind: type[Any], controller: Controller) -> None:
         self.worker = WireWorker(checkpoint, kind)
-        self.member = StagedMember(WorkerEngine(self.worker))  # type: ignore[arg-type]
+        self.member = StagedMember(FakeEngine(WorkerLlm(self.worker), FastAPI(), 0))  # type: ignore[arg-type]
         follower = Follower(
             replica_id=name,
             incarnation=f"{name}-1",

@@ -5,7 +5,7 @@ from typing import Any
 
 from deployments.protocol.engine_state import SleepTag
 from deployments.protocol.poll import Outcome
-from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN
+from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
 
@@ -22,6 +22,8 @@ class FakeLlm:
         self.begins = True  # its scheduler begins requests
         self.generating = 0
         self.did: list[str] = []
+        self.arguments: dict[str, Any] = {}  # of the last call of the worker that had any
+        self.fails: dict[str, Exception] = {}  # by method of the worker
         self._asleep: set[str] = set()
         self._active = False  # the worker's `_weight_update_active`
         self._files = False  # what it has begun last is no update of vLLM's
@@ -31,7 +33,8 @@ class FakeLlm:
 
     # -- the scheduler ------------------------------------------------------------------------
 
-    async def pause_scheduler_async(self, **options: Any) -> None:
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self.did.append(f"pause {mode}")
         self.begins = False
 
     async def resume_scheduler_async(self) -> None:
@@ -41,7 +44,7 @@ class FakeLlm:
         self.begins = True
 
     async def set_weight_version_async(self, version: str) -> None:
-        self.did.append("version")
+        self.did.append(f"version {version}")
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         self.begins = False
@@ -59,7 +62,7 @@ class FakeLlm:
             self.begins = True
 
     async def call_utility_async(self, method: str, *arguments: Any) -> float:
-        self.did.append(method)
+        self.did.append(" ".join([method, *map(str, arguments)]))
         match method:
             case str() if method == COMMIT:
                 self.begins = False
@@ -70,6 +73,8 @@ class FakeLlm:
                 if self._asleep:
                     raise RuntimeError("a step without its memory")
                 self.begins = False
+            case str() if method == RESET_CACHES:
+                assert not self.begins, "a request would be computed with weights that are being replaced"
             case str() if method == END_DRAIN:
                 self.begins = not arguments[0]
         return self.generating
@@ -78,6 +83,9 @@ class FakeLlm:
 
     async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
         self.did.append(method)
+        self.arguments = kwargs or self.arguments
+        if method in self.fails:
+            raise self.fails[method]
         return [self._work(method, kwargs or {})]
 
     def _work(self, method: str, arguments: dict[str, Any]) -> Any:

@@ -1,9 +1,9 @@
 """One replica's side of the protocol, whoever plays it: directives in, what it says of itself out."""
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -49,18 +49,10 @@ class Seen:
     begins: bool | None
 
 
-class Subject(ABC):
-    """A replica under test."""
+class Subject(AbstractAsyncContextManager["Subject", None]):
+    """A replica under test, which has sent its first report once it is entered."""
 
     report: Report
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Send the first report."""
-
-    @abstractmethod
-    async def end(self) -> None:
-        """Stop whatever still runs."""
 
     @abstractmethod
     async def deliver(self, directive: Directive) -> None:
@@ -120,11 +112,12 @@ class Following(Subject):
         self._reports.put_nowait(report)
         return await self._directives.get()
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Subject:
         self._running = asyncio.create_task(self._follower.run())
         self.report = await asyncio.wait_for(self._reports.get(), LIMIT_S)
+        return self
 
-    async def end(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._running.cancel()
         with suppress(asyncio.CancelledError):
             await self._running
@@ -172,11 +165,9 @@ class Fake(Subject):
             retains=not in_place,
             writes_at_once=False,
         )
-
-    async def start(self) -> None:
         self.report = self._replica.report()
 
-    async def end(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         pass
 
     async def deliver(self, directive: Directive) -> None:

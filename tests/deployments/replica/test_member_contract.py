@@ -77,24 +77,10 @@ def write(round_id: int) -> WriteVersion:
     return WriteVersion(version=version, label=None, directory="/store", fleet_id="f", digest=None)
 
 
-R1, R2, V1, V2, C1, C2, H1 = (
-    receive(1),
-    receive(2),
-    Verify(round_id=1),
-    Verify(round_id=2),
-    *(
-        commit(1),
-        commit(2),
-        commit(1, hold=True),
-    ),
-)
-D1, D2, LEAVE, RELEASE, CONNECT = (
-    Drop(round_id=1),
-    Drop(round_id=2),
-    Drop(round_id=None),
-    Release(round_id=1),
-    Connect(init_info={}),
-)
+R1, V1, C1, D1 = receive(1), Verify(round_id=1), commit(1), Drop(round_id=1)
+R2, V2, C2, D2 = receive(2), Verify(round_id=2), commit(2), Drop(round_id=2)
+H1, RELEASE = commit(1, hold=True), Release(round_id=1)
+LEAVE, CONNECT = Drop(round_id=None), Connect(init_info={})
 DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
 ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={})
 W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
@@ -165,8 +151,7 @@ def at(stored: str, body: Body) -> Body:
 
 async def seen_of(subject: Subject, bodies: Sequence[Body]) -> list[Seen]:
     """What is seen after each instruction, and after all of them have come again; ends with a failure."""
-    await subject.start()
-    try:
+    async with subject:
         seen = []
         for seq, body in enumerate(bodies):
             seen.append(await subject.tell(body, first_seq=seq))
@@ -175,8 +160,6 @@ async def seen_of(subject: Subject, bodies: Sequence[Body]) -> list[Seen]:
         again = await subject.tell(*bodies[: len(seen)], first_seq=0)
         assert again.outcomes == (), "instructions that come again are ignored"
         return [*seen, again] if seen[-1].begins is not None else seen
-    finally:
-        await subject.end()
 
 
 def answers(seen: Sequence[Seen]) -> str:
@@ -202,26 +185,22 @@ async def test_fakes_have_the_same_outcomes(case: str, in_place: bool, stored: s
 @pytest.mark.slow
 @BOTH
 async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: bool, stored: str) -> None:
-    bodies = [
-        R1,
-        R1,
-        R2,
-        V1,
-        V1,
-        V2,
-        C1,
-        H1,
-        C2,
-        D1,
-        D2,
-        RELEASE,
-        CONNECT,
-        DISCONNECT,
+    bodies = [R1, R1, R2, V1, V1, V2, C1, H1, C2, D1, D2, RELEASE, CONNECT, DISCONNECT]
+    bodies += [
         DRAIN,
         END_DRAIN,
         DRAIN_1,
+        PAUSE,
+        RESUME,
+        SLEEP,
+        SLEEP_0,
+        WAKE,
+        WAKE_WEIGHTS,
+        WAKE_CACHE,
+        W1,
+        FORGET,
+        ADAPTER,
     ]
-    bodies += [PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE, W1, FORGET, ADAPTER]
     bodies += [CatchUp(version=STORED_VERSION, path=stored)]
     rng = Random(1)
     for _ in range(300):
@@ -237,42 +216,21 @@ async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: b
 @BOTH
 @pytest.mark.parametrize("kind", [Fake, OverEngine])
 async def test_fence_is_permanent(kind: Kind, in_place: bool) -> None:
-    subject = kind(in_place=in_place)
-    await subject.start()
-    try:
+    async with kind(in_place=in_place) as subject:
         assert (await subject.tell(R1, first_seq=0)).admitted
         fenced = await subject.tell(V1, first_seq=1, fenced="silent for too long")
         assert fenced.fenced and not fenced.admitted and fenced.outcomes == (), "nothing is carried out"
         later = await subject.tell(V1, C1, first_seq=2)
         assert later.fenced and not later.admitted and later.outcomes == ()
         assert later.version == FIRST_VERSION
-    finally:
-        await subject.end()
-
-
-@BOTH
-@pytest.mark.parametrize("kind", [Fake, OverEngine])
-async def test_a_replica_with_uncertain_weights_is_not_admitted(kind: Kind, in_place: bool) -> None:
-    subject = kind(in_place=in_place)
-    await subject.start()
-    try:
-        failed = await subject.tell(C1, first_seq=0)
-        assert failed.outcomes == (Outcome.REPLICA_FAILED,) and not failed.admitted and not failed.fenced
-        assert not (await subject.tell(first_seq=1)).admitted
-    finally:
-        await subject.end()
 
 
 @BOTH
 @pytest.mark.parametrize("kind", [Fake, OverEngine])
 async def test_admission_is_the_controllers(kind: Kind, in_place: bool) -> None:
-    subject = kind(in_place=in_place)
-    await subject.start()
-    try:
+    async with kind(in_place=in_place) as subject:
         assert not (await subject.tell(first_seq=0, admitted=False)).admitted
         assert (await subject.tell(first_seq=0)).admitted
-    finally:
-        await subject.end()
 
 
 class FaultyLlm(FakeLlm):
@@ -335,9 +293,7 @@ async def test_no_error_before_a_commit_fails_the_replica_and_the_next_round_com
         call, calls = 0, 1
         while call < calls:
             llm = FaultyLlm()
-            subject = OverEngine(in_place=False, llm=llm)
-            await subject.start()
-            try:
+            async with OverEngine(in_place=False, llm=llm) as subject:
                 await subject.tell(*before, first_seq=0)
                 llm.error, llm.carried_out, llm.fails_in = error, carried_out, llm.calls + call
                 first = llm.calls
@@ -351,6 +307,4 @@ async def test_no_error_before_a_commit_fails_the_replica_and_the_next_round_com
                 again = await subject.tell(D1, CONNECT, R2, V2, C2, first_seq=20)
                 assert answers([again]) == "ddddd", where
                 assert again.version == FIRST_VERSION + 2
-            finally:
-                await subject.end()
             call += 1

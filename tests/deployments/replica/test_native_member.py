@@ -1,11 +1,11 @@
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
-from deployments.protocol.engine_state import InFlight
+from deployments.protocol.engine_state import InFlight, Resume
 from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.poll import (
     Commit,
@@ -13,59 +13,21 @@ from deployments.protocol.poll import (
     FilePart,
     KvCache,
     Receive,
+    RunOperation,
     Staged,
     StagingOptions,
     Swapped,
     Verify,
 )
+from deployments.replica.engine_core import RESET_CACHES
 from deployments.replica.native_member import NativeMember
+from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.server_arguments import EngineSpec
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.wire.chunk_layout import describe
+from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.fake_hub import FakeHub
 from tests.tiny_models import tiny_llama
-
-
-class RecordingEngine:
-    """Stands where an Engine does, and records its calls."""
-
-    def __init__(self) -> None:
-        self.did: list[str] = []
-        self.arguments: dict[str, Any] = {}
-        self.version, self.world_size, self.asleep = 4, 1, frozenset[str]()
-        self.held = False
-        core = SimpleNamespace(
-            pause_scheduler_async=self._core("pause"), set_weight_version_async=self._core("version")
-        )
-        self.llm = SimpleNamespace(engine_core=core)
-        self.fails = ""
-        self.answers = asyncio.Event()  # calls of the engine core wait for it
-        self.answers.set()
-
-    def _core(self, name: str) -> Any:
-        async def call(*args: Any, **options: Any) -> None:
-            self.did.append(" ".join([name, *map(str, args), *map(str, options.values())]))
-            await self.answers.wait()
-
-        return call
-
-    async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        self.did.append(method)
-        self.arguments = arguments or self.arguments
-        if method == self.fails:
-            raise RuntimeError("the peer is gone")
-        return ["aa"] if method == "native_digest" else [None]
-
-    async def reset_caches(self, *, recompute: bool) -> None:
-        assert self.held, "a request would be computed with weights that are being replaced"
-        self.did.append(f"reset caches, recompute {recompute}")
-
-    async def end_drain(self, drain_id: str) -> None:
-        assert self.held, "requests would run before the release"
-
-    async def release(self) -> None:
-        self.held = False
-        self.did.append("release")
 
 
 @pytest.fixture
@@ -92,22 +54,24 @@ def commit(*, hold: bool = False, kv_cache: KvCache = KvCache.RECOMPUTE) -> Comm
 
 def member_of(
     model: Path | str, *, one_payload: bool = True, **arguments: str
-) -> tuple[NativeMember, RecordingEngine]:
-    engine = RecordingEngine()
+) -> tuple[NativeMember, FakeLlm]:
+    llm = FakeLlm()
+    engine = ReplicaEngine(llm, FastAPI(), version=4)  # type: ignore[arg-type]
     spec = EngineSpec(
         model=str(model), served_model_name="m", backend="nccl", staging="none", arguments=arguments
     )
-    return NativeMember(engine, spec, one_payload=one_payload), engine  # type: ignore[arg-type]
+    return NativeMember(engine, spec, one_payload=one_payload), llm
 
 
-@pytest.mark.parametrize(("hold", "last"), [(True, []), (False, ["release"])])
+@pytest.mark.parametrize(("hold", "last"), [(True, []), (False, ["resume"])])
 async def test_native_round_pauses_at_the_first_payload_and_resumes_at_the_commit(
     model: Path, hold: bool, last: list[str]
 ) -> None:
-    member, engine = member_of(model)
+    member, llm = member_of(model)
     await member.execute(receive(payload()))
     assert member.partially_updated and member.staged_round == 9
-    assert engine.held, "a resume now would let it generate with a mixture of two versions"
+    await member.execute(RunOperation(operation=Resume()))
+    assert not llm.begins, "it would generate with a mixture of two versions"
     staged = await member.execute(VERIFY)
     assert isinstance(staged, Staged) and not staged.compared, "vLLM's publishers state no digests"
     assert [check.value for check in staged.checks] == ["names", "shapes", "dtypes", "complete"]
@@ -116,30 +80,30 @@ async def test_native_round_pauses_at_the_first_payload_and_resumes_at_the_commi
     assert (staged.digest, staged.size_bytes) == ("aa", size)
     await member.execute(commit(hold=hold))
     assert not member.partially_updated and member.version == 5 and member.staged_round is None
-    assert engine.held is hold
-    assert engine.did == [
-        *("pause keep False", "start_weight_update", "native_update"),
-        *("finish_weight_update", "native_digest", "reset caches, recompute True", "version 5", *last),
+    assert llm.begins is not hold
+    assert llm.did == [
+        *("pause keep", "start_weight_update", "native_update"),
+        *("finish_weight_update", "native_digest", f"{RESET_CACHES} True", "version 5", *last),
     ]
 
 
 async def test_repeated_native_commit_changes_nothing(model: Path) -> None:
     """After a controller restart; requests run by then, and dropping caches under them is not allowed."""
-    member, engine = member_of(model)
+    member, llm = member_of(model)
     await member.execute(receive(payload()))
     await member.execute(VERIFY)
     await member.execute(commit())
-    did = list(engine.did)
+    did = list(llm.did)
     assert await member.execute(commit()) == Swapped(swap_s=0.0, gap_s=0.0)
-    assert engine.did == did
+    assert llm.did == did
 
 
 async def test_kept_requests_are_not_recomputed(model: Path) -> None:
-    member, engine = member_of(model)
+    member, llm = member_of(model)
     await member.execute(receive(payload(), KvCache.KEEP))
     await member.execute(VERIFY)
     await member.execute(commit(kv_cache=KvCache.KEEP))
-    assert engine.did[-3:] == ["reset caches, recompute False", "version 5", "release"]
+    assert llm.did[-3:] == [f"{RESET_CACHES} False", "version 5", "resume"]
 
 
 @pytest.mark.parametrize(
@@ -153,21 +117,21 @@ async def test_kept_requests_are_not_recomputed(model: Path) -> None:
 async def test_payload_of_another_model_is_rejected_before_the_pause(
     model: Path, sent: dict[str, Any], words: str
 ) -> None:
-    member, engine = member_of(model)
+    member, llm = member_of(model)
     with pytest.raises(PayloadRejected, match=words):
         await member.execute(receive(sent))
-    assert engine.did == [] and not member.partially_updated
+    assert llm.did == [] and not member.partially_updated
     await member.execute(DROP)
 
 
 async def test_payload_that_does_not_fit_a_hub_model_is_rejected(model: Path, hub: FakeHub) -> None:
     hub.repositories["org/tiny"] = model
-    member, engine = member_of("org/tiny", revision="v2", download_dir="/large")
+    member, llm = member_of("org/tiny", revision="v2", download_dir="/large")
     ((_, options),) = hub.asked
     assert (options["revision"], options["cache_dir"], options["local_files_only"]) == ("v2", "/large", True)
     with pytest.raises(PayloadRejected, match=r"'model\.norm\.weight' is missing"):
         await member.execute(receive(payload(without="model.norm.weight")))
-    assert engine.did == []
+    assert llm.did == []
 
 
 async def test_missing_tensor_is_found_by_verify_and_fails_the_replica(model: Path) -> None:
@@ -180,16 +144,16 @@ async def test_missing_tensor_is_found_by_verify_and_fails_the_replica(model: Pa
 
 async def test_repeated_tensor_is_never_committed(model: Path) -> None:
     """Of two publishers: what is loaded then is a mixture of both."""
-    member, engine = member_of(model, one_payload=False)
+    member, llm = member_of(model, one_payload=False)
     await member.execute(receive(payload()))
     with pytest.raises(RuntimeError, match=r"'lm_head\.weight' came twice in this round"):
         await member.execute(receive(payload()))
-    assert member.partially_updated and engine.did.count("native_update") == 1
+    assert member.partially_updated and llm.did.count("native_update") == 1
 
 
 async def test_native_drop_after_the_first_payload_fails_the_replica(model: Path) -> None:
-    member, engine = member_of(model)
-    engine.fails = "native_update"
+    member, llm = member_of(model)
+    llm.fails["native_update"] = RuntimeError("the peer is gone")
     with pytest.raises(RuntimeError, match="the peer is gone"):
         await member.execute(receive(payload()))
     with pytest.raises(RuntimeError, match="a mixture of two versions"):
@@ -197,21 +161,28 @@ async def test_native_drop_after_the_first_payload_fails_the_replica(model: Path
 
 
 @pytest.mark.parametrize("held_before", [False, True])
-async def test_interrupted_pause_is_undone_by_the_drop(model: Path, held_before: bool) -> None:
+async def test_interrupted_pause_is_undone_by_the_drop(
+    model: Path, held_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hold of an earlier commit stays: its release is on the way."""
-    member, engine = member_of(model)
-    engine.held = held_before
-    engine.answers.clear()
+    member, llm = member_of(model)
+    pause = llm.pause_scheduler_async
+
+    async def hangs(**options: Any) -> None:
+        await pause(**options)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(llm, "pause_scheduler_async", hangs)
+    member._engine.held = held_before
     receiving = asyncio.create_task(member.execute(receive(payload())))
-    while not engine.did:
+    while not llm.did:
         await asyncio.sleep(0)
     receiving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await receiving  # whether the engine answers or not
-    engine.answers.set()
     await member.execute(DROP)
-    assert engine.held is held_before and not member.partially_updated
-    assert engine.did == ["pause keep False", *([] if held_before else ["release"])]
+    assert llm.begins is not held_before and not member.partially_updated
+    assert llm.did == ["pause keep", *([] if held_before else ["resume"])]
 
 
 # -- weights that come from files ------------------------------------------------------------------
@@ -231,30 +202,30 @@ def read(part: FilePart) -> Receive:
 async def test_directory_is_compared_while_generating_and_loaded_in_a_pause(
     model: Path, tmp_path: Path
 ) -> None:
-    member, engine = member_of(model)
+    member, llm = member_of(model)
     parts = parts_of(tmp_path / "new")
     assert len(parts) > 1
     for part in parts:
         await member.execute(read(part))
-    assert not (member.partially_updated or engine.held)
+    assert not member.partially_updated and llm.begins
     staged = await member.execute(VERIFY)
     assert isinstance(staged, Staged) and not staged.compared, "vLLM's loader reads it once more"
     assert staged.size_bytes == sum(part.size_bytes for part in parts)
     await member.execute(commit())
     assert not member.partially_updated and member.version == 5
-    assert engine.did == [
+    assert llm.did == [
         *["reload_refusal"] * len(parts),
-        *("pause keep False", "load_checkpoint", "native_digest"),
-        *("reset caches, recompute True", "version 5", "release"),
+        *("pause keep", "load_checkpoint", "native_digest"),
+        *(f"{RESET_CACHES} True", "version 5", "resume"),
     ]
-    assert engine.arguments == {"path": str(tmp_path / "new")}
+    assert llm.arguments == {"path": str(tmp_path / "new")}
 
 
 @pytest.mark.parametrize("spoil", ["changed", "gone", "half", "mistral"])
 async def test_changed_directory_is_rejected_before_the_pause(
     model: Path, tmp_path: Path, spoil: str
 ) -> None:
-    member, engine = member_of(model)
+    member, llm = member_of(model)
     parts = parts_of(tmp_path / "new")
     if spoil == "changed":
         tiny_llama(3).save_pretrained(tmp_path / "new")
@@ -265,7 +236,7 @@ async def test_changed_directory_is_rejected_before_the_pause(
     with pytest.raises(PayloadRejected, match=r"arrived with|No such file|is missing|vLLM would load"):
         await member.execute(read(parts[0]))
         await member.execute(VERIFY)
-    assert not (member.partially_updated or engine.held)
+    assert not member.partially_updated and llm.begins
     await member.execute(DROP)
     for part in parts_of(tmp_path / "other"):
         await member.execute(Receive(round_id=10, payload=part, options=StagingOptions()))

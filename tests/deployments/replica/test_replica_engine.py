@@ -71,7 +71,9 @@ async def test_caches_are_reset_before_the_version_changes(
 ) -> None:
     """The messages are sent without waiting for answers: the engine core handles them in the order sent."""
     await commit(engine, in_flight=InFlight.ABORT)
-    assert core_of(engine).did == ["finish_weight_update", RESET_CACHES, "version", "resume"]
+    assert core_of(engine).did == [
+        *("pause abort", "finish_weight_update", f"{RESET_CACHES} True", "version 4", "resume")
+    ]
 
 
 async def test_drain_watch_can_be_cancelled() -> None:

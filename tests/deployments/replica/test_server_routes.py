@@ -6,8 +6,7 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 from vllm.entrypoints.launchers.app import build_app
 
-from deployments.protocol.errors import NoSuchRoute
-from deployments.protocol.passed_routes import PASSED, REFUSED, require_passed
+from deployments.protocol.passed_routes import PASSED, REFUSED
 from deployments.replica.server_arguments import EngineSpec, server_arguments
 
 # What this server has only for whoever asks it directly: the fleet answers these itself.
@@ -37,11 +36,6 @@ def test_every_server_route_is_passed_refused_or_the_fleets(server: FastAPI) -> 
     paths = {route.path for route in server.routes if isinstance(route, APIRoute)}
     assert paths >= {"/v1/completions", "/v1/chat/completions/render", "/inference/v1/abort_requests"}
     assert paths - FLEET <= PASSED.keys() | REFUSED.keys()
-
-
-def test_engine_abort_route_does_not_pass(server: FastAPI) -> None:
-    with pytest.raises(NoSuchRoute, match="use /abort_requests"):
-        require_passed("POST", "/inference/v1/abort_requests")
 
 
 def test_operator_can_disable_scale_out() -> None:
