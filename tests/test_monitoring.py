@@ -14,6 +14,7 @@ from app.http.prometheus import exposition
 from deployments.router.scrape import Scraped
 from deployments.serve.instruments import OWN
 from tests.app.http.fake_status import report, status
+from tests.test_architecture import anchors
 
 ROOT = Path(__file__).parents[1]
 ALERTS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
@@ -60,11 +61,7 @@ def test_our_own_counts_are_selected_by_labels_that_they_have(name: str) -> None
 
 
 def test_an_alert_names_a_part_of_the_runbook_that_exists() -> None:
-    text = (ROOT / "docs" / "operating" / "runbook.md").read_text()
-    titles = {
-        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        for title in re.findall(r"^#+ (.+)$", text, re.M)
-    }
+    titles = anchors(ROOT / "docs" / "operating" / "runbook.md")
     rules = [rule for group in ALERTS["groups"] for rule in group["rules"]]
     for rule in rules:
         page, _, anchor = rule["annotations"]["runbook"].partition("#")

@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.trainer.one_worker import small_spec
 
 
 @pytest.fixture
@@ -13,6 +15,11 @@ def controller(tmp_path: Path) -> Iterator[ControllerInProcess]:
     controller = ControllerInProcess(tmp_path / "state")
     yield controller
     controller.close()
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> TrainerSpec:
+    return small_spec(tmp_path)
 
 
 @pytest.fixture(autouse=True)

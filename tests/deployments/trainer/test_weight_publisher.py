@@ -11,6 +11,7 @@ from deployments.protocol.poll import Outcome, Verify
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.weight_publisher import PublishSource, WeightPublisher
 from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.trainer.one_worker import equal
 from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import tiny_llama
 from trainers.sources import ParameterSource
@@ -46,10 +47,6 @@ def published(publisher: WeightPublisher, label: str | None = None) -> RoundRepo
     return report
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 # -- the source ------------------------------------------------------------------------------------
 
 
@@ -58,7 +55,7 @@ def test_a_round_that_sent_the_models_own_memory_is_copied_without_an_iteration_
     source = PublishSource(ParameterSource(model), keep_copy=True)
     source.begin()
     assert source.resident() is not None
-    assert same(source.take_copy(), dict(ParameterSource(model)))
+    assert equal(source.take_copy(), dict(ParameterSource(model)))
 
 
 def test_each_round_has_a_copy_of_its_own() -> None:
@@ -71,7 +68,7 @@ def test_each_round_has_a_copy_of_its_own() -> None:
         next(iter(source))
         source.begin()  # the round before broke after its first tensor
         sent = {name: tensor.clone() for name, tensor in source}
-        assert same(source.take_copy(), sent)
+        assert equal(source.take_copy(), sent)
 
 
 def test_draining_completes_the_iteration_that_was_left() -> None:
@@ -92,7 +89,7 @@ def test_a_round_sends_every_tensor_and_states_the_label(controller: ControllerI
     publisher = publisher_of(controller, ParameterSource(model))
     report = published(publisher, "step-1")
     assert (report.version, report.label) == (1, "step-1")
-    assert same(controller.received, dict(ParameterSource(model)))
+    assert equal(controller.received, dict(ParameterSource(model)))
     assert published(publisher).label is None, "a label is that of one round"
     publisher.close()
 
