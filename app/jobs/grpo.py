@@ -15,7 +15,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, fields
 from hashlib import sha256
@@ -29,11 +28,12 @@ from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.environments.loading import load_environments
 from app.jobs.learning import learn, publish_best, resume
-from app.jobs.metrics import Configuration, Tracker, open_trackers, reward_curve
+from app.jobs.metrics import Configuration, reward_curve
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run, produce
 from app.jobs.task_groups import run_beside
+from app.jobs.trackers import Trackers, open_trackers
 from app.jobs.training import PATIENCE_S, Training
 from deployments.protocol.responses import TrainerStatus
 
@@ -110,7 +110,7 @@ async def prepared(
     return run
 
 
-async def loop(run: Run, trackers: Sequence[Tracker] = ()) -> None:
+async def loop(run: Run, trackers: Trackers) -> None:
     """Learn while producers sample, to the last step."""
     producers = [produce(run) for _ in range(run.options.groups_in_flight)]
     await run_beside(learn(run, trackers), [*producers, show_status(run)])
@@ -140,7 +140,7 @@ async def main(options: JobOptions, began: float) -> None:
         run = await prepared(client, options, (learned, held_out), path, out, began)
         configuration = configured(run)
         metrics.append(path, configuration)
-        trackers = open_trackers(options.log or (), path, configuration)
+        trackers = Trackers(open_trackers(options.log or (), path, configuration), out.line)
         for environment in [learned] if held_out is learned else [learned, held_out]:
             await stack.enter_async_context(environment.running())
         out.line(f"GRPO on {run.policy.model} from version {run.version}; metrics in {path}")
@@ -152,15 +152,7 @@ async def main(options: JobOptions, began: float) -> None:
         finally:
             out.close()
             out.line(summary(path))
-            close(trackers, out)
-
-
-def close(trackers: Sequence[Tracker], out: Output) -> None:
-    for tracker in trackers:
-        try:
-            tracker.close()
-        except Exception as error:  # an external service may raise anything
-            out.line(f"{type(tracker).__name__} may lack the last steps, which the record has: {error}")
+            trackers.close()
 
 
 def connected(options: JobOptions, out: Output) -> AsyncFleetClient:

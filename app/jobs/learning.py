@@ -16,9 +16,10 @@ from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, reward_by_source, trajectories
-from app.jobs.metrics import Pending, StepRecord, Tracker
+from app.jobs.metrics import Pending, StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Positions, Run
+from app.jobs.trackers import Trackers
 from app.jobs.training import StepLost, Training, last_publish
 from trainers.trajectory import Trajectory
 
@@ -26,29 +27,19 @@ SHOWN = 3  # rollouts of each step on the page
 STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
 
 
-async def learn(run: Run, trackers: Sequence[Tracker]) -> None:
+async def learn(run: Run, trackers: Trackers) -> None:
     """Step after step until the wanted number is done."""
     done, run.unrecorded = run.unrecorded, None
     while done is not None or run.step < run.options.steps:
         record = await (learn_once(run) if done is None else finished(run, done))
         done = None
         metrics.append(run.path, record)
-        track(run, trackers, record)
+        trackers.log(record.step, record.values(), run.rows)
         await show(run, record)
         run.recent.append(record)
         run.say(record.line(run.options.steps, run.left_s()))
         if (caution := record.caution()) is not None:
             run.say(caution)
-
-
-def track(run: Run, trackers: Sequence[Tracker], record: StepRecord) -> None:
-    """Log a step; a tracker that fails does not end the run."""
-    for tracker in trackers:
-        try:
-            tracker.log(record.step, record.values(), run.rows)
-        except Exception as error:  # an external service may raise anything
-            name = type(tracker).__name__
-            run.say(f"step {record.step} is in the record only: {name}: {error}")
 
 
 async def show(run: Run, record: StepRecord) -> None:

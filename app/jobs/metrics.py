@@ -1,7 +1,6 @@
 """What a step reports: the run's record (a JSON line per step, read by `--resume`), trackers, the curve."""
 
 import fcntl
-import importlib
 import json
 import os
 import shutil
@@ -10,22 +9,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from pydantic import JsonValue, TypeAdapter
 
 from app.client.run_display import duration_text
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
-from app.jobs.options import Tracking
-from app.jobs.user_code import blamed
 from deployments.host.durable_files import replacing
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
 LEAST_SAMPLE = 0.5  # the effective sample fraction below which the job warns
 SHOWN = 60  # characters of an answer in the log; the record has all of it
-PROJECT = "slipstream"  # in trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,92 +294,6 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError as error:
         raise ValueError(f"the metrics file {path} cannot be read: {error}") from error
-
-
-class Tracker(Protocol):
-    """A place for metrics, and for some rollouts of each step."""
-
-    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Event files in a directory."""
-
-    def __init__(self, directory: Path, configuration: Configuration) -> None:
-        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(directory))
-        shown = json.dumps(asdict(configuration), indent=2)
-        self._writer.add_text("configuration", f"```json\n{shown}\n```")
-
-    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        if rollouts:
-            lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-            lines += [f"| {' | '.join(map(_cell, row))} |" for row in _table(rollouts)]
-            self._writer.add_text("rollouts", "\n".join(lines), step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Wandb:
-    """wandb, or trackio, which has the same interface."""
-
-    def __init__(self, package: str, name: str, configuration: Configuration) -> None:
-        self._module = module = _module(package, package)
-        own = {"id": name} if package == "wandb" else {}  # trackio's runs are known by their names
-        with blamed(f"--log {package}"):
-            self._run = module.init(
-                project=PROJECT, name=name, config=asdict(configuration), resume="allow", **own
-            )
-
-    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
-        logged: dict[str, Any] = dict(values)
-        if rollouts:
-            logged["rollouts"] = self._module.Table(columns=list(COLUMNS), data=_table(rollouts))
-        self._run.log(logged, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-COLUMNS = ("problem", "source", "reward", "tokens", "cut", "versions", "text")
-SHOWN_ROLLOUTS = 16  # of each step, in trackers
-
-
-def _table(rollouts: Sequence[Row]) -> list[list[Any]]:
-    made = []
-    for row in rollouts[:SHOWN_ROLLOUTS]:
-        versions = sorted({span[0] for spans in row["weight_versions"] for span in spans})
-        cells = {**row, "versions": ", ".join(map(str, versions))}
-        made.append([cells[name] for name in COLUMNS])
-    return made
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def open_trackers(wanted: Sequence[Tracking], record: Path, configuration: Configuration) -> list[Tracker]:
-    """Trackers of the run with this record, under its name."""
-    return [
-        TensorBoard(record.with_suffix(""), configuration)
-        if each is Tracking.TENSORBOARD
-        else Wandb(each.value, record.stem, configuration)
-        for each in dict.fromkeys(wanted)
-    ]
-
-
-def _module(name: str, package: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"--log {package} needs the package {package}, which is not installed here: {error}"
-        ) from error
 
 
 WIDTH, HEIGHT = 72, 14  # characters

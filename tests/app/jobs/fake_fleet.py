@@ -18,10 +18,11 @@ from app.jobs import metrics
 from app.jobs.environments.environment import Single
 from app.jobs.groups import Rollout
 from app.jobs.grpo import loop, prepared
-from app.jobs.metrics import StepRecord, Tracker
+from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.tasks import Problem
+from app.jobs.trackers import Trackers
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory
@@ -171,7 +172,6 @@ async def run_job(
     fleet: FakeFleet,
     path: Path,
     *arguments: str,
-    trackers: Sequence[Tracker] = (),
     seen: list[str] | None = None,
     held_out: int = 1 << 40,
     task: CountingTask | None = None,
@@ -187,5 +187,5 @@ async def run_job(
             run.held_out = Watched(
                 environment, lambda: seen.append(f"{run.status().line()} {run.sampling.is_set()}")
             )
-        await asyncio.wait_for(loop(run, trackers), 20)
+        await asyncio.wait_for(loop(run, Trackers([], run.say)), 20)
     return metrics.records(path)

@@ -1,7 +1,5 @@
 import errno
-import importlib.util
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,11 +14,9 @@ from app.jobs.metrics import (
     append_rollouts,
     claimed,
     newest_metrics_file,
-    open_trackers,
     records,
     reward_curve,
 )
-from app.jobs.options import Tracking
 
 
 def record(step: int) -> StepRecord:
@@ -158,24 +154,6 @@ def test_a_step_without_a_finite_loss_is_shown() -> None:
     assert "loss none" in replace(record(1), trainer={"loss": None, "skipped": True}).line(2, None)
 
 
-@pytest.mark.parametrize("wanted", list(Tracking))
-def test_a_package_that_is_missing_is_named(wanted: Tracking, tmp_path: Path) -> None:
-    if importlib.util.find_spec(wanted.value) is not None:
-        pytest.skip(f"{wanted.value} is installed")
-    with pytest.raises(ValueError, match=f"--log {wanted.value} needs the package {wanted.value}"):
-        open_trackers([wanted], tmp_path / "m.jsonl", CONFIGURATION)
-
-
-def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = "def init(**options):\n    raise RuntimeError('No API key configured')\n"
-    (tmp_path / "wandb.py").write_text(program)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with pytest.raises(ValueError, match=r"^--log wandb raised RuntimeError: No API key configured \(wandb"):
-        open_trackers([Tracking.WANDB], tmp_path / "m.jsonl", CONFIGURATION)
-    del sys.modules["wandb"]
-
-
 def test_a_tracker_gets_every_number_of_a_step() -> None:
     evaluation = Evaluation(
         version=7, problems=2, reward=0.5, pass_at={1: 0.25}, reward_by_source={"sums": 0.75}
@@ -185,41 +163,6 @@ def test_a_tracker_gets_every_number_of_a_step() -> None:
     assert values["left_out_fraction"] == 0.5 and values["evaluation/cut_fraction"] == 0.0
     assert values["reward"] == 0.5 and values["trainer/loss"] == 0.125
     assert values["evaluation/pass@1"] == 0.25 and "seed" not in values and "example" not in values
-
-
-FAKE_WANDB = """
-logged = []
-def init(**given):
-    logged.append(given)
-    return Run()
-class Run:
-    def log(self, values, step):
-        logged.append((step, values))
-    def finish(self):
-        pass
-def Table(columns, data):
-    return [dict(zip(columns, row)) for row in data]
-"""
-
-
-@pytest.mark.parametrize("wanted", [Tracking.WANDB, Tracking.TRACKIO])
-def test_a_tracker_gets_the_configuration_and_some_rollouts(
-    wanted: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / f"{wanted}.py").write_text(FAKE_WANDB)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, wanted, raising=False)
-    (tracker,) = open_trackers([wanted], tmp_path / "run.jsonl", CONFIGURATION)
-    row = {
-        **{"problem": 5, "source": "", "reward": 1.0, "tokens": 2, "cut": False, "text": "8"},
-        "weight_versions": [[[4, 0, 1], [5, 1, 2]]],
-    }
-    tracker.log(1, {"reward": 0.5}, [row] * 20)
-    begun, (step, values) = sys.modules[wanted].logged
-    assert begun["name"] == "run" and begun["config"]["options"] == {"steps": 3}
-    assert step == 1 and values["reward"] == 0.5 and len(values["rollouts"]) == 16
-    assert values["rollouts"][0]["versions"] == "4, 5" and values["rollouts"][0]["text"] == "8"
-    del sys.modules[wanted]
 
 
 def test_the_curve_of_a_run_is_drawn_without_colours() -> None:

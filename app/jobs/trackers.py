@@ -1,0 +1,171 @@
+"""Trackers: tensorboard, wandb, trackio. A run waits for none of them."""
+
+import importlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from app.jobs.metrics import Configuration, Row
+from app.jobs.options import Tracking
+from app.jobs.user_code import blamed
+
+PROJECT = "slipstream"
+BEHIND = 8  # steps that a tracker may still have to take
+PATIENCE_S = 2.0  # at the end, without a word
+FINISH_S = 30.0  # at the end
+
+
+class Tracker(Protocol):
+    """A place for metrics, and for some rollouts of each step."""
+
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in a directory."""
+
+    def __init__(self, directory: Path, configuration: Configuration) -> None:
+        self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(directory))
+        shown = json.dumps(asdict(configuration), indent=2)
+        self._writer.add_text("configuration", f"```json\n{shown}\n```")
+
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if rollouts:
+            lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+            lines += [f"| {' | '.join(map(_cell, row))} |" for row in _table(rollouts)]
+            self._writer.add_text("rollouts", "\n".join(lines), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """wandb, or trackio, which has the same interface."""
+
+    def __init__(self, package: str, name: str, configuration: Configuration) -> None:
+        self._module = module = _module(package, package)
+        own = {"id": name} if package == "wandb" else {}  # trackio's runs are known by their names
+        with blamed(f"--log {package}"):
+            self._run = module.init(
+                project=PROJECT, name=name, config=asdict(configuration), resume="allow", **own
+            )
+
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
+        logged: dict[str, Any] = dict(values)
+        if rollouts:
+            logged["rollouts"] = self._module.Table(columns=list(COLUMNS), data=_table(rollouts))
+        self._run.log(logged, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+COLUMNS = ("problem", "source", "reward", "tokens", "cut", "versions", "text")
+SHOWN_ROLLOUTS = 16  # of each step, in trackers
+
+
+def _table(rollouts: Sequence[Row]) -> list[list[Any]]:
+    made = []
+    for row in rollouts[:SHOWN_ROLLOUTS]:
+        versions = sorted({span[0] for spans in row["weight_versions"] for span in spans})
+        cells = {**row, "versions": ", ".join(map(str, versions))}
+        made.append([cells[name] for name in COLUMNS])
+    return made
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def open_trackers(wanted: Sequence[Tracking], record: Path, configuration: Configuration) -> list[Tracker]:
+    """Trackers of the run with this record, under its name."""
+    return [
+        TensorBoard(record.with_suffix(""), configuration)
+        if each is Tracking.TENSORBOARD
+        else Wandb(each.value, record.stem, configuration)
+        for each in dict.fromkeys(wanted)
+    ]
+
+
+def _module(name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"--log {package} needs the package {package}, which is not installed here: {error}"
+        ) from error
+
+
+class Trackers:
+    """Gives each tracker its steps in a thread of its own, so that a run does not wait for a service.
+
+    Args:
+        say: takes a line about a tracker that fails or hangs. It lacks steps then, which the record has.
+        finish_s: how long `close` waits.
+    """
+
+    def __init__(
+        self, trackers: Sequence[Tracker], say: Callable[[str], None], finish_s: float = FINISH_S
+    ) -> None:
+        self._finish_s = finish_s
+        self._say = say
+        self._threads = [_Thread(tracker, say) for tracker in trackers]
+
+    def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
+        for thread in self._threads:
+            thread.put(step, values, rollouts)
+
+    def close(self) -> None:
+        """Wait until all have taken their steps, for a while."""
+        ends = time.monotonic() + self._finish_s
+        for thread in self._threads:
+            thread.steps.put(None)
+        for thread in self._threads:
+            thread.join(min(PATIENCE_S, self._finish_s))
+            if thread.is_alive():
+                self._say(f"waiting for {thread.name} to take the last steps, {self._finish_s:.0f} s at most")
+                thread.join(max(0.0, ends - time.monotonic()))
+            if thread.is_alive():
+                self._say(f"{thread.name} may lack the last steps, which the record has: it does not finish")
+
+
+class _Thread(threading.Thread):
+    def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
+        super().__init__(name=type(tracker).__name__, daemon=True)  # one that hangs does not hold up the exit
+        self.steps = queue.SimpleQueue[tuple[int, Mapping[str, float], Sequence[Row]] | None]()
+        self._tracker, self._say = tracker, say
+        self._problem = ""  # which was said, until the tracker takes a step
+        self.start()
+
+    def put(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
+        if self.steps.qsize() < BEHIND:
+            self.steps.put((step, values, rollouts))
+        else:
+            self._tell(step, f"it has yet to take the {BEHIND} steps before")
+
+    def run(self) -> None:
+        while (logged := self.steps.get()) is not None:
+            try:
+                self._tracker.log(*logged)
+                self._problem = ""
+            except Exception as error:  # an external service may raise anything
+                self._tell(logged[0], str(error))
+        try:
+            self._tracker.close()
+        except Exception as error:  # as above
+            self._say(f"{self.name} may lack the last steps, which the record has: {error}")
+
+    def _tell(self, step: int, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            self._say(f"steps from {step} on are in the record only: {self.name}: {problem}")
