@@ -98,10 +98,8 @@ class StagedMember(EngineMember):
 
     async def receive_adapter(self, body: ReceiveAdapter) -> None:
         await self._discard_leftover()
-        reader = self._engine.adapters.reader
-        await reader.receive(body.load_id, body.payload)
+        await self._engine.adapters.reader.receive(body.load_id, body.payload)
         await self._until_received(1)
-        reader.arrived(body.load_id)
 
     async def _until_received(self, payloads: int) -> None:
         def received(state: StagingState) -> bool:

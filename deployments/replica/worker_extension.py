@@ -35,34 +35,28 @@ class WorkerExtension(StagingWorkerExtension):
         Thread(target=answer_calls, args=(connection, by_name), name="adapter-calls", daemon=True).start()
         return True
 
-    def adapter_read(self, key: str, path: str, is_3d: bool) -> None:
+    def adapter_read(self, adapter_id: int, path: str, is_3d: bool) -> None:
         manager = self.model_runner.lora_manager
-        request = LoRARequest(lora_name=key, lora_int_id=1, lora_path=path, is_3d_lora_weight=is_3d)
-        read: Future[Any] = Future()
-        _reads(manager)[key] = read
+        request = LoRARequest(lora_name=path, lora_int_id=adapter_id, lora_path=path, is_3d_lora_weight=is_3d)
+        read = _reads(manager)[adapter_id] = Future()
         load = type(manager)._load_adapter
         Thread(target=_read, args=(read, partial(load, manager, request)), daemon=True).start()
 
-    def adapter_is_read(self, key: str, adapter_id: int) -> bool:
+    def adapter_is_read(self, adapter_id: int) -> bool:
         """Whether `add_lora` of this id will find it read; raises vLLM's error about the files."""
-        reads = _reads(self.model_runner.lora_manager)
-        if key in reads and reads[key].done():
-            reads[key].result()
-            reads[adapter_id] = reads.pop(key)
-        return adapter_id in reads
+        read = _reads(self.model_runner.lora_manager).get(adapter_id)
+        return read is not None and read.done() and read.result() is not None
 
-    def adapter_forget(self, key: str, adapter_id: int) -> None:
-        reads = _reads(self.model_runner.lora_manager)
-        reads.pop(key, None)
-        reads.pop(adapter_id, None)
+    def adapter_forget(self, adapter_id: int) -> None:
+        _reads(self.model_runner.lora_manager).pop(adapter_id, None)
 
 
-def _reads(manager: Any) -> dict[str | int, "Future[Any]"]:
-    """Futures of vLLM's LoRAModel: by the reader's key, then by adapter id for `add_lora`."""
+def _reads(manager: Any) -> dict[int, "Future[Any]"]:
+    """Futures of vLLM's LoRAModel by adapter id."""
     if _READ not in manager.__dict__:
         setattr(manager, _READ, {})
         manager._load_adapter = partial(_load_adapter, manager, manager._load_adapter)
-    reads: dict[str | int, Future[Any]] = getattr(manager, _READ)
+    reads: dict[int, Future[Any]] = getattr(manager, _READ)
     return reads
 
 
@@ -76,8 +70,4 @@ def _read(read: "Future[Any]", load: Any) -> None:
 def _load_adapter(manager: Any, load: Any, request: LoRARequest) -> Any:
     """Replaces vLLM's: takes what was read ahead, once; else reads the files, as after an eviction."""
     read = _reads(manager).pop(request.lora_int_id, None)
-    if read is None:
-        return load(request)
-    lora = read.result()
-    lora.id = request.lora_int_id  # unknown when the read started
-    return lora
+    return load(request) if read is None else read.result()

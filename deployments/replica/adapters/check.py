@@ -20,31 +20,26 @@ _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weig
 
 def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
     """Compare the files with their digest, the limits and the base model. Raises Incomplete (missing, or
-    another digest) or ValueError, which names the first few tensors."""
-    directory = Path(adapter.path)
-    try:
-        digest, problem = inspect(directory, base, lora_config)
-    except OSError as error:
-        raise Incomplete(f"{directory} cannot be read: {error}") from error
-    if digest != adapter.digest:
-        raise Incomplete(f"{directory} must have the digest {adapter.digest}, and has {digest}")
-    if problem:
-        raise ValueError(f"{adapter.full_name}: {problem}")
-
-
-def inspect(directory: Path, base: Schema | None, lora_config: Any) -> tuple[str, str]:
-    """The digest of an adapter's files, and the problems with them; empty if they fit. Raises OSError.
+    another digest) or ValueError, which names the first few tensors.
 
     Args:
         base: schema of the engine's initial checkpoint; None if unknown.
     """
+    directory = Path(adapter.path)
     with ThreadPoolExecutor(1) as beside:  # both read all bytes and release the GIL
-        digest = beside.submit(adapter_digest, directory)
+        digesting = beside.submit(adapter_digest, directory)
         try:
             problem = join_reasons(_problems(directory, base, lora_config))
         except (OSError, ValueError) as error:  # the digest may be wrong as well
             problem = str(error)
-        return digest.result(), problem
+        try:
+            digest = digesting.result()
+        except OSError as error:
+            raise Incomplete(f"{directory} cannot be read: {error}") from error
+    if digest != adapter.digest:
+        raise Incomplete(f"{directory} must have the digest {adapter.digest}, and has {digest}")
+    if problem:
+        raise ValueError(f"{adapter.full_name}: {problem}")
 
 
 def _problems(directory: Path, base: Schema | None, lora_config: Any) -> list[str]:

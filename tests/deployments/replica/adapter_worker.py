@@ -73,7 +73,6 @@ async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
     await adapters.connect()
     llm.calls.clear()
     shutil.copytree(source, await adapters.reader.place(load_id))
-    adapters.reader.arrived(load_id)
     await adapters.load(
         Adapter(
             name="math",
@@ -91,9 +90,9 @@ async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
 
 
 def read(made: Any, directory: Path, adapter_id: int) -> None:
-    made.adapter_read(key=f"a@{adapter_id}", path=str(directory), is_3d=False)
+    made.adapter_read(adapter_id=adapter_id, path=str(directory), is_3d=False)
     deadline = time.monotonic() + 30
-    while not made.adapter_is_read(key=f"a@{adapter_id}", adapter_id=adapter_id):
+    while not made.adapter_is_read(adapter_id=adapter_id):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -135,7 +134,7 @@ def load_adapters(directory: Path) -> dict[str, Any]:
         read(made, wrong, 2)
     except ValueError as error:
         found["refused"] = str(error)
-    made.adapter_forget(key="a@2", adapter_id=2)
-    made.adapter_forget(key="a@7", adapter_id=7)  # of an earlier life
+    made.adapter_forget(adapter_id=2)
+    made.adapter_forget(adapter_id=7)  # of an earlier life
     found["left"] = len(made.model_runner.lora_manager._slipstream_reads)
     return found

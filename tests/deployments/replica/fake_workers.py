@@ -1,7 +1,6 @@
 """An engine whose workers answer the calls of a staged member as they are told to."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -28,17 +27,6 @@ DONE = StagingState(
 )
 
 
-class Reader(AdapterReader):
-    """Reads nothing ahead."""
-
-    def __init__(self, workers: Callable[..., Awaitable[list[Any]]]) -> None:
-        super().__init__(None, workers)
-        self.begun: list[str] = []
-
-    def arrived(self, load_id: str) -> None:
-        self.begun.append(load_id)
-
-
 class Workers:
     """Two workers as `ReplicaEngine.workers` reaches them, without shared memory. They stage at once."""
 
@@ -58,7 +46,8 @@ class Workers:
         self.active = False  # vLLM's own flag for an update
         self.reload_refusal: str | None = None
         self.adapters = SimpleNamespace(
-            reader=Reader(self.workers), load=lambda adapter: self.workers("add_lora", adapter=adapter)
+            reader=AdapterReader(None, self.workers),
+            load=lambda adapter: self.workers("add_lora", adapter=adapter),
         )
         self.arrives = asyncio.Event()  # what was sent of an adapter
 

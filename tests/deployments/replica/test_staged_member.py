@@ -63,7 +63,6 @@ async def test_adapter_is_received_into_shared_memory(member: StagedMember, engi
     assert arguments["payload"] == {"x": 1} and engine.named("staging_progress")
     place = Path(arguments["directory"])
     place.mkdir()
-    assert engine.adapters.reader.begun == [ADAPTER.load_id], "read before its load comes"
     await member.execute(ADAPTER)
     assert not place.exists(), "the same again: what was there goes before"
 

@@ -48,35 +48,30 @@ class FakeLlm:
         self.loaded: dict[int, str] = {}
         self.fails = False
         self.logger_manager: Any = None
-        self.reading: dict[str, int] = {}  # key -> how often it was asked for
-        self.read: set[int] = set()  # ids that `add_lora` finds read
+        self.reading: dict[int, int] = {}  # id -> how often it was asked for
         self.torn = False
-        self.read_from: dict[str, str] = {}
+        self.read_from: dict[int, str] = {}
         self.unreadable = ""
         self.reads = 0
 
-    async def workers(self, method: str, key: str, **arguments: Any) -> list[Any]:
+    async def workers(self, method: str, adapter_id: int, **arguments: Any) -> list[Any]:
         match method:
             case "adapter_read":
-                self.reading[key] = 0
+                self.reading[adapter_id] = 0
                 self.reads += 1
-                self.read_from[key] = arguments["path"]
+                self.read_from[adapter_id] = arguments["path"]
             case "adapter_is_read":
-                self.reading[key] += 1
-                if self.torn or self.read_from[key] == self.unreadable:
+                self.reading[adapter_id] += 1
+                if self.torn or self.read_from[adapter_id] == self.unreadable:
                     raise Exception("Call to collective_rpc method failed:\nunexpected module")
-                if self.reading[key] > 2:
-                    self.read.add(arguments["adapter_id"])
-                return [True, self.reading[key] > 2]  # one of two workers takes longer
+                return [True, self.reading[adapter_id] > 2]  # one of two workers takes longer
             case "adapter_forget":
-                self.reading.pop(key, None)
-                self.read.discard(arguments["adapter_id"])
+                self.reading.pop(adapter_id, None)
         return [None, None]
 
     async def add_lora(self, request: Any) -> bool:
         assert not request.load_inplace
-        assert request.lora_int_id in self.read, "read by the engine, between two steps"
-        self.read.remove(request.lora_int_id)
+        assert self.reading.pop(request.lora_int_id) > 2, "read by the engine, between two steps"
         assert request.lora_int_id not in self.loaded, "vLLM would keep the former one"
         self.loaded[request.lora_int_id] = request.lora_path
         if self.fails:  # in its activation: the files are in the engine's cache already

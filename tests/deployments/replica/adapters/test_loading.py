@@ -103,9 +103,7 @@ async def test_unreadable_base_model_is_read_again_for_the_next_adapter(tmp_path
 
 
 async def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -> Path:
-    directory = Path(shutil.copytree(source, await adapters.reader.place(load_id)))
-    adapters.reader.arrived(load_id)
-    return directory
+    return Path(shutil.copytree(source, await adapters.reader.place(load_id)))
 
 
 async def test_received_adapter_is_loaded_under_the_path_of_the_fleets_copy(
@@ -115,19 +113,10 @@ async def test_received_adapter_is_loaded_under_the_path_of_the_fleets_copy(
     directory = await arrived(adapters, source)
     source.rename(tmp_path / "not there yet")
     await adapters.load(expected)
-    assert llm.read_from == {LOAD: str(directory)} and llm.loaded == {1: str(source)}
+    assert llm.read_from == {1: str(directory)} and llm.loaded == {1: str(source)}
     assert adapters.state.received == (1,) and not directory.exists(), "host memory is free again"
     await adapters.drop(1)
     assert adapters.state.received == ()
-
-
-async def test_received_adapter_is_read_before_its_load_instruction(
-    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
-) -> None:
-    await arrived(adapters, save_tiny_adapter(tmp_path / "a", 1))
-    while not llm.reads:  # the test's own deadline ends it
-        await asyncio.sleep(0.01)
-    assert LOAD in llm.reading and llm.loaded == {}
 
 
 @pytest.mark.parametrize("fault", ["damaged", "nan", "another", "unreadable", "gone"])
@@ -149,23 +138,19 @@ async def test_incomplete_received_adapter_is_loaded_from_the_store(
     if fault != "gone":
         shutil.copytree(came, directory)
     llm.unreadable = str(directory) if fault == "unreadable" else ""  # to a worker on another host
-    adapters.reader.arrived("2" * 32 if fault == "another" else LOAD)
     with caplog.at_level("WARNING", "ray.serve"):
         await adapters.load(expected)
-    assert llm.read_from["math@1"] == str(source) and adapters.state.received == ()
+    assert llm.read_from[1] == str(source) and adapters.state.received == ()
     assert ["loading math@1 from the store" in each.message for each in caplog.records] == [True] * (
         fault != "another"
     )
-    assert LOAD not in llm.reading
 
 
-async def test_only_the_last_received_adapter_is_kept(
-    adapters: EngineAdapters, llm: FakeLlm, tmp_path: Path
-) -> None:
+async def test_only_the_last_received_adapter_is_kept(adapters: EngineAdapters, tmp_path: Path) -> None:
     source = save_tiny_adapter(tmp_path / "a", 1)
     first = await arrived(adapters, source, "3" * 32)
     second = await arrived(adapters, source, "4" * 32)
-    assert not first.exists() and second.exists() and "3" * 32 not in llm.reading
+    assert not first.exists() and second.exists()
     disown()  # as at the end of the process
     assert not second.exists()
 
