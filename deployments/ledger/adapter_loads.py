@@ -2,7 +2,7 @@
 
     caller    begin ─► (the shell copies the files) ─► stage ─► PendingCall
     replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
-              one rejects it ─► DROP_ADAPTER where it is held ─► the caller's error
+              one rejects it ─► SET_ADAPTERS without it where it is held ─► the caller's error
 
 After each event every replica's last report is compared with the catalog, and it is sent the first thing that
 is missing: a joiner and a replica that missed something are the same case. A replica that this process has
@@ -34,7 +34,6 @@ from deployments.protocol.adapters import (
     AdapterCatalog,
     AdapterFiles,
     AdapterStatus,
-    DropAdapter,
     LoadAdapter,
     LoadedAdapter,
     SetAdapters,
@@ -42,7 +41,7 @@ from deployments.protocol.adapters import (
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
 from deployments.protocol.poll import Body
 
-KINDS = (LoadAdapter, SetAdapters, DropAdapter)
+KINDS = (LoadAdapter, SetAdapters)
 
 # -- calls ------------------------------------------------------------------------------------
 
@@ -233,13 +232,10 @@ def advance(state: State) -> None:
 
 
 def _converge_all(state: State) -> None:
-    live, dropped = state.live(), state.adapters.dropped
-    if dropped:
-        dropped &= {(member.incarnation, held) for member in live for held in member.adapters.held}
     current, committing = state.round, set[Member]()
     if current is not None and current.phase is not RoundPhase.OPEN and current.hold:
         committing = set(current.participants)  # they wait for each other's COMMIT, or will soon
-    for member in live:
+    for member in state.live():
         if not (member.loading or member.has_queued(*KINDS) or member in committing):
             _converge(state, member)
 
@@ -250,8 +246,11 @@ def _converge(state: State, member: Member) -> None:
         if adapter.adapter_id not in held:
             _send(state, member, LoadAdapter(adapter=adapter), _restored)
             return
-    if not _is_set(state, member):
-        _send(state, member, SetAdapters(live=tuple(adapters.catalog.live)), _restored)
+    keep = {each.adapter.adapter_id for each in adapters.loads.values() if each.wanted}
+    superfluous = held - keep - {*member.adapters.live, *member.adapters.unloading}
+    if superfluous or not _is_set(state, member):
+        body = SetAdapters(live=tuple(adapters.catalog.live), keep=tuple(sorted(keep)))
+        _send(state, member, body, _restored)
         return
     if member.state is MemberState.SERVING:
         for load in adapters.loads.values():
@@ -259,14 +258,6 @@ def _converge(state: State, member: Member) -> None:
                 load.asked.add(member.incarnation)
                 _send(state, member, LoadAdapter(adapter=load.adapter), partial(_loaded, load=load))
                 return
-    # It keeps what it was told to drop while requests use it.
-    wanted = {each.adapter_id for each in adapters.catalog.live}
-    wanted |= {each.adapter.adapter_id for each in adapters.loads.values() if each.wanted}
-    for adapter_id in sorted(held - wanted):
-        if (member.incarnation, adapter_id) not in adapters.dropped:
-            adapters.dropped.add((member.incarnation, adapter_id))
-            _send(state, member, DropAdapter(adapter_id=adapter_id), _restored)
-            return
 
 
 def _send(state: State, member: Member, body: Body, on_complete: OnComplete) -> None:

@@ -466,7 +466,6 @@ class AdapterLoads:
     loads: dict[str, Load] = field(default_factory=dict)  # name -> load
     unloads: list[tuple[set[int], PendingCall]] = field(default_factory=list)  # adapter ids
     times: dict[int, LoadTimes] = field(default_factory=dict)  # adapter id -> times
-    dropped: set[tuple[str, int]] = field(default_factory=set)  # (incarnation, adapter id)
     told_live: set[str] = field(default_factory=set)  # incarnations, by this process
     recovered: bool = False  # an earlier process of this fleet had adapters
 

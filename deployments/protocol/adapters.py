@@ -40,6 +40,7 @@ class AdapterState:
     held: Sequence[int] = ()  # `adapter_id`s
     live: Sequence[int] = ()
     received: Sequence[int] = ()  # the part of `held` that a transport brought
+    unloading: Sequence[int] = ()  # the part of `held` that goes with its last request
 
 
 NO_ADAPTERS = AdapterState()
@@ -75,19 +76,12 @@ class LoadAdapter:
 class SetAdapters:
     """From now on requests may name exactly these, which are all loaded.
 
-    A live one that is missing here is unloaded once the requests that started with it have ended.
+    All others but `keep` are unloaded, each once the requests that started with it have ended.
     """
 
     name: ClassVar[str] = "set_adapters"
     live: Sequence[Adapter]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropAdapter:
-    """Unload one that never became live here, or that the ledger does not know."""
-
-    name: ClassVar[str] = "drop_adapter"
-    adapter_id: int
+    keep: Sequence[int] = ()  # `adapter_id`s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

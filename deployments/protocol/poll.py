@@ -14,7 +14,6 @@ from pydantic import JsonValue
 from deployments.protocol.adapters import (
     NO_ADAPTERS,
     AdapterState,
-    DropAdapter,
     LoadAdapter,
     LoadedAdapter,
     ReceiveAdapter,
@@ -202,7 +201,6 @@ Body = (
     | ReceiveAdapter
     | LoadAdapter
     | SetAdapters
-    | DropAdapter
 )
 # They may wait for a peer and change no live weights, but with `staging: none` from the first byte on.
 BEFORE_COMMIT = (Connect, Receive, Verify, ReceiveAdapter)

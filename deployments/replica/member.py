@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import DropAdapter, LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter, SetAdapters
 from deployments.protocol.engine_state import (
     MEMORY_TAGS,
     AbortRequests,
@@ -208,9 +208,7 @@ class EngineMember(ABC):
                 self._check_awake()
                 return await self._engine.adapters.load(body.adapter)
             case SetAdapters():
-                await self._engine.adapters.make_live(body.live)
-            case DropAdapter():
-                await self._engine.adapters.drop(body.adapter_id)
+                await self._engine.adapters.make_live(body.live, body.keep)
         return None
 
     async def call(self, body: RunOperation) -> JsonValue:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from deployments.protocol.adapters import (
     NO_ADAPTERS,
-    DropAdapter,
     LoadAdapter,
     ReceiveAdapter,
     SetAdapters,
@@ -154,9 +153,7 @@ class SimMember(Mortal):
         if work.hang and work.rng.random() < work.hang:
             if work.rng.random() < 0.3:
                 self.hangs = True
-            if self.hangs or isinstance(
-                body, LoadAdapter | SetAdapters | DropAdapter
-            ):  # nothing interrupts these
+            if self.hangs or isinstance(body, LoadAdapter | SetAdapters):  # nothing interrupts these
                 await asyncio.Event().wait()
             self._interrupted.clear()
             await self._interrupted.wait()
@@ -175,7 +172,7 @@ class SimMember(Mortal):
             case CatchUp():
                 await self._catch_up(body)
                 return None
-            case LoadAdapter() | SetAdapters() | DropAdapter():
+            case LoadAdapter() | SetAdapters():
                 assert self.lora is not None
                 await self.lora.carry_out(body, asleep=SleepTag.WEIGHTS in engine.memory.asleep)
                 return None

@@ -185,10 +185,9 @@ MUTANTS = [
             (
                 "retired_and_kept",
                 LEDGER + "adapter_loads",
-                "for adapter_id in sorted(held - wanted):",
-                "for adapter_id in sorted(\n"
-                "        held - wanted - {each.adapter_id for each in adapters.catalog.retired}\n"
-                "    ):",
+                "superfluous = held - keep - {",
+                "keep |= {each.adapter_id for each in adapters.catalog.retired}\n"
+                "    superfluous = held - keep - {",
                 None,
             ),
             (

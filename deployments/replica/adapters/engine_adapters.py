@@ -1,10 +1,9 @@
 """The adapters of one engine.
 
     load       checks the files, then vLLM's `add_lora`; requests cannot select it yet
-    make_live  requests can select these and no others
-    drop       removes one that never became live
+    make_live  requests can select these and no others; what need not stay goes
 
-A replaced adapter is removed after the last request that uses it. vLLM's `add_lora` runs between two steps;
+An adapter is removed after the last request that uses it. vLLM's `add_lora` runs between two steps;
 files are read beforehand (`reading`).
 """
 
@@ -113,7 +112,7 @@ class EngineAdapters:
         self._held: dict[int, Adapter] = {}
         self._from_received: set[int] = set()  # ids
         self._live: tuple[int, ...] = ()
-        self._doomed: set[int] = set()
+        self._wanted: set[int] = set()
         self._removals: dict[int, asyncio.Task[None]] = {}
         self.uses = Uses(self._remove_unused)
         self.named = NamedAdapters(self.uses)
@@ -135,7 +134,10 @@ class EngineAdapters:
     @property
     def state(self) -> AdapterState:
         return AdapterState(
-            held=tuple(self._held), live=self._live, received=tuple(sorted(self._from_received))
+            held=tuple(self._held),
+            live=self._live,
+            received=tuple(sorted(self._from_received)),
+            unloading=tuple(sorted(self._held.keys() - self._wanted)),
         )
 
     async def load(self, adapter: Adapter) -> LoadedAdapter:
@@ -143,7 +145,7 @@ class EngineAdapters:
         if not self._takes_adapters:
             raise PayloadRejected("this engine was started without 'enable_lora'")
         if adapter.adapter_id in self._held:  # an id's files never change
-            self._doomed.discard(adapter.adapter_id)
+            self._wanted.add(adapter.adapter_id)
             return LoadedAdapter(read_s=0.0, add_s=0.0)
         began = time.perf_counter()
         try:
@@ -160,40 +162,32 @@ class EngineAdapters:
             await self._llm.remove_lora(adapter.adapter_id)
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {last_line(error)}") from error
         self._held[adapter.adapter_id] = adapter
+        self._wanted.add(adapter.adapter_id)
         if received:
             self._from_received.add(adapter.adapter_id)
         return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
 
-    async def make_live(self, live: Sequence[Adapter]) -> None:
-        """Requests can select these and no others. Raises RuntimeError if one is not loaded."""
+    async def make_live(self, live: Sequence[Adapter], keep: Sequence[int] = ()) -> None:
+        """Requests can select these and no others; all but these and `keep` (ids) are removed once unused.
+        Raises RuntimeError if one is not loaded."""
         missing = [each.full_name for each in live if each.adapter_id not in self._held]
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
-        before, self._live = self._live, tuple(each.adapter_id for each in live)
-        self._doomed -= set(self._live)
+        self._live = tuple(each.adapter_id for each in live)
+        self._wanted = {*self._live, *keep}
         self.named.make_live(live)
-        await self._doom(set(before) - set(self._live))
-
-    async def drop(self, adapter_id: int) -> None:
-        if adapter_id in self._live:
-            raise RuntimeError(f"adapter {adapter_id} is live")
-        await self._doom({adapter_id})
-
-    async def _doom(self, ids: set[int]) -> None:
-        self._doomed |= ids & self._held.keys()
-        for adapter_id in [each for each in self._doomed if not self.uses[each]]:
+        for adapter_id in sorted(self._held.keys() - self._wanted):
             await self._remove(adapter_id)
 
     def _remove_unused(self, adapter_id: int) -> None:
-        if adapter_id in self._doomed and adapter_id not in self._removals:
+        if adapter_id in self._held and adapter_id not in self._wanted | self._removals.keys():
             removal = asyncio.get_running_loop().create_task(self._remove(adapter_id))
             self._removals[adapter_id] = removal
             removal.add_done_callback(lambda _: self._removals.pop(adapter_id, None))
 
     async def _remove(self, adapter_id: int) -> None:
-        if adapter_id not in self._doomed or self.uses[adapter_id]:
+        if adapter_id in self._wanted or self.uses[adapter_id]:
             return
-        self._doomed.discard(adapter_id)
         try:
             await self._llm.remove_lora(adapter_id)
         except EngineDeadError:

@@ -11,7 +11,6 @@ from typing import Any
 from deployments.protocol.adapters import (
     Adapter,
     AdapterState,
-    DropAdapter,
     LoadAdapter,
     LoadedAdapter,
     ReceiveAdapter,
@@ -70,7 +69,12 @@ class FakeAdapters:
     received: list[int] = field(default_factory=list)  # loaded from that
 
     def state(self) -> AdapterState:
-        return AdapterState(held=tuple(self.held), live=tuple(self.live), received=tuple(self.received))
+        return AdapterState(
+            held=tuple(self.held),
+            live=tuple(self.live),
+            received=tuple(self.received),
+            unloading=tuple(self.doomed),
+        )
 
     def load(self, adapter: Adapter) -> LoadedAdapter:
         self.held[adapter.adapter_id] = adapter
@@ -80,17 +84,12 @@ class FakeAdapters:
         self.doomed.discard(adapter.adapter_id)
         return LoadedAdapter(read_s=0.25, add_s=0.125)
 
-    def set(self, live: list[Adapter]) -> None:
+    def set(self, live: list[Adapter], keep: set[int]) -> None:
         missing = [each.full_name for each in live if each.adapter_id not in self.held]
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
-        self.doomed |= set(self.live) - {each.adapter_id for each in live}
         self.live = {each.adapter_id: each for each in live}
-        self._remove()
-
-    def drop(self, adapter_id: int) -> None:
-        assert adapter_id not in self.live, "requests may name it"
-        self.doomed.add(adapter_id)
+        self.doomed = self.held.keys() - self.live.keys() - keep
         self._remove()
 
     def begin(self, name: str) -> int:
@@ -234,9 +233,7 @@ class FakeEngine:
                     raise PayloadRejected("its weights sleep")
                 return self.adapters.load(body.adapter)
             case SetAdapters():
-                self.adapters.set(list(body.live))
-            case DropAdapter():
-                self.adapters.drop(body.adapter_id)
+                self.adapters.set(list(body.live), set(body.keep))
             case Connect() | Forget():
                 pass
         return None

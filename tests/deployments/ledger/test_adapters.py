@@ -6,7 +6,6 @@ from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.adapters import (
     AdapterCatalog,
     AdapterTimings,
-    DropAdapter,
     LoadAdapter,
     LoadedAdapter,
     SetAdapters,
@@ -117,7 +116,7 @@ def test_what_one_replica_rejects_no_replica_keeps() -> None:
 def test_the_error_is_answered_once_no_replica_has_it() -> None:
     scene = AdapterScene(2)
     scene.replicas[1].outcomes[LoadAdapter] = Outcome.REJECTED
-    scene.replicas[0].hangs_in = {DropAdapter}
+    scene.replicas[0].hangs_in = {SetAdapters}
     call = scene.load("math")
     assert held(scene.replicas[0]) == ["math@1"] and not call.done
     scene.replicas[0].hangs_in = set()

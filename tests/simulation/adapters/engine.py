@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deployments.protocol.adapters import Adapter, DropAdapter, LoadAdapter, SetAdapters
+from deployments.protocol.adapters import Adapter, LoadAdapter, SetAdapters
 from deployments.protocol.errors import NotFound, PayloadRejected
 from deployments.replica.adapters.engine_adapters import EngineAdapters
 from deployments.weights.store.adapter_store import Incomplete, adapter_digest, until_complete
@@ -72,22 +72,20 @@ class SimAdapters(EngineAdapters):
         """The full names that requests may use."""
         return [self._held[each].full_name for each in self._live]
 
-    async def carry_out(self, body: LoadAdapter | SetAdapters | DropAdapter, *, asleep: bool) -> None:
+    async def carry_out(self, body: LoadAdapter | SetAdapters, *, asleep: bool) -> None:
         match body:
             case LoadAdapter():
                 if asleep:
                     raise PayloadRejected("its weights sleep")
                 await self.load(body.adapter)
             case SetAdapters():
-                await self.make_live(body.live)
-            case DropAdapter():
-                await self.drop(body.adapter_id)
+                await self.make_live(body.live, body.keep)
 
-    async def make_live(self, live: Sequence[Adapter]) -> None:
+    async def make_live(self, live: Sequence[Adapter], keep: Sequence[int] = ()) -> None:
         if all(each.adapter_id in self._held for each in live):
             for each in live:
                 self._oracle.went_live(each, self._content(each))
-        await super().make_live(live)
+        await super().make_live(live, keep)
 
     def forget(self) -> None:
         """The engine's weights were replaced: what it has of adapters is gone."""

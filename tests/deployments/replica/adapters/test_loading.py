@@ -115,7 +115,7 @@ async def test_received_adapter_is_loaded_under_the_path_of_the_fleets_copy(
     await adapters.load(expected)
     assert llm.read_from == {1: str(directory)} and llm.loaded == {1: str(source)}
     assert adapters.state.received == (1,) and not directory.exists(), "host memory is free again"
-    await adapters.drop(1)
+    await adapters.make_live([])
     assert adapters.state.received == ()
 
 
@@ -255,7 +255,7 @@ async def loaded(adapters: EngineAdapters, tmp_path: Path, count: int) -> list[A
 async def test_name_maps_to_its_newest_version(tmp_path: Path, adapters: EngineAdapters) -> None:
     one, two = await loaded(adapters, tmp_path, 2)
     assert "math" not in adapters.named and "math@1" not in adapters.named
-    await adapters.make_live([one])
+    await adapters.make_live([one], keep=[2])
     assert adapters.named["math"].lora_name == "math@1"
     await adapters.make_live([one, two])
     assert adapters.named["math"].lora_name == "math@2"
@@ -268,7 +268,7 @@ async def test_adapter_is_unloaded_after_its_last_request(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     one, two = await loaded(adapters, tmp_path, 2)
-    await adapters.make_live([one])
+    await adapters.make_live([one], keep=[2])
     recorder = SpanRecorder(1)
     RECORDER.set(recorder)
     assert adapters.named["math"].lora_int_id == 1
@@ -279,21 +279,20 @@ async def test_adapter_is_unloaded_after_its_last_request(
         recorder.end()
         await asyncio.sleep(0)
         assert adapters.state.held == (1, 2) and adapters.state.live == (2,)
+        assert adapters.state.unloading == (1,)
     await asyncio.sleep(0.01)
     assert adapters.state.held == (2,) and set(llm.loaded) == {2}
     RECORDER.set(None)
 
 
-async def test_adapter_that_never_became_live_is_dropped_at_once(
+async def test_adapter_that_never_became_live_goes_unless_it_is_kept(
     tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
 ) -> None:
     one, _ = await loaded(adapters, tmp_path, 2)
-    await adapters.make_live([one])
-    await adapters.drop(2)
-    await adapters.drop(3)  # of an earlier life
+    await adapters.make_live([one], keep=[2])
+    assert set(llm.loaded) == {1, 2} and adapters.state.unloading == ()
+    await adapters.make_live([one], keep=[3])  # still to be loaded
     assert set(llm.loaded) == {1} and adapters.state.held == (1,)
-    with pytest.raises(RuntimeError, match="live"):
-        await adapters.drop(1)
 
 
 async def test_metrics_of_an_unloaded_adapter_are_cleared(
