@@ -13,7 +13,6 @@ compute: on one thread it took longer than everything else that a load does with
 import asyncio
 import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
@@ -23,9 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from io import FileIO
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from deployments.host.durable_files import sync
@@ -33,14 +30,14 @@ from deployments.protocol.adapters import AdapterFiles
 from deployments.weights.store.checkpoint_files import is_below, read_header
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PART_BYTES = 8 << 20
+PART_BYTES = 1 << 20  # malloc would keep larger ones for each of the controller's threads
+COPY_BYTES = 1 << 30  # at a time
 THREADS = 4
 MAX_CONFIG_BYTES = 1 << 20
 LAG_S = 10.0  # a shared file system may show files this much later than their writer
 _RETRY_S = 0.1
 _NAME = re.compile(r"a(\d{8,})|\.a(\d{8,})\.partial")
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
-_Buffers = SimpleQueue[memoryview]
 T = TypeVar("T")
 
 
@@ -108,7 +105,7 @@ class AdapterStore:
         try:
             copies = [partial / CONFIG, partial / TENSORS]
             if not digest or not _linked(files, copies):
-                digest = copied(files, copies)
+                digest = _copied(files, copies)
             if [_stamp(file) for file in files] != before:
                 raise Incomplete(f"{source} changed while it was read")
             _check_length(partial / TENSORS)
@@ -151,6 +148,17 @@ def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
             link.unlink(missing_ok=True)
         return False
     return True
+
+
+def _copied(files: Sequence[Path], copies: Sequence[Path]) -> str:
+    """Copy the files, and return the digest of what they hold."""
+    with ThreadPoolExecutor(1) as beside:
+        digesting = beside.submit(_files_digest, files)
+        for file, copy in zip(files, copies, strict=True):
+            with file.open("rb") as reader, _writing(), copy.open("wb") as writer:
+                while os.sendfile(writer.fileno(), reader.fileno(), None, COPY_BYTES):
+                    pass
+        return digesting.result()
 
 
 def _confined(file: Path, roots: Sequence[Path]) -> Path:
@@ -206,82 +214,31 @@ def _check_length(file: Path) -> None:
 def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
     """The digest of an adapter's two files, from their contents by name."""
     contents = [memoryview(files[name]) for name in (CONFIG, TENSORS)]
-    with ThreadPoolExecutor(THREADS) as threads:
-        return _digest((len(each), threads.map(_sha256, _split(each))) for each in contents)
+    return _digest((len(each), partial(_slice, each)) for each in contents)
 
 
 def adapter_digest(directory: Path) -> str:
     """The digest of an adapter's two files. Raises OSError."""
-    return copied([directory / CONFIG, directory / TENSORS], [None, None])
+    return _files_digest([directory / CONFIG, directory / TENSORS])
 
 
-def copied(sources: Sequence[Path], targets: Sequence[Path | None]) -> str:
-    """Read the files, write them where there is a target, and return their digest. Raises OSError,
-    CannotWrite."""
-    # A part for each thread. Not from malloc, which would keep what each of the controller's threads freed.
-    buffers: _Buffers = SimpleQueue()
-    for _ in range(THREADS):
-        buffers.put(memoryview(mmap.mmap(-1, PART_BYTES)))
-    return _digest(_copied(source, to, buffers) for source, to in zip(sources, targets, strict=True))
+def _files_digest(files: Sequence[Path]) -> str:
+    with files[0].open("rb") as config, files[1].open("rb") as tensors:
+        descriptors = [each.fileno() for each in (config, tensors)]
+        return _digest((os.fstat(each).st_size, partial(os.pread, each)) for each in descriptors)
 
 
-def _copied(source: Path, target: Path | None, buffers: _Buffers) -> tuple[int, list[bytes]]:
-    with (
-        source.open("rb", buffering=0) as reader,
-        _opened(target) as writer,
-        ThreadPoolExecutor(THREADS) as threads,  # joined before the files are closed
-    ):
-        size = os.fstat(reader.fileno()).st_size
-        to = None if target is None else writer.fileno()
-        return size, list(threads.map(partial(_part, reader.fileno(), to, buffers), _bounds(size)))
+def _slice(content: memoryview, length: int, begin: int) -> memoryview:
+    return content[begin : begin + length]
 
 
-def _digest(files: Iterable[tuple[int, Iterable[bytes]]]) -> str:
+def _digest(contents: Iterable[tuple[int, Callable[[int, int], bytes | memoryview]]]) -> str:
+    """Each content is its size in bytes, and what returns so many bytes from a position on."""
     digest = hashlib.sha256()
-    for size, parts in files:
-        digest.update(struct.pack("<Q", size))
-        for part in parts:
-            digest.update(part)
+    with ThreadPoolExecutor(THREADS) as threads:
+        for size, read in contents:
+            digest.update(struct.pack("<Q", size))
+            parts = (partial(read, PART_BYTES, begin) for begin in range(0, size, PART_BYTES))
+            for each in threads.map(lambda part: hashlib.sha256(part()).digest(), parts):
+                digest.update(each)
     return digest.hexdigest()
-
-
-def _bounds(size: int) -> Iterator[tuple[int, int]]:
-    return ((begin, min(begin + PART_BYTES, size)) for begin in range(0, size, PART_BYTES))
-
-
-def _split(content: memoryview) -> Iterator[memoryview]:
-    return (content[begin:end] for begin, end in _bounds(len(content)))
-
-
-def _sha256(content: memoryview) -> bytes:
-    return hashlib.sha256(content).digest()
-
-
-def _part(reader: int, writer: int | None, buffers: _Buffers, bounds: tuple[int, int]) -> bytes:
-    """Copy a part between two file descriptors. The digest of what was read: less, if the file was cut."""
-    begin, end = bounds
-    whole = buffers.get()
-    try:
-        filled = 0
-        while filled < end - begin:
-            got = os.preadv(reader, [whole[filled : end - begin]], begin + filled)
-            if got == 0:
-                break
-            filled += got
-        if writer is not None:
-            _write(writer, whole[:filled], begin)
-        return _sha256(whole[:filled])
-    finally:
-        buffers.put(whole)
-
-
-def _write(writer: int, left: memoryview, at: int) -> None:
-    with _writing():
-        while left:  # a disk that is almost full takes a part
-            written = os.pwrite(writer, left, at)
-            left, at = left[written:], at + written
-
-
-def _opened(target: Path | None) -> FileIO:
-    with _writing():  # without a buffer, whose rest might be lost when it is closed
-        return open(os.devnull if target is None else target, "wb", buffering=0)
