@@ -14,7 +14,7 @@ from deployments.ledger.decisions import LeaseIssued
 from deployments.ledger.state import Connection, Member, PendingCall, State, classify, join_reasons
 from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
-from deployments.protocol.poll import Body, Connect, Drop
+from deployments.protocol.poll import Connect, Drop
 from deployments.protocol.publishing import Lease
 
 # -- the lease --------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
     if not members:
         raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
     rank_offset = _checked_rank_offset(init_info, members)
-    cancel_connecting(state)
+    cancel_rendezvous(state)
     desk.last_connection_id += 1
     connection = Connection(
         connection_id=desk.last_connection_id,
@@ -126,7 +126,7 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
         state, Connect.name, bodies, on_complete=partial(_connected, connection=connection)
     )
     call.result = connection.connection_id
-    desk.connecting = call
+    desk.rendezvous = connection, call
     return call
 
 
@@ -152,25 +152,17 @@ def _connected(state: State, call: PendingCall, *, connection: Connection) -> No
 
 def check_peers(state: State) -> None:
     """Members must not wait in a communicator for a member that is gone."""
-    connection = state.publisher.connection
-    if connection is not None and connection.collective and any(each.out for each in connection.members):
-        cancel_connecting(state)
-    if state.publisher.sending_adapter is not None:
-        connection, _ = state.publisher.sending_adapter
+    if state.publisher.rendezvous is not None:
+        connection, _ = state.publisher.rendezvous
         if connection.collective and any(each.out for each in connection.members):
-            cancel_adapter(state)
+            cancel_rendezvous(state)
 
 
-def cancel_connecting(state: State) -> None:
-    call, state.publisher.connecting = state.publisher.connecting, None
-    if call is not None:
-        _cancel(state, call, Connect)
-
-
-def _cancel(state: State, call: PendingCall, kind: type[Body]) -> None:
-    """Its members may be waiting for a peer: have them leave the rendezvous."""
-    for member in tuple(call.waiting):
-        membership.withdraw(member, lambda body: isinstance(body, kind), delivered=True)
+def cancel_rendezvous(state: State) -> None:
+    """Its members may be waiting for a peer: have them leave it."""
+    current, state.publisher.rendezvous = state.publisher.rendezvous, None
+    for member in () if current is None else tuple(current[1].waiting):
+        membership.withdraw(member, lambda body: isinstance(body, Connect | ReceiveAdapter), delivered=True)
         membership.send_or_fence(state, member, Drop(round_id=None))
 
 
@@ -224,28 +216,19 @@ def send_adapter(state: State, publisher: str, body: ReceiveAdapter) -> PendingC
     """
     members = state.for_round()
     connection = check_connection(state, connection_of(state, publisher), members)
-    cancel_adapter(state)
+    cancel_rendezvous(state)
     call = membership.send(
         state,
         body.name,
         dict.fromkeys(members, body),
         on_complete=partial(_adapter_received, connection=connection),
     )
-    state.publisher.sending_adapter = connection, call
+    state.publisher.rendezvous = connection, call
     return call
 
 
-def cancel_adapter(state: State) -> None:
-    current, state.publisher.sending_adapter = state.publisher.sending_adapter, None
-    if current is not None:
-        _cancel(state, current[1], ReceiveAdapter)
-
-
 def _adapter_received(state: State, call: PendingCall, *, connection: Connection) -> None:
-    desk = state.publisher
-    if desk.sending_adapter is not None and desk.sending_adapter[1] is call:
-        desk.sending_adapter = None
-    verdict = classify(call)
+    desk, verdict = state.publisher, classify(call)
     membership.fence_each(state, verdict.replica_failed, call.name)
     lacking = {**call.absent, **verdict.not_done}
     if not lacking:

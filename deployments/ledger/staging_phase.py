@@ -197,8 +197,7 @@ def abort(state: State, current: Round, error: SlipstreamError) -> None:
 
 def abandon(state: State, why: str) -> None:
     """The publisher is gone: cancel what it began, unless that is decided."""
-    publisher_session.cancel_connecting(state)
-    publisher_session.cancel_adapter(state)
+    publisher_session.cancel_rendezvous(state)
     current = state.round
     if current is not None and not current.decided:
         error = RoundAborted(f"round {current.round_id} aborted: {why}", {"round_id": current.round_id})

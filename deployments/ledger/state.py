@@ -376,11 +376,10 @@ class PublisherState:
     expires: float = 0.0
     last_token: int = 0
     connection: Connection | None = None
-    connecting: PendingCall | None = None
+    rendezvous: tuple[Connection, PendingCall] | None = None  # its members connect, or receive an adapter
     last_connection_id: int = 0
     told: set[Member] = field(default_factory=set)  # they have, or were told of, the connection
     broken_by: int | None = None  # the round with which the last transfer group ended
-    sending_adapter: tuple[Connection, PendingCall] | None = None
 
 
 # -- the store --------------------------------------------------------------------------------
