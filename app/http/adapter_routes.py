@@ -7,7 +7,7 @@ from starlette.responses import PlainTextResponse
 from app.http.requests import LoadAdapterBody, UnloadAdapterBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle, retried
-from deployments.protocol.adapters import LOAD_TIMEOUT_S, Adapter
+from deployments.protocol.adapters import LOAD_TIMEOUT_S, Adapter, LoadRequest
 from deployments.protocol.responses import AdapterList, Status
 
 
@@ -48,11 +48,15 @@ class AdapterRoutes:
     async def _load(self, body: LoadAdapterBody, *, in_place: bool) -> str:
         """Load an adapter; returns its full name. If the controller dies, its successor is asked for the same
         load, and knows whether it was decided."""
-        load, load_id = self._controller.load_adapter, uuid.uuid4().hex
+        load = LoadRequest(
+            name=body.lora_name,
+            path=body.lora_path,
+            in_place=in_place,
+            is_3d=body.is_3d_lora_weight,
+            load_id=uuid.uuid4().hex,
+        )
         adapter: Adapter = await retried(
-            lambda: load.remote(
-                body.lora_name, body.lora_path, in_place, body.is_3d_lora_weight, None, load_id
-            ),
+            lambda: self._controller.load_adapter.remote(load),
             f"the load of {body.lora_name!r}",
             limit_s=LOAD_TIMEOUT_S,
         )

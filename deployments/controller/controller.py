@@ -24,7 +24,7 @@ from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
-from deployments.protocol.adapters import Adapter, AdapterStatus
+from deployments.protocol.adapters import Adapter, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
@@ -185,37 +185,21 @@ class Controller:
 
     # -- adapters -----------------------------------------------------------------------------
 
-    async def load_adapter(
-        self,
-        name: str,
-        path: str,
-        in_place: bool = False,
-        is_3d: bool = False,
-        after: int | None = None,
-        load_id: str = "",
-        digest: str = "",
-    ) -> Adapter:
-        """Make an adapter live on all replicas; see `Ledger.begin_adapter` and `stage_adapter`.
-
-        Args:
-            after: the name must be at this version, else Conflict.
-            load_id: makes the call repeatable: if a load with this id is live, that is the answer.
-            digest: over files that no longer change, see `AdapterStore.copy`; replicas check what they read.
-        """
+    async def load_adapter(self, load: LoadRequest) -> Adapter:
+        """Make an adapter live on all replicas, or return what a load with this id has made live. See
+        `Ledger.begin_adapter` and `stage_adapter`."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
-            if load_id:
-                await self._durable.wait(lambda: self._ledger.adapter_settled(load_id), None)
-                if (found := self._ledger.adapter_loaded(load_id)) is not None:
+            if load.load_id:
+                await self._durable.wait(lambda: self._ledger.adapter_settled(load.load_id), None)
+                if (found := self._ledger.adapter_loaded(load.load_id)) is not None:
                     return found
             now = self._durable.now
             call: PendingCall | None = None
-            adapter = self._ledger.begin_adapter(
-                name, now(), in_place=in_place, is_3d=is_3d, after=after, load_id=load_id
-            )
+            adapter = self._ledger.begin_adapter(load, now())
             try:
                 await self._durable.durable(self._durable.change())  # no successor reuses this id
-                files = await self._adapter_files.copy(path, adapter.adapter_id, digest)
+                files = await self._adapter_files.copy(load.path, adapter.adapter_id, load.digest)
                 call = self._ledger.stage_adapter(adapter, files, now())
                 self._durable.change()  # replicas load the copy, or what they received, while it is synced
                 await self._adapter_files.complete(adapter.adapter_id)

@@ -6,7 +6,7 @@ Numbers and ids are never reused: an engine finds KV cache blocks by the adapter
 from collections.abc import Collection
 from dataclasses import replace
 
-from deployments.protocol.adapters import Adapter, AdapterCatalog
+from deployments.protocol.adapters import Adapter, AdapterCatalog, LoadRequest
 from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
 
 REMEMBERED = 256  # names whose last number is known; older names share the greatest of theirs
@@ -18,15 +18,14 @@ def is_name(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
-def check_new(
-    catalog: AdapterCatalog, name: str, *, base_model: str, in_place: bool, after: int | None
-) -> None:
+def check_new(catalog: AdapterCatalog, request: LoadRequest, base_model: str) -> None:
     """Clients may number names themselves (ART loads `run@7`): only a name for two adapters is refused.
 
     Raises:
         InvalidRequest: no such name is possible, or it is live and `in_place` is false.
-        Conflict: the newest live version is not `after` (0: there is none; None: any).
+        Conflict: the newest live version is not `after`.
     """
+    name, after = request.name, request.after
     if not is_name(name):
         raise InvalidRequest(f"lora_name: expected 1 to {MAX_NAME} printable characters, got {name[:60]!r}")
     if name == base_model:
@@ -39,7 +38,7 @@ def check_new(
             {"lora_name": name},
         )
     newest = max((each.version for each in catalog.live if each.name == name), default=0)
-    if newest and not in_place:
+    if newest and not request.in_place:
         raise InvalidRequest(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in "
             "place, set 'load_inplace' to True.",
@@ -60,11 +59,9 @@ def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
     return found
 
 
-def next_adapter(
-    catalog: AdapterCatalog, name: str, *, is_3d: bool, load_id: str = "", taken: Collection[str] = ()
-) -> Adapter:
+def next_adapter(catalog: AdapterCatalog, request: LoadRequest, taken: Collection[str] = ()) -> Adapter:
     """The next version of a name, without its files; `taken`: names that its full name cannot be."""
-    others = {*taken, *(each.name for each in catalog.live)}
+    name, others = request.name, {*taken, *(each.name for each in catalog.live)}
     version = catalog.last_versions.get(name, catalog.floor) + 1
     while f"{name}{SEPARATOR}{version}" in others:
         version += 1
@@ -75,8 +72,8 @@ def next_adapter(
         path="",
         digest="",
         size_bytes=0,
-        is_3d=is_3d,
-        load_id=load_id,
+        is_3d=request.is_3d,
+        load_id=request.load_id,
     )
 
 

@@ -2,7 +2,7 @@
 
     caller    begin ─► (the shell copies the files) ─► stage ─► PendingCall
     replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
-              one rejects it ─► SET_ADAPTERS without it where it is held ─► the caller's error
+              one rejects it ─► SET_ADAPTERS without it ─► the caller's error
 
 After each event every replica's last report is compared with the catalog, and it is sent the first thing that
 is missing: a joiner and a replica that missed something are the same case. A replica that this process has
@@ -36,6 +36,7 @@ from deployments.protocol.adapters import (
     AdapterStatus,
     LoadAdapter,
     LoadedAdapter,
+    LoadRequest,
     SetAdapters,
 )
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, SlipstreamError
@@ -46,20 +47,12 @@ KINDS = (LoadAdapter, SetAdapters)
 # -- calls ------------------------------------------------------------------------------------
 
 
-def begin(
-    state: State, name: str, *, in_place: bool, is_3d: bool, after: int | None = None, load_id: str = ""
-) -> Adapter:
-    """Reserve the next version of a name; `stage` or `fail` follows.
-
-    `in_place` is vLLM's `load_inplace`; here the name gets another version. `after`: the newest live version
-    that the caller knows, 0 for none; None: any.
-    """
+def begin(state: State, request: LoadRequest) -> Adapter:
+    """Reserve the next version of a name; `stage` or `fail` follows."""
     adapters, limits = state.adapters, state.adapter_limits
     _check_enabled(state)
-    _check_idle(state, name)
-    adapter_catalog.check_new(
-        adapters.catalog, name, base_model=limits.base_model, in_place=in_place, after=after
-    )
+    _check_idle(state, request.name)
+    adapter_catalog.check_new(adapters.catalog, request, limits.base_model)
     if len(adapters.catalog.live) + len(adapters.loads) >= limits.most:
         raise Conflict(
             f"{limits.most} versions of adapters are live or being loaded, which is the limit: "
@@ -67,9 +60,9 @@ def begin(
             {"most": limits.most},
         )
     taken = {limits.base_model, *adapters.loads}
-    adapter = adapter_catalog.next_adapter(adapters.catalog, name, is_3d=is_3d, load_id=load_id, taken=taken)
+    adapter = adapter_catalog.next_adapter(adapters.catalog, request, taken)
     times = adapters.times[adapter.adapter_id] = LoadTimes(begun=state.now)
-    adapters.loads[name] = Load(adapter=adapter, times=times)
+    adapters.loads[adapter.name] = Load(adapter=adapter, times=times)
     # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
     _decide(state, adapter_catalog.numbered(adapters.catalog, adapter))
     _record(state, adapter, "loading")

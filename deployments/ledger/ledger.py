@@ -29,7 +29,7 @@ from deployments.ledger import (
 from deployments.ledger.decisions import Decision, Labelled, Scaled
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import Member, MemberState, PendingCall, State
-from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, ReceiveAdapter
+from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, LoadRequest, ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect, Operation, Sleep
 from deployments.protocol.errors import RoundAborted, SlipstreamError
 from deployments.protocol.poll import DesiredReplicas, Directive, FilePart, JoinAnswer, Report, Unloadable
@@ -271,19 +271,10 @@ class Ledger:
 
     # -- adapters -----------------------------------------------------------------------------
 
-    def begin_adapter(
-        self,
-        name: str,
-        now: float,
-        *,
-        in_place: bool,
-        is_3d: bool,
-        after: int | None = None,
-        load_id: str = "",
-    ) -> Adapter:
+    def begin_adapter(self, load: LoadRequest, now: float) -> Adapter:
         state = self._at(now)
         desired_state.check_awake(state)
-        return adapter_loads.begin(state, name, in_place=in_place, is_3d=is_3d, after=after, load_id=load_id)
+        return adapter_loads.begin(state, load)
 
     def stage_adapter(self, adapter: Adapter, files: AdapterFiles, now: float) -> PendingCall:
         call = adapter_loads.stage(self._at(now), adapter, files)

@@ -10,6 +10,19 @@ LOAD_TIMEOUT_S = 300.0  # the fleet has shorter deadlines; this one ends a call 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """A load as its caller asks for it."""
+
+    name: str
+    path: str
+    in_place: bool = False  # vLLM's `load_inplace`: the name may be live, and gets another version
+    is_3d: bool = False
+    after: int | None = None  # the newest live version that the caller knows, 0 for none; None: any
+    load_id: str = ""  # 32 hexadecimal digits; the call may be repeated with it
+    digest: str = ""  # of files that never change again, see `AdapterStore.copy`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     name: str
     version: int  # counts versions of this name; never reused

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import LOAD_TIMEOUT_S, AdapterStatus
+from deployments.protocol.adapters import LOAD_TIMEOUT_S, AdapterStatus, LoadRequest
 from deployments.protocol.adapters import Adapter as LiveAdapter
 from deployments.protocol.errors import Conflict, SlipstreamError, TransferFailed
 from deployments.protocol.publishing import RoundOptions
@@ -254,13 +254,17 @@ class AdapterPublisher:
             raise Conflict(f"the adapter {self._name!r} is not published: {error}") from error
 
     def _load(self, directory: Path, digest: str, load_id: str) -> int:
-        load, before = self._controller.load_adapter, self._own_version()
+        load = LoadRequest(
+            name=self._name,
+            path=str(directory),
+            in_place=True,
+            after=self._own_version(),
+            load_id=load_id,
+            digest=digest,
+        )
+        call = self._controller.load_adapter
         live: LiveAdapter = run_sync(
-            retried(
-                lambda: load.remote(self._name, str(directory), True, False, before, load_id, digest),
-                "load_adapter",
-                limit_s=LOAD_TIMEOUT_S,
-            )
+            retried(lambda: call.remote(load), "load_adapter", limit_s=LOAD_TIMEOUT_S)
         )
         return live.version
 

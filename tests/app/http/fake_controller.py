@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.ledger_config import SizeLimits
 from deployments.ledger.state import PendingCall
-from deployments.protocol.adapters import AdapterStatus
+from deployments.protocol.adapters import AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import (
     AbortRequests,
     InFlight,
@@ -253,9 +253,9 @@ class FakeController:
 
     # -- adapters: `test_adapter_routes` has the real controller -------------------------------
 
-    async def load_adapter(self, name: str, path: str, *options: Any) -> Any:
+    async def load_adapter(self, load: LoadRequest) -> Any:
         await self._enter("load_adapter")
-        raise NotFound(f"lora_path: {path} does not exist")
+        raise NotFound(f"lora_path: {load.path} does not exist")
 
     async def unload_adapter(self, name: str) -> None:
         await self._enter("unload_adapter")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter
-from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
+from deployments.protocol.adapters import LoadAdapter, LoadRequest
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
 from deployments.protocol.poll import Outcome
 from deployments.weights.store.adapter_store import CONFIG, TENSORS
 from tests.deployments.controller.fleet import Fleet
@@ -26,7 +26,7 @@ async def adapters(fleet: Fleet, tmp_path: Path) -> Fleet:
 
 async def load(fleet: Fleet, tmp_path: Path, number: int = 1, **options: Any) -> str:
     path = str(tmp_path / f"adapter-{number}")
-    return (await fleet.controller.load_adapter("math", path, **options)).full_name
+    return (await fleet.controller.load_adapter(LoadRequest(name="math", path=path, **options))).full_name
 
 
 async def test_a_load_returns_once_the_adapter_is_live_on_all_replicas(
@@ -83,15 +83,6 @@ async def connected(fleet: Fleet) -> int:
     token = (await fleet.controller.acquire("trainer")).token
     await fleet.controller.connect(token, {})
     return token
-
-
-async def test_replicas_load_the_adapter_that_was_sent(adapters: Fleet, tmp_path: Path) -> None:
-    token = await connected(adapters)
-    await adapters.controller.send_adapter(token, LOAD, {"segment": "s"})
-    await load(adapters, tmp_path, load_id=LOAD)
-    await load(adapters, tmp_path, 2, in_place=True)
-    first, second = await adapters.controller.adapters()
-    assert first.received == ("a", "b") and second.received == ()
 
 
 class Disk:
@@ -161,18 +152,6 @@ async def test_a_cancelled_load_leaves_no_adapter(adapters: Fleet, tmp_path: Pat
     assert await load(adapters, tmp_path) == "math@2"
 
 
-async def test_sending_an_adapter_fails_if_a_replica_cannot_receive_it(
-    adapters: Fleet, tmp_path: Path
-) -> None:
-    token = await connected(adapters)
-    adapters.replicas["b"].outcomes[ReceiveAdapter] = Outcome.TRANSFER_FAILED
-    with pytest.raises(Conflict, match="replicas did not receive the adapter: b: transfer_failed here"):
-        await adapters.controller.send_adapter(token, LOAD, {})
-    await load(adapters, tmp_path, load_id=LOAD)
-    [status] = await adapters.controller.adapters()
-    assert status.received == ("a",) and status.replicas == ("a", "b")
-
-
 @pytest.mark.parametrize(
     ("load_id", "payload", "said"),
     [
@@ -188,27 +167,6 @@ async def test_nothing_is_sent_that_is_no_adapter(
     with pytest.raises(InvalidRequest, match=said):
         await adapters.controller.send_adapter(token, load_id, payload)
     assert all("receive_adapter" not in each.names() for each in adapters.replicas.values())
-
-
-async def test_an_adapter_is_sent_by_its_publisher_and_over_a_connection(adapters: Fleet) -> None:
-    token = (await adapters.controller.acquire("trainer")).token
-    with pytest.raises(Conflict, match="connect before"):
-        await adapters.controller.send_adapter(token, LOAD, {})
-    with pytest.raises(StalePublisher):
-        await adapters.controller.send_adapter(token + 1, LOAD, {})
-
-
-async def test_a_successor_knows_the_live_adapters(tmp_path: Path) -> None:
-    save_tiny_adapter(tmp_path / "adapter-1", 1)
-    first = Fleet(tmp_path)
-    first.start("a")
-    await first.admitted("a")
-    await load(first, tmp_path)
-    await first.aclose()
-    successor = Fleet(tmp_path)
-    [status] = await successor.controller.adapters()
-    await successor.aclose()
-    assert (status.name, status.version, status.state) == ("math", 1, "live")
 
 
 @pytest.mark.slow

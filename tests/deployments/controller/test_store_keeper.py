@@ -10,6 +10,7 @@ from deployments.controller.store_keeper import StoreKeeper
 from deployments.ledger.decisions import Decision, Stored
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import AdapterLimits
+from deployments.protocol.adapters import LoadRequest
 from deployments.protocol.errors import Conflict, InvalidRequest, JournalError
 from deployments.weights.store.owner import OWNER, claim
 from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
@@ -163,12 +164,17 @@ async def test_a_controller_that_restarts_knows_its_store(tmp_path: Path, claime
     await fleet.aclose()
 
 
+async def load(fleet: Fleet, directory: Path) -> Path:
+    request = LoadRequest(name="math", path=str(directory / "adapter"), in_place=True)
+    return Path((await fleet.controller.load_adapter(request)).path)
+
+
 async def with_adapter(fleet: Fleet, directory: Path) -> Path:
     """Where the fleet keeps an adapter that is live on it."""
     fleet.start("a")
     await fleet.admitted("a")
     save_tiny_adapter(directory / "adapter", 1)
-    return Path((await fleet.controller.load_adapter("math", str(directory / "adapter"))).path)
+    return await load(fleet, directory)
 
 
 def share(store: Path, directory: Path) -> None:
@@ -216,7 +222,7 @@ async def test_a_fleet_whose_store_was_given_to_another_leaves_it_alone(tmp_path
     first.controller._remove_old()
     await first.controller._adapter_files.removal.aclose()
     with pytest.raises(Conflict, match="belongs to fleet another"):
-        await first.controller.load_adapter("math", str(tmp_path / "first" / "adapter"), True)
+        await load(first, tmp_path / "first")
     assert theirs.is_dir() and Store(store).list() == [1]
     assert [each.name for each in (store / "adapters").iterdir()] == ["a00000077"]
     await first.aclose()
@@ -237,7 +243,7 @@ async def test_an_empty_directory_in_place_of_the_store_is_not_written_to(tmp_pa
     await fleet.controller._keeper.removal.aclose()
     gone = rf"fleet.json is not there, and this is fleet {fleet_id}'s store: is its disk mounted"
     with pytest.raises(Conflict, match=gone):
-        await fleet.controller.load_adapter("math", str(tmp_path / "adapter"), True)
+        await load(fleet, tmp_path)
     second = VersionManifest(version=2, fleet_id=fleet_id, tensors={})
     with pytest.raises(JournalError, match=gone), store.writing(second):
         pass
@@ -312,7 +318,7 @@ async def test_an_adapter_is_of_a_model_too(tmp_path: Path) -> None:
     fleet.start("a")
     await fleet.admitted("a")
     save_tiny_adapter(tmp_path / "adapter", 1)
-    await fleet.controller.load_adapter("math", str(tmp_path / "adapter"))
+    await load(fleet, tmp_path)
     await fleet.aclose()
     with pytest.raises(JournalError, match=REFUSED):
         Fleet(tmp_path, model="two")
@@ -327,7 +333,7 @@ async def test_live_adapters_are_not_given_to_replicas_that_take_none(tmp_path: 
     fleet.start("a")
     await fleet.admitted("a")
     save_tiny_adapter(tmp_path / "adapter", 1)
-    await fleet.controller.load_adapter("math", str(tmp_path / "adapter"))
+    await load(fleet, tmp_path)
     await fleet.aclose()
     for _ in range(2):
         with pytest.raises(JournalError, match=refused):

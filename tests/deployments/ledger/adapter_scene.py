@@ -1,9 +1,11 @@
 """A ledger whose fleet serves adapters, for the tables."""
 
+from typing import Any
+
 from deployments.ledger.decisions import decode, encode
 from deployments.ledger.ledger_config import AdapterLimits
 from deployments.ledger.state import PendingCall
-from deployments.protocol.adapters import AdapterFiles
+from deployments.protocol.adapters import Adapter, AdapterFiles, LoadRequest
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene
@@ -16,10 +18,11 @@ class AdapterScene(Scene):
 
     limits = AdapterLimits(base_model="base")
 
-    def load(self, name: str, *, in_place: bool = False, polls: int = 8, load_id: str = "") -> PendingCall:
-        adapter = self.ledger.begin_adapter(
-            name, in_place=in_place, is_3d=False, now=self.now, load_id=load_id
-        )
+    def begin(self, name: str, **options: Any) -> Adapter:
+        return self.ledger.begin_adapter(LoadRequest(name=name, path="/a", **options), self.now)
+
+    def load(self, name: str, *, polls: int = 8, **options: Any) -> PendingCall:
+        adapter = self.begin(name, **options)
         call = self.ledger.stage_adapter(adapter, FILES, self.now)
         self.ledger.complete_adapter(adapter, self.now)
         self.ledger.tick(self.now)

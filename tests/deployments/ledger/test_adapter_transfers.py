@@ -83,7 +83,7 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     assert "drop" in scene.replicas[0].names() and scene.replicas[0].fenced is None
     assert scene.status().connection is None
     scene.replicas[0].hangs_in = set()
-    load = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    load = scene.begin("math")
     loading = scene.ledger.stage_adapter(load, FILES, scene.now)
     scene.ledger.complete_adapter(load, scene.now)
     scene.ledger.tick(scene.now)
@@ -151,7 +151,7 @@ def test_no_round_is_beside_a_transfer() -> None:
 
 def staged_early(scene: AdapterScene) -> tuple[Adapter, PendingCall]:
     """Loaded from what arrived, while the fleet's copy is written."""
-    adapter = scene.ledger.begin_adapter("math", in_place=True, is_3d=False, now=scene.now, load_id=LOAD)
+    adapter = scene.begin("math", in_place=True, load_id=LOAD)
     call = scene.ledger.stage_adapter(adapter, FILES, scene.now)
     scene.ledger.tick(scene.now)
     scene.poll(6)

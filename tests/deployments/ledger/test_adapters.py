@@ -8,6 +8,7 @@ from deployments.protocol.adapters import (
     AdapterTimings,
     LoadAdapter,
     LoadedAdapter,
+    LoadRequest,
     SetAdapters,
 )
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
@@ -38,20 +39,19 @@ def test_no_request_may_name_it_before_all_replicas_hold_it() -> None:
 
 def test_a_load_that_expects_another_version_changes_nothing() -> None:
     scene = AdapterScene(2)
-    begin = scene.ledger.begin_adapter
     for after, newest in ((1, 0), (0, 1), (2, 1)):
         if newest and not names(scene):
             ended(scene.load("math"))
         with pytest.raises(Conflict, match=f"is at version {newest}, expected {after}"):
-            begin("math", in_place=True, is_3d=False, now=scene.now, after=after)
+            scene.begin("math", in_place=True, after=after)
     assert names(scene) == ["math@1"] and names(scene, "loading") == []
-    assert begin("math", in_place=True, is_3d=False, now=scene.now, after=1).version == 2
+    assert scene.begin("math", in_place=True, after=1).version == 2
 
 
 def test_a_load_says_where_its_time_went() -> None:
     scene = AdapterScene(2)
     ledger = scene.ledger
-    adapter = ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    adapter = scene.begin("math")
     assert ledger.adapters()[0].timings == AdapterTimings(
         copy_s=None, sync_s=None, load_s=None, total_s=None, replicas={}
     )
@@ -83,7 +83,7 @@ def test_times_are_kept_of_versions_that_are_there() -> None:
 
 def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
     scene = AdapterScene(2)
-    adapter = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    adapter = scene.begin("math")
     scene.ledger.stage_adapter(adapter, FILES, scene.now)
     scene.ledger.complete_adapter(adapter, scene.now)
     scene.ledger.tick(scene.now)
@@ -256,7 +256,7 @@ def test_a_fleet_without_adapters_says_why() -> None:
 
 def test_files_that_could_not_be_copied_leave_nothing_behind() -> None:
     scene = AdapterScene(1)
-    adapter = scene.ledger.begin_adapter("math", in_place=False, is_3d=False, now=scene.now)
+    adapter = scene.begin("math")
     scene.ledger.fail_adapter(adapter, NotFound("no such directory"), scene.now)
     assert scene.ledger.adapter_ids() == set()
     assert ended(scene.load("math")).full_name == "math@2"  # type: ignore[attr-defined]
@@ -277,7 +277,8 @@ def test_a_number_is_never_given_twice() -> None:
 def test_numbers_are_not_given_twice_although_names_are_forgotten() -> None:
     catalog, seen = AdapterCatalog(), set[str]()
     for index in range(3 * REMEMBERED):
-        adapter = next_adapter(catalog, f"run-v{index % (REMEMBERED + 7)}", is_3d=False)
+        name = f"run-v{index % (REMEMBERED + 7)}"
+        adapter = next_adapter(catalog, LoadRequest(name=name, path="/a"))
         catalog = numbered(catalog, adapter)
         assert adapter.full_name not in seen
         seen.add(adapter.full_name)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from deployments.protocol.adapters import LoadAdapter
+from deployments.protocol.adapters import LoadAdapter, LoadRequest
 from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.poll import Outcome
 from deployments.trainer.adapter_worker import AdapterWorker
@@ -81,7 +81,7 @@ def test_a_name_that_others_loaded_is_not_replaced(
 ) -> None:
     worker = trained(spec, controller, 1)
     foreign = save_tiny_adapter(tmp_path / "state" / "users" / "a", 1)
-    controller.ask("load_adapter", "math", str(foreign), True)
+    controller.ask("load_adapter", LoadRequest(name="math", path=str(foreign), in_place=True))
     with caplog.at_level("WARNING", "ray.serve"):
         restarted = started(spec, controller)
     assert any(each.startswith("math@2 was not published by this trainer") for each in lines(caplog))
