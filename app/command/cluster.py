@@ -26,7 +26,7 @@ import httpx
 
 from app.client.announcement import tell
 from app.command.ports import PortBlock
-from app.command.runs import MARK, keep_logs_only, marked_processes, new_run
+from app.command.runs import MARK, RAY_LOG, keep_logs_only, marked_processes, new_run
 
 APPLICATIONS = "/api/serve/applications/"
 # Ray replaces 127.0.0.1 by an address that other hosts can reach.
@@ -89,7 +89,7 @@ class LocalCluster:
             time.sleep(0.25)
 
     def _start_head(self) -> None:
-        with (self.directory / "ray-start.log").open("wb") as log:
+        with (self.directory / RAY_LOG).open("wb") as log:
             self._head = subprocess.Popen(
                 self._command(),
                 env=self._environment,
@@ -108,7 +108,7 @@ class LocalCluster:
         return self._head is None or self._head.poll() is not None
 
     def _end_of_log(self) -> str:
-        return (self.directory / "ray-start.log").read_text("utf-8", "replace")[-2000:].strip()
+        return (self.directory / RAY_LOG).read_text("utf-8", "replace")[-2000:].strip()
 
     def deploy(self, document: Mapping[str, Any]) -> None:
         """Deploy a Serve config. Retries while Serve's proxy misses its own startup deadline. Raises

@@ -16,6 +16,7 @@ STARTING_S = 600.0  # a run of this age may have no processes or logs yet
 MARK = "SLIPSTREAM_CLUSTER"  # environment variable of a run's processes
 _PREFIX = "slip-"
 _MARK_FILE = "mark"
+RAY_LOG = "ray-start.log"
 _SESSION = "session_latest"  # Ray's link to its directory, whose name starts with the time
 
 
@@ -24,15 +25,24 @@ def new_run(mark: str, root: Path = CLUSTER_DIRECTORY) -> Path:
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     (directory / _MARK_FILE).write_text(mark)
     for old in runs(root)[KEPT_RUNS:]:
-        if time.time() - old.stat().st_mtime > STARTING_S and not _is_running(old):
-            shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            if time.time() - old.stat().st_mtime > STARTING_S and not _is_running(old):
+                shutil.rmtree(old, ignore_errors=True)
     return directory
 
 
 def runs(root: Path = CLUSTER_DIRECTORY) -> list[Path]:
     """This user's runs, newest first."""
-    found = [each for each in root.glob(f"{_PREFIX}*") if each.is_dir() and each.stat().st_uid == os.getuid()]
-    return sorted(found, key=_began, reverse=True)
+    return sorted(filter(_is_run, root.glob(f"{_PREFIX}*")), key=_began, reverse=True)
+
+
+def _is_run(directory: Path) -> bool:
+    """Whether `serve` made this directory: the user may have others of such a name."""
+    with suppress(FileNotFoundError):  # removed by another one that starts
+        return directory.stat().st_uid == os.getuid() and any(
+            os.path.lexists(directory / name) for name in (_MARK_FILE, _SESSION, RAY_LOG)
+        )
+    return False
 
 
 def logs_of(run: Path) -> Path:

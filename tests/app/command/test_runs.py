@@ -39,6 +39,16 @@ def test_the_newest_runs_stay_and_those_that_run(tmp_path: Path) -> None:
     assert runs(tmp_path) == [*reversed(ended[-KEPT_RUNS:]), running]
 
 
+def test_a_directory_of_the_users_own_is_no_run_whatever_its_name(tmp_path: Path) -> None:
+    own = tmp_path / "slip-data"
+    own.mkdir()
+    (own / "weights").touch()
+    os.utime(own, (0, 0))
+    for second in range(KEPT_RUNS + 1):
+        started(tmp_path, second)
+    assert (own / "weights").exists() and own not in runs(tmp_path)
+
+
 def test_a_run_that_has_just_begun_stays_whatever_it_has(tmp_path: Path) -> None:
     begun = [new_run("no process yet", tmp_path) for _ in range(KEPT_RUNS + 4)]
     assert all(each.exists() for each in begun)
