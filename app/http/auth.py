@@ -96,7 +96,7 @@ class Guard:
         if origin is None or (scheme == "bearer" and self._operator):  # never added by a browser itself
             return
         # DNS rebinding: without a token, a page whose name resolves to the fleet is same-origin.
-        if urlsplit(origin).netloc != host or not (self._operator or _is_address(host)):
+        if origin.partition("://")[2] != host or not (self._operator or _is_address(host)):
             raise Forbidden(
                 f"{request.url.path} is the operator's, and the web page {origin[:100]!r} is not: its host "
                 f"is not {host[:100]!r}. A proxy before the fleet must pass the header 'Host' on unchanged"
@@ -168,12 +168,11 @@ def _digest(token: str) -> bytes:
 
 def _is_address(host: str) -> bool:
     """True for an IP address or localhost, False for a DNS name."""
-    name = urlsplit(f"//{host}").hostname or ""
     try:
-        ipaddress.ip_address(name)
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
     except ValueError:
-        return name == "localhost"
-    return True
+        return False
 
 
 class Exposed(Conflict):

@@ -153,6 +153,8 @@ async def test_prefix_of_an_application_opens_and_closes_nothing() -> None:
         (None, "[::1]:8000", "http://[::1]:8000", 200),
         (None, "127.0.0.1:8000", "http://evil.example", 403),
         (None, "evil.example:8000", "http://evil.example:8000", 403),  # its name leads to 127.0.0.1
+        (OPERATOR, "fleet:8000", "http://[", 403),
+        (None, "[", "http://[", 403),
     ],
 )
 async def test_another_origin_cannot_drive_the_fleet(
