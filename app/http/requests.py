@@ -96,7 +96,7 @@ class ReportBody(OwnBody):
     """The job's name."""
     step: int
     """The step's number."""
-    values: dict[str, FiniteFloat | int | bool | None] = Field(max_length=200)
+    values: dict[str, FiniteFloat | bool | None] = Field(max_length=200)
     """Figures by name."""
     rollouts: list[RolloutBody] = Field(default=[], max_length=16)
     """Each has `text`, `reward` and `versions`: pairs of a version and its number of tokens."""

@@ -55,6 +55,7 @@ async def test_what_a_job_reports_of_a_step_is_among_the_steps() -> None:
         for wrong, message in (
             ({"run": ""}, "run: expected"),
             ({"values": {"reward": "high"}}, "values: expected"),
+            ({"values": {"reward": 10**400}}, "values: expected"),
             ({"rollouts": [told] * 17}, "rollouts: expected"),
             ({"rollouts": [told | {"text": "x" * 5000}]}, "rollouts: expected"),
         ):
