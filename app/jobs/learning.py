@@ -146,7 +146,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
             run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
             continue
         if isinstance(step, int):
-            if step <= run.trained:
+            if step <= run.trained and not made.get("skipped"):
                 run.say(
                     f"the trainer was restarted from an older version: this was its step {step}, and its "
                     f"step {run.trained} was published before; what it had learned since is lost"

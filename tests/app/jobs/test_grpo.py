@@ -85,6 +85,20 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     assert versions == [{1}, {2}, {3}], "of the adapter that sampled, not of the base"
 
 
+async def test_a_step_without_a_finite_loss_is_no_restart_of_the_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Skipping(FakeFleet):
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            self.steps -= request.url.path == "/train/step"
+            return await super().answer(request)
+
+    fleet = Skipping()
+    fleet.metrics = {"skipped": True}
+    await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert "the trainer was restarted" not in capsys.readouterr().out
+
+
 async def test_a_resumed_run_continues_after_its_last_step(tmp_path: Path) -> None:
     fleet = FakeFleet()
     first = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
