@@ -26,11 +26,9 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 
 
 class FleetWeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet. Errors are those of `PublishSession`.
-
-    Synchronous: never call it inside an event loop. `update_weights` may run in another thread. `label` and
-    `options` are of the next round, `report` is of the last one (None while one is open or after it failed).
-    """
+    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet, for use outside event loops.
+    `update_weights` may run in another thread. `label` and `options` are of the next round, `report` is of
+    the last one (None while one is open or after it failed). Raises as `PublishSession`."""
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller
@@ -40,8 +38,7 @@ class FleetWeightSyncClient:
         self.report: RoundReport | None = None
 
     def fleet(self) -> FleetStatus:
-        """The fleet's status; needs no lease. After a restart of the controller it waits for members to
-        return."""
+        """The fleet's status. After a restart of the controller it waits for members to return."""
         return run_sync(self._fleet())
 
     async def _fleet(self) -> FleetStatus:
@@ -82,9 +79,9 @@ class FleetWeightSyncClient:
 
 
 class FleetConnection:
-    """One rank's transfer engine, which all ranks connect together: they agree first
-    (`rank_agreement.agree`), since one that connected alone would wait for the others forever. `takes_over`:
-    replaces the connection of another publisher; else that is a `Conflict`."""
+    """One rank's transfer engine. All ranks agree to connect (`rank_agreement.agree`): one that connected
+    alone would wait for the others forever. `takes_over`: replaces another publisher's connection, which is a
+    `Conflict` otherwise."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own: nothing waits for them.
-(Copies to pageable memory may delay what other threads queue: benchmarks/RESULTS.md.)"""
+"""Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own. (Copies to pageable
+memory delay what other threads queue: benchmarks/RESULTS.md.)"""
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,9 +39,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GpuCopier:
-    """Copies published weights from a GPU into pinned memory for the store, while they are sent. Pinned
-    memory for two versions is allocated at the start, because pinning takes seconds, and grows to as many as
-    exist at once."""
+    """Copies published weights from a GPU into pinned memory for the store, while they are sent. Memory for
+    two versions is pinned at the start, which takes seconds; more, when more exist at once."""
 
     def __init__(self, source: ParameterSource) -> None:
         device = source.device

@@ -5,10 +5,9 @@
         .metadata  __0_0.distcp  __1_0.distcp   one file per rank
     trainer/checkpoints/.step-000020-*.partial  being written; removed when the next trainer starts
 
-They are in the store, and hold AdamW's moments and master weights; the weights themselves are versions. A
-save copies the tensors to host memory; the next step waits for that, and a thread writes them. While it does,
-all ranks skip further saves: a slow disk costs checkpoints, never time or memory. Any number of ranks can
-read a checkpoint.
+They hold AdamW's moments and master weights; the weights themselves are versions. A save copies the tensors
+to host memory, for which the next step waits, and a thread writes them. Meanwhile all ranks skip further
+saves: a slow disk costs checkpoints, not time or memory. Any number of ranks can read a checkpoint.
 """
 
 import contextlib
@@ -249,9 +248,9 @@ def resume(
     step: int,
     digest: str | None = None,
 ) -> str | None:
-    """Continue from the learner's weights (`step` and `digest` are theirs) with what the nearest usable
-    checkpoint has: a checkpoint of these weights restores the learner exactly; another one gives its moments;
-    else they start at zero. Returns None if the learner is exactly what it was, else the difference, for the
+    """Continue from the learner's weights (`step` and `digest` are theirs) with the nearest usable
+    checkpoint: one of these weights restores the learner exactly, another one gives its moments. Without any
+    they start at zero. Returns None if the learner is exactly what it was, else the difference, for the
     log."""
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):

@@ -20,11 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
 from deployments.host import tracing
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    OtherStep,
-)
+from deployments.protocol.errors import Conflict, InvalidRequest, OtherStep
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
     AdapterReport,
@@ -46,9 +42,9 @@ logger = serve_logger()
 
 
 class SerialQueue:
-    """Runs calls one at a time, first come first served. A call that has begun runs to its end, in a new
-    context: workers cannot be stopped in mid-step, and Serve cancels every actor call made for a request
-    whose caller disconnected."""
+    """Runs calls one at a time, first come first served. A call that has begun runs to its end, in a context
+    of its own: workers cannot stop in a step, and Serve cancels the actor calls of a caller that
+    disconnects."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -103,11 +99,8 @@ def is_lost(fleet: FleetStatus) -> bool:
 
 
 def is_starved(fleet: FleetStatus, published: int) -> bool:
-    """Whether joiners wait for a version that this trainer published and replicas serve, but which could not
-    be stored.
-
-    False for another publisher's version: the trainer's weights would replace it.
-    """
+    """Whether joiners wait for a version that replicas serve and that could not be stored. False for another
+    publisher's version: the trainer's weights would replace it."""
     waiting = any(member.state == "joining" for member in fleet.members)
     own = fleet.committed_version == published
     return own and waiting and fleet.store_problem is not None and fleet.round is None
@@ -132,9 +125,9 @@ async def watch(
 ) -> None:
     """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
 
-    The store is written after the commit: if every replica dies before, or the write fails, joiners cannot
-    load it. Nobody has a version that was lost, so nothing is undone. `published`: the trainer's version.
-    `settle` learns what became of a publish whose answer was lost.
+    The store is written after the commit: joiners cannot load a version if every replica dies before, or the
+    write fails. `published`: the trainer's version. `settle` learns what became of a publish whose answer was
+    lost.
     """
     lost_checks = 0
     while True:
@@ -156,7 +149,7 @@ async def watch(
 
 
 class StepHistory:
-    """The newest steps, for whoever looks on. Rollouts are kept for the last few."""
+    """The newest steps; the last few keep their rollouts."""
 
     def __init__(
         self, steps: int = 2000, with_rollouts: int = 10, clock: Callable[[], float] = time.time
@@ -166,7 +159,7 @@ class StepHistory:
         self._clock = clock
 
     def add(self, entry: StepEntry) -> None:
-        """Append a step, with a greater time than that of the step before, also if the clock is set back."""
+        """Append a step. Its time is greater than the one before, also if the clock is set back."""
         entries = self._entries
         last = entries[-1].at if entries else 0.0
         entries.append(replace(entry, at=round(max(self._clock(), last + 0.001), 3)))
@@ -192,7 +185,7 @@ STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few s
 
 
 class Trainer:
-    """Serve's deployment class of the trainer. `slots`: their GPUs are shared by ranks and replicas. Raises
+    """Serve's deployment class of the trainer. `slots`: GPUs that ranks and replicas share. Raises
     FleetUnavailable: a worker died while it loaded the model, or did not load it in time."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -307,7 +300,8 @@ class Trainer:
             InvalidRequest: the directory cannot be written.
             FleetUnavailable: a worker was lost.
         """
-        return await self._queue.run("save", lambda: self._save(path))
+        timeout_s = self._step_timeout_s
+        return await self._queue.run("save", lambda: self._group.call("save", path, timeout_s=timeout_s))
 
     async def report(self, entry: StepEntry) -> None:
         """What a job says of its step; kept until this trainer exits, for `steps`."""
@@ -379,10 +373,6 @@ class Trainer:
     def _add(self, entry: StepEntry) -> None:
         self._history.add(entry)
         count_step(entry)
-
-    async def _save(self, path: str | None) -> SavedCheckpoint:
-        saved: SavedCheckpoint = await self._group.call("save", path, timeout_s=self._step_timeout_s)
-        return saved
 
     async def _go_back(self, version: int) -> RoundReport:
         label = f"rollback to {version}"

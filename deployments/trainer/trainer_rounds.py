@@ -25,8 +25,8 @@ class TrainerRounds:
 
     Attributes:
         version: of the weights that the trainer loaded or published last.
-        missed: why `version` is not the committed one, and what to do; None: the trainer knows of no other.
-        unanswered: the last round's close was not answered: it may be committed.
+        missed: why `version` is not the committed one, and what to do. None: the trainer knows of no other.
+        unanswered: the last round may be committed; its close was not answered.
     """
 
     def __init__(
@@ -56,10 +56,7 @@ class TrainerRounds:
             return settled
         if after is None:
             self.require_committed()
-        return await self._publish(label, self.version if after is None else after)
-
-    async def replace(self, label: str) -> RoundReport:
-        return await self._publish(label, None)
+        return await self.replace(label, self.version if after is None else after)
 
     async def outcome(self) -> RoundReport | None:
         """The report of a committed round whose close was not answered, for the first call after it that
@@ -89,7 +86,8 @@ class TrainerRounds:
         self._untold = report
         await self._adopt(report)
 
-    async def _publish(self, label: str | None, after: int | None) -> RoundReport:
+    async def replace(self, label: str | None, after: int | None = None) -> RoundReport:
+        """Publish the weights in place of version `after`; None: of any."""
         for attempt in range(1, SEND_ATTEMPTS + 1):
             try:
                 report = await self._run_round(label, after)
@@ -129,9 +127,10 @@ _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker, which would block others until it expires: a new lease
-    under the same name makes its token stale. A closed round is left alone: it may commit. `shares_memory`:
-    replicas open the trainer's GPU memory, which stays allocated until they disconnect."""
+    """End the round and the lease of a dead worker, which would block others until the lease expires: a new
+    one under the same name makes its token stale. A closed round may commit, and is left alone.
+    `shares_memory`: replicas have opened the trainer's GPU memory, which stays allocated until they
+    disconnect."""
     try:
         if not shares_memory:
             fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")

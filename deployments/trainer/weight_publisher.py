@@ -18,8 +18,7 @@ from trainers.sources import ParameterSource
 
 
 class PublishSource(WeightSource):
-    """vLLM's view of a parameter source. With `keep_copy` it copies what is sent, for the store to write
-    later."""
+    """vLLM's view of a parameter source. With `keep_copy` it copies what is sent, for the store."""
 
     def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
         self._source = source
@@ -46,7 +45,7 @@ class PublishSource(WeightSource):
             self._copier.begin()
 
     def drain(self) -> None:
-        """Complete the iteration that failed on this rank: the other ranks wait in the same gathers."""
+        """Complete an iteration that failed on this rank: the others wait in the same gathers."""
         for _ in self._running if self._running is not None else iter(self):
             pass
 
@@ -71,10 +70,8 @@ class PublishSource(WeightSource):
 
 
 class WeightPublisher:
-    """Publishes this rank's part of the policy. Every rank must call `publish`.
-
-    A rank that fails still joins the remaining gathers, because the others wait there.
-    """
+    """Publishes this rank's part of the policy. Every rank calls `publish`, and joins all gathers also if it
+    fails: the others wait there."""
 
     def __init__(self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: CallHandle) -> None:
         self._spec = spec
@@ -124,12 +121,9 @@ class WeightPublisher:
         if self._rank == 0:
             with contextlib.suppress(Exception):
                 self._client.abort(str(error))
-        if self._spec.config.world_size > 1 and not self._ranks_call_each_other():
+        # vLLM's `ipc` engine has collectives of its own beside the source's gathers: only the end of the
+        # worker group releases ranks that wait there.
+        has_collectives = self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.POSSIBLE
+        if self._spec.config.world_size > 1 and not has_collectives:
             with contextlib.suppress(Exception):
                 self.source.drain()
-
-    def _ranks_call_each_other(self) -> bool:
-        """vLLM's `ipc` engine has collectives of its own beside the source's gathers. Draining the source
-        would not release ranks that wait there: only the end of the worker group does.
-        """
-        return self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.POSSIBLE

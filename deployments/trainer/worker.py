@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -210,11 +210,8 @@ class TrainerRank:
 
 
 class TrainerWorker(TrainerRank):
-    """One rank of a trainer of all weights, or of an adapter that is merged into its base when published.
-
-    If such a trainer cannot resume exactly, the stored version becomes the base, and the adapter starts from
-    zero on it.
-    """
+    """One rank of a trainer of all weights, or of an adapter that is merged into its base when published. If
+    the adapter cannot resume exactly, it starts from zero, with the stored version as its base."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
@@ -249,8 +246,7 @@ class TrainerWorker(TrainerRank):
         self._publisher = WeightPublisher(spec, self._rank, source, self._controller)
         self._writer = VersionWriter(
             write_files=partial(self._write_files, dtype=spec.config.wire_dtype),
-            on_stored=self._report_stored,
-            on_failed=self._report_failed,
+            report=self._report,
         )
         untrained = summary([*self._frozen])
         if untrained and self._rank == 0:
@@ -316,12 +312,9 @@ class TrainerWorker(TrainerRank):
         )
 
     def load_version(self, version: int) -> None:
-        """Go back to the weights of a stored version; moments start at zero, also after a restart.
-
-        Raises:
-            InvalidRequest: the version is not in the store, or damaged; nothing has changed.
-            OSError: a checkpoint of the previous weights cannot be removed.
-        """
+        """Go back to the weights of a stored version; moments start at zero, also after a restart. Raises
+        InvalidRequest (it is not in the store, or damaged; nothing has changed) or OSError (a checkpoint of
+        the previous weights cannot be removed)."""
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
@@ -335,10 +328,8 @@ class TrainerWorker(TrainerRank):
 
     def save(self, path: str | None) -> SavedCheckpoint:
         """Write an ordinary checkpoint of the current weights to a new directory; None: one in the store.
-
-        Raises:
-            InvalidRequest: `path` is not absolute, new or empty, or its disk is full.
-        """
+        Raises
+        InvalidRequest: `path` is not absolute, new or empty, or its disk is full."""
         started = time.perf_counter()
         default = self._store.directory / f"checkpoint-{self._learner.steps_done:06d}"
         directory = directory_to_save(path, default, self._check_owner)
@@ -431,16 +422,16 @@ class TrainerWorker(TrainerRank):
             directory, self._policy.model, self._spec.config.dtype if dtype is None else dtype
         )
 
-    def _report_failed(self, result: StoreResult) -> None:
-        """Joiners wait for the version; the fleet's status tells them."""
-        self._report("not_stored", result.version, result.problem)
+    def _report(self, result: StoreResult) -> None:
+        """Joiners wait for the version; the fleet's status says whether it comes."""
+        stored, not_stored = self._controller.stored, self._controller.not_stored
 
-    def _report_stored(self, result: StoreResult) -> None:
-        self._report("stored", result.version, result.path, result.label)
+        def call() -> Awaitable[object]:
+            if result.problem:
+                return not_stored.remote(result.version, result.problem)
+            return stored.remote(result.version, result.path, result.label)
 
-    def _report(self, method: str, *args: Any) -> None:
-        report = getattr(self._controller, method)
-        run_sync(retried(lambda: report.remote(*args), method, limit_s=STORED_TIMEOUT_S))
+        run_sync(retried(call, "report of a stored version", limit_s=STORED_TIMEOUT_S))
 
 
 def _missed(found: Found) -> str | None:
@@ -469,13 +460,8 @@ def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
 
 def directory_to_save(path: str | None, default: Path, check_owner: Callable[[], object]) -> Path:
     """The directory to write to, created if needed; `default`, in the store, may have been written before.
-
-    Args:
-        check_owner: raises JournalError if the store is not this fleet's any more.
-
-    Raises:
-        InvalidRequest: it is not absolute, has files in it, or cannot be written.
-    """
+    `check_owner` raises JournalError if the store is not this fleet's any more. Raises InvalidRequest: the
+    path is not absolute, has files in it, or cannot be written."""
     if path is None:
         try:
             check_owner()

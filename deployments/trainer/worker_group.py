@@ -33,11 +33,8 @@ logger = serve_logger()
 
 
 class TrainerWorkerActor:
-    """One rank: a `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this actor's process
-    imports them, and with them torch and vLLM: the trainer deployment computes nothing.
-
-    Calls other than `call` are answered also during a step.
-    """
+    """One rank: a `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this process imports
+    them, and with them torch and vLLM. Calls other than `call` are answered also during a step."""
 
     _worker: "TrainerWorker | AdapterWorker"
 
@@ -188,13 +185,9 @@ class WorkerGroup:
             raise FleetUnavailable(f"the trainer's rank 0 does not answer: {type(error).__name__}") from error
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until the version and the checkpoint are written, not for a step in progress.
-
-        A broken group writes no checkpoint, but its rank 0 may have a version that is nowhere else.
-
-        Raises:
-            RayError, TimeoutError, FleetUnavailable: rank 0 is gone, or does not answer.
-        """
+        """Wait until the version and the checkpoint are written, not for a step in progress. A broken group
+        writes no checkpoint, but its rank 0 may have a version that is nowhere else. Raises RayError,
+        TimeoutError or FleetUnavailable: rank 0 is gone, or does not answer."""
         await self.store_status()  # it answers quickly, or never
         if self.broken is None:
             writes = [_result(each.flush.remote(timeout_s)) for each in self._workers]

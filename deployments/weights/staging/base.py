@@ -15,8 +15,8 @@ GIB = 1 << 30
 
 
 class Staging(ABC):
-    """A version that waits beside the live one. `begin`, `swap` and `load` are called on the engine's thread,
-    the others on the staging thread, while the engine decodes."""
+    """A version that waits beside the live one. `begin`, `swap` and `load` run on the engine's thread, the
+    others on the staging thread, while the engine decodes."""
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -31,11 +31,8 @@ class Staging(ABC):
 
     @abstractmethod
     def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
-        """Nothing more arrives. Returns the names of parameters that were not filled.
-
-        `complete`: every tensor of the checkpoint arrived, so the rest is padding. `check_open` raises once
-        the update is dropped; it is called between two units of work on the host.
-        """
+        """Nothing more arrives. Returns the names of parameters that were not filled. `complete`: all tensors
+        of the checkpoint arrived, so the rest is padding. `check_open` raises once the update is dropped."""
 
     @abstractmethod
     def swap(self) -> None:

@@ -1,4 +1,4 @@
-"""Staging in host memory: the tensors wait there, and vLLM's layerwise reload loads them inside the pause."""
+"""Staging in host memory: vLLM's layerwise reload loads the tensors from there, inside the pause."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ class HostStaging(Staging):
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
     def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
-        # Here too: an engine whose base cannot be replaced may still serve adapters.
+        # Not only at the start: an engine whose base cannot be replaced may still serve adapters.
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
         self._check_tied()
@@ -106,8 +106,7 @@ def _copying_refusal(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
-    """Around vLLM's reload: packs again what it leaves out, which are experts (their kernel stays) and tied
-    heads."""
+    """Around vLLM's reload: packs again what it leaves packed, which are experts and tied heads."""
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
     kernels = [

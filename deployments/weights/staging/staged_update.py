@@ -11,7 +11,7 @@ import torch
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, Outcome
 from deployments.weights.staging.worker_reports import StagingState
-from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, missing, repeated
+from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
@@ -43,15 +43,9 @@ class StagedUpdate:
     def note(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
 
-    def has_all(self, schema: Schema | None, *, one_payload: bool) -> bool:
-        if schema is None:
-            return one_payload and not self.from_files
-        return not missing(schema, self.offered)
-
     def offer(self, tensors: Offered) -> None:
         """Raises ValueError if a tensor arrived before: two publishers would be mixed into one version."""
-        problems = repeated(self.offered, tensors)
-        if problems:
+        if problems := repeated(self.offered, tensors):
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
 

@@ -36,13 +36,9 @@ class StagingWorkerExtension:
         return self.weight_transfer_engine.report_to(page)
 
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
-        """vLLM's `update_weights`, which returns at once.
-
-        Args:
-            payload: one for all workers, or a list with one for each.
-            share: the part of the device's time that staging may take, in (0, 1].
-            retain_version: where `begins`, the first worker retains the tensors for the store.
-        """
+        """vLLM's `update_weights`, which returns at once. `payload`: of all workers, or one for each.
+        `share`: the part of the device's time that staging may take, in (0, 1]. `retain_version`: the
+        first worker retains the tensors for the store."""
         self._prepare(share, begins, retain_version)
         self.update_weights(payload)
 

@@ -73,9 +73,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.checkpoint = str(checkpoint)
         self.staging = make_staging(vllm_config, self.device, model)
         self.retained = RetainedVersions()
-        self.version_writer = VersionWriter(
-            write_files=partial(copy_model_files, self.checkpoint),
-        )
+        self.version_writer = VersionWriter(write_files=partial(copy_model_files, self.checkpoint))
         # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
@@ -99,8 +97,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
-        """The chunks of one payload, in order, on the staging thread. Raises TransferFailed (a peer is gone
-        or silent) or ValueError (the payload is wrong)."""
+        """The chunks of one payload, on the staging thread. Raises TransferFailed (a peer is gone or silent)
+        or ValueError (the payload is wrong)."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self._reading = None
@@ -137,10 +135,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             self._page.write(self.worker_index, None)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not the base class's: it calls torch.accelerator.synchronize(), which raises on a CPU and waits for
-        # the staging on a GPU.
+        # The base class's calls torch.accelerator.synchronize(), which waits for the staging; a CPU has none.
         assert self._update is not None
-        self._submit(self._update, self._stage_payload, partial(self._receive, update_info))
+        self._thread.submit(
+            self._stage, self._update, self._stage_payload, partial(self._receive, update_info)
+        )
 
     def _receive(self, update_info: dict[str, Any]) -> Iterator[ReceivedChunk]:
         return self.receive(self.parse_update_info(update_info))
@@ -149,14 +148,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         """An update of one payload whose tensors are the bytes of files, which the first worker writes."""
         self._begin(update := StagedUpdate())
         files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
-        self._submit(update, self._stage_files, partial(self._receive, update_info), files)
+        self._thread.submit(
+            self._stage, update, self._stage_files, partial(self._receive, update_info), files
+        )
 
     def read_part(self, part: FilePart) -> None:
         """`update_weights` from a file of this host."""
         assert self._update is not None
         self._update.from_files = True
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
-        self._submit(self._update, self._stage_payload, self._reading.chunks)
+        self._thread.submit(self._stage, self._update, self._stage_payload, self._reading.chunks)
 
     def finish_weight_update(self) -> None:
         assert self._update is not None
@@ -194,7 +195,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.run(self._drop_staging, limit_s=DROP_S)
 
     def _drop_staging(self) -> None:
-        """On the staging thread. Transports release the publisher's memory here."""
+        """Also releases the publisher's memory, where a transport has it."""
         self.staging.drop()
 
     def abort(self) -> None:
@@ -208,15 +209,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         finally:
             self._thread.renew()
 
-    def _submit(self, update: StagedUpdate, stage: Callable[..., None], *arguments: Any) -> None:
-        self._thread.submit(self._stage, update, partial(stage, update, *arguments))
-
     # -- on the staging thread ----------------------------------------------------------------
 
-    def _stage(self, update: StagedUpdate, payload: Callable[[], None]) -> None:
+    def _stage(self, update: StagedUpdate, stage: Callable[..., None], *arguments: Any) -> None:
         start = time.perf_counter()
         if update is self._update and update.state.outcome is Outcome.DONE:
-            update.run(payload)
+            update.run(partial(stage, update, *arguments))
         stage_s = update.state.stage_s + time.perf_counter() - start
         update.note(stage_s=stage_s, payloads_done=update.state.payloads_done + 1)
         if update is self._update and self._page is not None:
@@ -233,7 +231,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
                 self._throttle.resume()
         update.compare_digests()
-        if update.has_all(self.schema, one_payload=self.one_payload):
+        if self.schema is None:
+            is_complete = self.one_payload and not update.from_files
+        else:
+            is_complete = not missing(self.schema, update.offered)
+        if is_complete:
             self._finalize(update)  # not in `verify`, for which the engine waits
 
     def _check_open(self, update: StagedUpdate) -> None:
@@ -268,23 +270,20 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             found = inspect([tensor for _, tensor in tensors])
             update.note(verify_s=update.state.verify_s + time.perf_counter() - start)
             self.staging.add(chunk, tensors)
-        if self.retained.expecting:
-            self.retained.add(received.named())
+        self.retained.add(received)
         update.add(received, found)
 
     def _finalize(self, update: StagedUpdate) -> None:
-        if self.schema is not None:
-            absent = missing(self.schema, update.offered)
-            if absent:
-                raise ValueError(join_reasons(absent))
-        complete = self.schema is not None
-        if not complete:  # only vLLM's own loader knows the model's tensors
+        if self.schema is None:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
-        unfilled = self.staging.finalize(complete=complete, check_open=partial(self._check_open, update))
+        elif absent := missing(self.schema, update.offered):
+            raise ValueError(join_reasons(absent))
+        unfilled = self.staging.finalize(
+            complete=self.schema is not None, check_open=partial(self._check_open, update)
+        )
         if unfilled:
-            raise ValueError(
-                join_reasons([f"parameter {name!r} received no or not all weights" for name in unfilled])
-            )
+            reasons = [f"parameter {name!r} received no or not all weights" for name in unfilled]
+            raise ValueError(join_reasons(reasons))
         update.complete()
 
 

@@ -1,7 +1,7 @@
 """Hugging Face checkpoint directories, read without torch: a router reads them beside requests.
 
-    files_of, parts_of   which files make up a checkpoint, and whether each is complete, by the headers alone
-    stated               the digests of a part's tensors; each replica's own reading must have the same
+    files_of, parts_of   the files of a checkpoint, and whether each is complete, by the headers alone
+    stated               the digests of a part's tensors; each replica must read the same
     Checkpoint           a user's directory below a configured root, as the parts of a round
     check_files          a stored version against its manifest
 
@@ -46,7 +46,7 @@ Identity = tuple[int, int, int, int]  # device, inode, size, time of the last ch
 
 def open_file(path: Path) -> FileIO:
     """A regular file, for reading. Raises ValueError for others: a FIFO would block until it has a writer."""
-    file = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ValueError(f"{path} must be a file")
@@ -54,16 +54,14 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], None] = lambda: None) -> None:
-    """Fill the target (bytes) from byte `begin` of the file on; `check`, called between reads, may raise.
-
-    Raises ValueError if the file ends before.
-    """
+    """Fill the target (bytes) from byte `begin` on. `check`, called between reads, may raise. Raises
+    ValueError if the file ends before."""
     done = 0
     while done < len(target):
         check()
         count = os.preadv(file.fileno(), [target[done : done + READ_BYTES]], begin + done)
         if count == 0:
-            raise ValueError(f"the file ends before byte {begin + len(target)}")
+            raise ValueError(f"{file.name}: the file ends before byte {begin + len(target)}")
         done += count
 
 
@@ -153,7 +151,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def _require_one_reading(directory: Path) -> None:
-    """Raises ValueError if transformers and vLLM would load different files: one of them may be old."""
+    """Raises ValueError if transformers and vLLM would load different files: some may be old."""
     if not (directory / WHOLE).is_file():
         return
     found = {file.name for file in directory.glob("*.safetensors") if not file.name.startswith(MISTRAL)}
@@ -173,10 +171,8 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
 
 
 def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterator[FilePart]:
-    """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests.
-
-    Raises ValueError if a file is incomplete, or lacks tensors that the index names.
-    """
+    """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests. Raises
+    ValueError if a file is incomplete, or lacks tensors that the index names."""
     config = _config(directory)
     seen: dict[str, Path] = {}
     for file in files:
@@ -245,10 +241,7 @@ def _digests(part: FilePart) -> tuple[str, ...]:
     with open_file(Path(part.path)) as file:
         for begin, end in part.ranges:
             data = buffer[: end - begin]
-            try:
-                read_into(file, begin, data.data)
-            except ValueError as error:
-                raise ValueError(f"{part.path}: {error}") from error
+            read_into(file, begin, data.data)
             digests.append(f"{digest_bytes(data):016x}")
     return tuple(digests)
 
@@ -259,14 +252,12 @@ def _digests(part: FilePart) -> tuple[str, ...]:
 def check_files(
     directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
 ) -> None:
-    """Compare every tensor in a version's directory with its manifest.
-
-    Args:
-        fleet_id: the fleet that must own the version; None: any.
-        expected_digest: the digest that the fleet committed; None: unknown.
+    """Compare every tensor in a version's directory with its manifest. `fleet_id`: the fleet that must own
+    it;
+    None: any. `expected_digest`: the committed one; None: unknown.
 
     Raises:
-        ValueError: it is another version, or a tensor is not the one that was written; names the first few.
+        ValueError: it is another version, or tensors are not those that were written; names the first few.
         OSError: the version is not there, or a file cannot be read.
     """
     if not (directory / MANIFEST).is_file():
@@ -319,8 +310,8 @@ def _damaged(directory: Path | str, written: VersionManifest, problems: Sequence
 
 
 def confined(path: str, roots: Sequence[Path]) -> Path:
-    """The path without symbolic links, if it is a configured root or below one. Raises ValueError, which does
-    not tell whether the path exists."""
+    """The path without symbolic links, if it is a configured root or below one. Raises ValueError, without
+    saying whether the path exists."""
     allowed = [str(root) for root in roots]
     if "\0" in path or not os.path.isabs(path):
         raise ValueError(f"path: expected an absolute path below one of {allowed}, got {path!r:.200}")
@@ -353,10 +344,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, roots: Sequence[Path], part_bytes: int = PART_BYTES) -> Self:
-        """Read the headers of a directory's files.
-
-        Raises ValueError if it is outside the roots, or no complete checkpoint, or not as its manifest says.
-        """
+        """Read the headers of a directory's files. Raises ValueError if it is outside the roots, no complete
+        checkpoint, or not as its manifest says."""
         directory = confined(path, roots)
         if not directory.exists():
             raise ValueError(f"{directory} does not exist on the router's host")

@@ -1,5 +1,5 @@
-"""A worker reads one part of a checkpoint on a thread of its own: a hung disk must not block the staging
-thread, on which an update is dropped."""
+"""A worker reads one part of a checkpoint, on a thread of its own: a disk that hangs must not block the
+staging thread, which drops updates."""
 
 import json
 import sys
@@ -32,12 +32,7 @@ _FREE |= {"max_position_embeddings", "initializer_range", "attn_implementation",
 
 
 class FileRead:
-    """The read of one part.
-
-    Args:
-        checkpoint: the directory that the engine was started from.
-        device: where the tensors are wanted.
-    """
+    """The read of one part to a device. `checkpoint`: the directory that the engine was started from."""
 
     def __init__(self, part: FilePart, checkpoint: Path, device: torch.device) -> None:
         self._part = part
@@ -47,10 +42,8 @@ class FileRead:
         self._error: Exception | None = None
 
     def chunks(self) -> Iterator[ReceivedChunk]:
-        """The part as one chunk, with the digests that its tensors must have.
-
-        Raises ValueError if the files are not this model's, cannot be read, or the read was aborted.
-        """
+        """The part as one chunk, with the digests that its tensors must have. Raises ValueError: the files
+        are not this model's, cannot be read, or the read was aborted."""
         check_config(self._part.config, self._checkpoint)
         chunk = chunk_of(self._part)
         try:
@@ -87,9 +80,8 @@ class FileRead:
         try:
             with open_file(Path(self._part.path)) as file:
                 for entry, (begin, end) in zip(chunk.entries, self._part.ranges, strict=True):
-                    read_into(
-                        file, begin, target[entry.offset : entry.offset + end - begin], self._check_aborted
-                    )
+                    part = target[entry.offset : entry.offset + end - begin]
+                    read_into(file, begin, part, self._check_aborted)
         except (OSError, ValueError) as error:
             self._error = error
 
@@ -99,10 +91,8 @@ class FileRead:
 
 
 def chunk_of(part: FilePart) -> Chunk:
-    """The layout of a part in memory; a new object each time, because each round has other memory.
-
-    Raises ValueError if a dtype is unknown, or a shape is not the size of its bytes.
-    """
+    """The layout of a part in memory, a new object each time: each round has other memory. Raises ValueError
+    if a dtype is unknown, or a shape is not the size of its bytes."""
     unknown = [dtype for dtype in part.dtypes if dtype not in SAFETENSORS_DTYPES]
     if unknown:
         raise ValueError(f"{part.path}: expected dtypes of {sorted(SAFETENSORS_DTYPES)}, got {unknown[0]!r}")
@@ -119,8 +109,7 @@ def chunk_of(part: FilePart) -> Chunk:
 
 
 def check_config(config: Mapping[str, JsonValue] | None, checkpoint: Path) -> None:
-    """Raise ValueError unless a checkpoint is of the engine's model. Fields that only one of the two has are
-    not compared."""
+    """Raise ValueError unless a checkpoint is of the engine's model, by the fields that both have."""
     file = checkpoint / "config.json"
     if config is None or not file.is_file():
         return

@@ -26,10 +26,8 @@ logger = serve_logger()
 
 
 def downloaded(model: str, revision: str | None = None) -> Path:
-    """The directory of a checkpoint; downloaded, if the hub's cache does not have it.
-
-    Raises ValueError if the model is neither a directory nor a hub id that can be downloaded.
-    """
+    """The directory of a checkpoint, downloaded unless the hub's cache has it. Raises ValueError: the model
+    is neither a directory nor a hub id that can be downloaded."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -49,12 +47,8 @@ def downloaded(model: str, revision: str | None = None) -> Path:
 
 
 def cached(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
-    """The directory that an engine of this host was loaded from; the name itself, as a path, if the hub's
-    cache does not have it. Does not use the network.
-
-    Args:
-        cache_dir: the engine's `download_dir`; None: the hub's own.
-    """
+    """The directory that an engine of this host was loaded from, or the name as a path if the hub's cache
+    lacks it. Does not use the network. `cache_dir`: the engine's `download_dir`."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -70,8 +64,8 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
 
 
 def commit_of(model: str, revision: str | None = None, *, preferred: str | None = None) -> str | None:
-    """The commit of a hub id that an engine of this host loads: the preferred one, which only a host without
-    the hub can lack, else the hub's, or the cache's if the hub is not reached. None: neither knows it."""
+    """The commit of a hub id that an engine of this host loads: the preferred one, which only an offline host
+    can lack, else the hub's, or the cache's if the hub is not reached. None: neither knows it."""
     from huggingface_hub import constants
     from vllm.transformers_utils.repo_utils import resolve_revision
 
@@ -82,14 +76,13 @@ def commit_of(model: str, revision: str | None = None, *, preferred: str | None 
 
 
 def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:
-    """The tensors that an update of an engine must have; None, with a warning, if that is unknown.
+    """The tensors that an update of an engine must have; None, with a warning, if that is unknown. Raises
+    ValueError if a file has no safetensors header.
 
     Args:
         directory: what the engine was loaded from.
         load_format: the engine's; with `dummy` weights there need not be any files.
         of_hub: the directory is the hub's, which may hold a part of the checkpoint.
-
-    Raises ValueError if a file has no safetensors header.
     """
     schema = complete_schema(directory, of_hub=of_hub)
     if schema is None and load_format != "dummy":
@@ -118,11 +111,8 @@ def _is_whole(directory: Path) -> bool:
 
 
 def read_schema(directory: Path) -> Schema | None:
-    """The schema of a Hugging Face checkpoint directory, read from the file headers.
-
-    None without safetensors files (`load_format: dummy` with a bare config): then only vLLM's own loader
-    checks names. Raises as `schema_of`.
-    """
+    """The schema of a Hugging Face checkpoint directory, by the file headers. None without safetensors files:
+    then only vLLM's loader checks names. Raises as `schema_of`."""
     files = sorted(directory.glob("*.safetensors"))
     named = indexed_files(directory)
     if named is None:

@@ -1,7 +1,7 @@
 """What version 0 is: the digest of a directory's weight files, or the commit of a hub id.
 
-The files of a commit never change, so that nothing is read. A directory may be overwritten at any time: its
-weight files are read before the engine reads them, and their identities compared afterwards.
+The files of a commit never change, so none is read. A directory may be overwritten at any time: its weight
+files are read before the engine reads them, and their identities compared afterwards.
 """
 
 import os
@@ -28,13 +28,8 @@ THREADS = 4
 
 
 class InitialCheckpoint:
-    """The checkpoint that a fleet is configured with.
-
-    Args:
-        model: a directory, or a hub id.
-        revision: the configured one, of a hub id.
-        has_files: False: the engine makes its weights up (`load_format: dummy`).
-    """
+    """The checkpoint that a fleet is configured with: a directory, or a hub id of a `revision`. `has_files`:
+    False if the engine makes its weights up (`load_format: dummy`)."""
 
     def __init__(self, model: str, revision: str | None = None, *, has_files: bool = True) -> None:
         self._model = model
@@ -45,10 +40,8 @@ class InitialCheckpoint:
 
     def check(self, known: InitialWeights | None) -> InitialWeights | None:
         """What an engine of this host loads now; None: not known. Reads a directory's weight files, unless
-        they are as before.
-
-        Args:
-            known: what version 0 is; the commit to load if a branch has moved since. None: not known.
+        they are as before. `known`: what version 0 is, or None; a branch that has moved since is not
+        followed.
 
         Raises:
             OSError: a file cannot be read.
@@ -96,22 +89,20 @@ class InitialCheckpoint:
 
 
 def _digest(files: Mapping[Path, Identity]) -> str:
-    """Of the names and all bytes of files, pieces of which are read side by side."""
+    """The digest of names and all bytes, pieces of which are read side by side."""
     pieces = [
         (file, begin, min(begin + PIECE_BYTES, size))
         for file, (_, _, size, _) in sorted(files.items())
         for begin in range(0, size, PIECE_BYTES)
     ]
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="digest") as threads:
-        digests = list(threads.map(lambda piece: _digest_of_piece(*piece), pieces))
+        digests = list(threads.map(_digest_of_piece, pieces))
     return version_digest([f"{file.name}:{begin}" for file, begin, _ in pieces], digests)
 
 
-def _digest_of_piece(file: Path, begin: int, end: int) -> int:
+def _digest_of_piece(piece: tuple[Path, int, int]) -> int:
+    file, begin, end = piece
     data = np.empty(end - begin, dtype=np.uint8)
     with open_file(file) as stream:
-        try:
-            read_into(stream, begin, data.data)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from error
+        read_into(stream, begin, data.data)
     return digest_bytes(data)

@@ -1,8 +1,5 @@
-"""Which fleet a store belongs to: `fleet.json`, at its top.
-
-Everything durable beside the journal is below the store's directory: versions, adapters, the trainer's
-checkpoints and saves. So it belongs to one fleet, and is moved away as one.
-"""
+"""Which fleet a store belongs to: `fleet.json`. All that is durable beside the journal is in the store, so it
+belongs to one fleet and moves as one."""
 
 import fcntl
 import os
@@ -35,11 +32,8 @@ _OWNERS = TypeAdapter(_Owner)
 
 
 def check_owner(directory: Path, fleet_id: str) -> None:
-    """Called before anything is written to a store or removed from it: its controller has claimed it.
-
-    Raises:
-        JournalError: it is not the fleet's any more, or the file cannot be read.
-    """
+    """Call before anything is written to a claimed store or removed from it. Raises JournalError: it is not
+    the fleet's any more, or the file cannot be read."""
     if not has_owner(directory, fleet_id):
         raise JournalError(
             f"{directory / OWNER} is not there, and this is fleet {fleet_id}'s store: is its disk mounted "
@@ -73,11 +67,8 @@ def has_owner(directory: Path, fleet_id: str) -> bool:
 
 
 def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
-    """Make a store this fleet's, durably; of several that try at once one succeeds.
-
-    Raises:
-        JournalError: it belongs to another fleet, or cannot be written.
-    """
+    """Make a store this fleet's, durably; of several that try at once one succeeds. Raises JournalError: it
+    belongs to another fleet, or cannot be written."""
     owner = _Owner(fleet_id=fleet_id, state_dir=str(state_dir), host=socket.gethostname())
     file, aside = directory / OWNER, directory / f".{OWNER}.{uuid.uuid4().hex[:8]}"
     try:
@@ -102,13 +93,8 @@ def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
 
 def hold(directory: Path, wait_s: float = 0.0) -> int:
     """A descriptor that keeps others from holding this claim: a copied journal has the same fleet id.
-
-    Args:
-        wait_s: for a predecessor to exit.
-
-    Raises:
-        JournalError: another process holds it, or the file cannot be opened.
-    """
+    `wait_s`: for a predecessor to exit. Raises JournalError: another process holds it, or the file cannot be
+    opened."""
     until = time.monotonic() + wait_s
     try:
         descriptor = os.open(directory / OWNER, os.O_RDWR)  # a network file system locks no other

@@ -1,15 +1,15 @@
-"""Writes committed versions to the store in a background thread, off the critical path.
+"""Writes committed versions to the store on a background thread.
 
-One version is being written and one may wait: a newer one replaces it, so a slow disk costs versions and
-never memory or time between steps. The trainer writes what it published. For a publisher that writes no
-checkpoints, a replica writes the tensors that it retained as they arrived (`RetainedVersions`).
+One version is being written and one may wait; a newer one replaces it, so a slow disk costs versions, not
+memory or time between steps. The trainer writes what it published. For other publishers a replica writes the
+tensors that it retained as they arrived (`RetainedVersions`).
 """
 
 import json
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors.torch import _TYPES
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store.versions import Store, StoredTensor, VersionManifest
+from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
 
@@ -34,8 +35,8 @@ _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors of any shape, on the CPU, to one safetensors file. Raises ValueError for other dtypes.
 
-    Unlike `safetensors.torch.save_file` it copies one tensor at most and releases the interpreter lock while
-    it writes: an engine decodes, or a trainer steps, in the same process. `rest` is called every few MiB.
+    `safetensors.torch.save_file` copies all tensors and holds the interpreter lock, for which an engine's or
+    a trainer's thread would wait.
     """
     # The widest dtypes first: then every tensor begins at a multiple of its own item size.
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
@@ -61,9 +62,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint directory, memory-mapped: they outlive the files. Raises ValueError if one is
-    absent.
-    """
+    """Tensors of a checkpoint directory, memory-mapped. Raises ValueError if one is absent."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")) if names else ():
         with safe_open(file, framework="pt") as tensors:
@@ -91,21 +90,17 @@ class VersionWriter:
 
     Args:
         write_files: writes the config and tokenizer files beside the weights.
-        on_stored: called on the thread for every version that is complete on the disk. What it raises is
-            logged: the version stays complete.
-        on_failed: called on the thread for every version that could not be written.
+        report: called on the thread with every result. What it raises is logged.
     """
 
     def __init__(
         self,
         *,
         write_files: Callable[[Path], None],
-        on_stored: Callable[[StoreResult], None] | None = None,
-        on_failed: Callable[[StoreResult], None] | None = None,
+        report: Callable[[StoreResult], None] | None = None,
     ) -> None:
         self._write_files = write_files
-        self._on_stored = on_stored
-        self._on_failed = on_failed
+        self._report = report
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
@@ -144,54 +139,50 @@ class VersionWriter:
             del version  # its tensors, before the next one is taken
             with self._changed:
                 self.result = result
-                self._writing, self._reporting = False, True
+                self._writing, self._reporting = False, self._report is not None
                 self._changed.notify_all()
-            self._report(result)
+            if self._report is None:
+                continue
+            try:
+                self._report(result)
+            except Exception as error:  # the status reports it later
+                what = "not stored" if result.problem else "stored"
+                logger.warning("failed to report that version %d was %s: %s", result.version, what, error)
             with self._changed:
                 self._reporting = False
                 self._changed.notify_all()
 
     def _write(self, version: CommittedVersion, store: Store) -> StoreResult:
+        result = StoreResult(version=version.version, label=version.label, path="", problem="")
         try:
             path = write_version(version, store, self._write_files)
         except Exception as error:  # the result reports it
-            result = _result(version, problem=f"{type(error).__name__}: {error}")
+            result = replace(result, problem=f"{type(error).__name__}: {error}")
             expected = isinstance(error, OSError | ValueError)
             logger.error(
                 "version %d could not be stored: %s", version.version, result.problem, exc_info=not expected
             )
             return result
         self.newest = version.version
-        return _result(version, path=str(path))
-
-    def _report(self, result: StoreResult) -> None:
-        report = self._on_failed if result.problem else self._on_stored
-        if report is None:
-            return
-        try:
-            report(result)
-        except Exception as error:  # the status reports it later
-            what = "not stored" if result.problem else "stored"
-            logger.warning("failed to report that version %d was %s: %s", result.version, what, error)
+        return replace(result, path=str(path))
 
 
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
-    """Write a checkpoint directory with its manifest, and return it.
-
-    A version that is in the store already, with these weights, stays: its writer crashed before it could
-    report it. Raises ValueError if the tensors are not those that were committed, or are stored otherwise.
-
-    Args:
-        write_files: writes the config and tokenizer files beside the weights.
-        rest: called after every few MiB.
-    """
+    """Write a checkpoint directory with its manifest, and return it. A version that is in the store already,
+    with these weights, stays: its writer crashed before it could report it. Raises ValueError if the tensors
+    are not those that were committed, or are stored otherwise."""
     manifest = _manifest(version)
     try:
         with store.writing(manifest) as directory:
             write_files(directory)
             write_safetensors(version.tensors, directory / "model.safetensors")
     except FileExistsError:
-        _check_same(store.manifest_of(version.version), manifest)
+        stored = store.manifest_of(version.version)
+        if stored.fleet_id != manifest.fleet_id or stored.tensors != manifest.tensors:
+            raise ValueError(
+                f"version {version.version} is in the store already, of {stored.owner} and with digest "
+                f"{stored.digest}; this is of {manifest.owner} and has {manifest.digest}"
+            ) from None
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 
@@ -221,26 +212,12 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
     )
 
 
-def _check_same(stored: VersionManifest, written: VersionManifest) -> None:
-    """Raise ValueError unless the version in the store is the one that was to be written."""
-    if stored.fleet_id != written.fleet_id or stored.tensors != written.tensors:
-        raise ValueError(
-            f"version {written.version} is in the store already, of {stored.owner} and with digest "
-            f"{stored.digest}; this is of {written.owner} and has {written.digest}"
-        )
-
-
-def _result(version: CommittedVersion, *, path: str = "", problem: str = "") -> StoreResult:
-    return StoreResult(version=version.version, label=version.label, path=path, problem=problem)
-
-
 class RetainedVersions:
     """The tensors of a round as they arrived, in host memory until the store has them.
 
-    One worker of a replica retains the version that is arriving and the newest committed one. On a GPU this
-    costs one copy to the host per tensor; on a CPU it is a reference to memory of the transfer.
-
-    Called on the engine's thread, except `add`, which runs on the staging thread.
+    One worker of a replica retains the version that is arriving and the newest committed one: on a GPU one
+    copy to the host per tensor, on a CPU a reference to memory of the transfer. `add` is called on the
+    staging thread, the others on the engine's.
     """
 
     def __init__(self) -> None:
@@ -255,17 +232,14 @@ class RetainedVersions:
         """Retain what arrives from now on."""
         self._arriving = version, {}
 
-    @property
-    def expecting(self) -> bool:
-        return self._arriving is not None
-
-    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def add(self, received: ReceivedChunk) -> None:
         arriving = self._arriving
         if arriving is not None:
-            arriving[1].update((name, tensor.cpu()) for name, tensor in tensors)
+            arriving[1].update((name, tensor.cpu()) for name, tensor in received.named())
 
     def commit(self) -> None:
-        """Make what arrived the retained version; an older one is freed, also if this one is not retained."""
+        """Make what arrived the retained version. The older one is freed, also if this one is not
+        retained."""
         self._committed, self._arriving = self._arriving, None
 
     def forget(self, version: int) -> None:

@@ -4,11 +4,9 @@
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
     fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
-A writer that was believed lost may still write beside its replacement, in a directory of its own; the first
-that completes counts. A complete version removes partial ones up to its number.
-
-Only the controller removes versions: it knows which of them a replica was told to load. Other readers hold a
-shared lock on the directory, which prevents that.
+A writer that was believed lost may write beside its replacement; the first that completes counts. A complete
+version removes partial ones up to its number. Only the controller removes versions: it knows which of them a
+replica was told to load, and other readers lock the directory.
 """
 
 import fcntl
@@ -43,7 +41,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionManifest:
-    """What `manifest.json` says of a stored version. Unknown fields, of a newer release, are ignored."""
+    """The content of `manifest.json`. Unknown fields, of a newer release, are ignored."""
 
     version: int
     label: str | None = None

@@ -1,7 +1,7 @@
 """Both halves of a transport that broadcasts over a group of ranks (`gloo`, `nccl`), except the group itself.
 
-Rank 0 is the publisher; the ledger assigns each replica's workers a range of ranks. A group belongs to one
-epoch: a lost peer breaks it for all members, and it is never reused.
+Rank 0 is the publisher; the ledger assigns each replica's workers a range of ranks. A lost peer breaks
+the group for all members, and it is never reused.
 
     publisher   pack chunk i+1   | broadcast chunk i
     worker      load chunk i     | receive chunk i+1
@@ -26,17 +26,16 @@ from vllm.distributed.weight_transfer.base import (
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
-from deployments.weights.transports.rendezvous import RendezvousInfo
+from deployments.weights.transports.rendezvous import Check, RendezvousInfo
 from deployments.weights.transports.weight_sender import OnePayloadSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
 
 BUFFERS = 2
-Check = Callable[[], None]  # raises to end a wait; called every few milliseconds
 
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """The tensors were described when the group was formed."""
+    """Empty: the tensors were described when the group was formed."""
 
 
 @dataclass
@@ -52,7 +51,7 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
 
 class BroadcastGroup(Protocol):
     """Broadcasts chunks from rank 0, in order. `start` and `wait` raise TransferFailed if a member is gone,
-    the time is over, or `abort` was called."""
+    at the deadline, and after `abort`."""
 
     is_async: ClassVar[bool]  # `start` only queues the broadcast, so that the next one may be queued ahead
 
@@ -68,13 +67,13 @@ class BroadcastGroup(Protocol):
     def wait(self, index: int, check: Check = ...) -> None:
         """Wait until the broadcasts have finished; then the current stream may use the buffer."""
 
-    def finish(self) -> None:
-        pass
+    def finish(self) -> None: ...
 
     def abort(self) -> None:
-        """End every wait, from any thread; the group cannot be used afterwards."""
+        """End every wait, from any thread. The group cannot be used afterwards."""
 
 
+MakeGroup = Callable[[RendezvousInfo, int, Check], BroadcastGroup]  # of this rank
 Init = TypeVar("Init", bound=BroadcastTrainerInitInfo)
 WorkerInit = TypeVar("WorkerInit", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -87,12 +86,11 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
     _aborted = threading.Event()  # each attempt to connect has its own
 
     @abstractmethod
-    def join(self, init_info: WorkerInit, check: Check) -> BroadcastGroup:
-        pass
+    def join(self, init_info: WorkerInit, check: Check) -> BroadcastGroup: ...
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         self._aborted.set()
-        # On the engine's thread, as `abort`: an abort cannot miss a connection that is queued.
+        # Here, on the thread that calls `abort`: an abort cannot miss a connection that is queued.
         self._aborted = threading.Event()
         super().init_transfer_engine(init_info)
 
@@ -126,22 +124,20 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
     init_info_cls = RendezvousInfo
     update_info_cls = BroadcastInfo
 
+    make_group: MakeGroup
     _chunks: tuple[Chunk, ...] = ()
 
     def join(self, init_info: RendezvousInfo, check: Check) -> BroadcastGroup:
         self._chunks = init_info.chunks()
-        return self.join_group(init_info, init_info.rank_offset + self.worker_index, check)
-
-    @abstractmethod
-    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> BroadcastGroup: ...
+        return self.make_group(init_info, init_info.rank_offset + self.worker_index, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
         group, chunks = self.group, self._chunks
         group.reserve(largest(chunks))
         finished = False
         try:
-            # One broadcast ahead, ordered after the loads of chunk i-1, which used the same buffer, on the
-            # current stream. But where staging pauses between chunks, no broadcast may run in the pause.
+            # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer.
+            # None ahead where staging pauses between chunks: no broadcast may run in the pause.
             ahead = 1 if group.is_async and self.share == 1.0 else 0
             started = 0
             for index, chunk in enumerate(chunks):
@@ -158,11 +154,8 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
 
 
 class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
+    make_group: MakeGroup
     _group: BroadcastGroup | None = None
-
-    @abstractmethod
-    def open_group(self, info: RendezvousInfo, check: Check) -> BroadcastGroup:
-        pass
 
     def connect(self, init_info: Init) -> None:
         if not self.is_sender:
@@ -180,7 +173,7 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
         try:
             connecting = calls.submit(self.client.init_weight_transfer_engine, asdict(info))
             try:
-                self._group = self.open_group(info, lambda: raise_if_failed(connecting))
+                self._group = self.make_group(info, 0, lambda: raise_if_failed(connecting))
             except TransferFailed:
                 connecting.result()  # the fleet's error names the members that did not join
                 raise
@@ -195,8 +188,8 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
         try:
             self._broadcast(lambda: raise_if_failed(receiving))
         except TransferFailed:
-            # Leave the group, so that its other members stop waiting and the call ends: its result names the
-            # replica that is gone, or shows that the others have received everything.
+            # The other members stop waiting, and the call returns: with the name of the replica that is gone,
+            # or because the others have received everything.
             self.shutdown()
 
     def _broadcast(self, check: Check) -> None:

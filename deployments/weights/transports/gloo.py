@@ -17,10 +17,9 @@ from deployments.weights.transports.broadcast import (
     BroadcastReceiver,
     BroadcastSender,
     BroadcastTrainerInitInfo,
-    Check,
 )
 from deployments.weights.transports.registry import TRANSPORTS
-from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
+from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
 
 ABORTED = "the transfer group was aborted"
 _SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thread can end them
@@ -61,7 +60,7 @@ class GlooGroup:
             self.broadcast(part, check)
 
     def wait(self, index: int, check: Check = lambda: None) -> None:
-        """Nothing: the broadcasts have finished when `start` returns."""
+        """Nothing: `start` returns when the broadcasts have finished."""
 
     def finish(self) -> None:
         self._blocks = {}
@@ -116,15 +115,12 @@ def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
 
 
 class GlooWeightTransferEngine(BroadcastReceiver):
-    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> GlooGroup:
-        return GlooGroup(info, rank, check)
+    make_group = GlooGroup
 
 
 class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
     init_info_cls = GlooTrainerInitInfo
-
-    def open_group(self, info: RendezvousInfo, check: Check) -> GlooGroup:
-        return GlooGroup(info, 0, check)
+    make_group = GlooGroup
 
 
 def create_process_group(store: PrefixStore, info: RendezvousInfo, rank: int) -> ProcessGroupGloo:

@@ -1,14 +1,14 @@
 """Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
-Each trainer rank has a channel (`ipc_channel`). Workers on its GPU open it when they connect; a worker on a
-GPU without a trainer rank opens another one's and copies each chunk to its own GPU first. A round is one
+Each trainer rank has a channel (`ipc_channel`), which the workers on its GPU open when they connect. A worker
+on a GPU without a trainer rank opens another's, and copies each chunk to its own GPU first. A round is one
 payload:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors are published all at once. Every wait ends when the other side aborts or another
-trainer rank fails.
+The model's own tensors are published all at once. Waits end when the other side aborts or a trainer rank
+fails.
 """
 
 import threading
@@ -18,10 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    TrainerInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferUpdateInfo
 
 from deployments.host.shared_memory import remove_orphans, remove_segment
 from deployments.protocol.errors import TransferFailed
@@ -59,8 +56,8 @@ _ASK_S = 0.02
 class TrainerRanks:
     """One rank's view of the others during a round. Raises ValueError if a page is not on this host.
 
-    Rank 0 alone calls the fleet, so each rank writes into its own page, which all ranks map, that the round
-    has ended or that it has failed. A killed rank writes nothing: every wait keeps its deadline.
+    Only rank 0 calls the fleet. Each rank writes into its own page, which all ranks map, that the round has
+    ended or that it has failed. A killed rank writes nothing: every wait keeps its deadline.
     """
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
@@ -90,16 +87,6 @@ class TrainerRanks:
             self.have_ended(round_id)
         receiving.result()
         self._own[ENDED] = round_id
-
-
-def raise_together(failure: Exception | None) -> None:
-    """Raise this rank's failure, or TransferFailed with another rank's. Every rank must call this."""
-    reasons = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise TransferFailed(f"rank {rank} of the trainer did not connect: {reason}")
 
 
 @dataclass
@@ -153,16 +140,12 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
         self._aborted.clear()
-        start = update_info.round_id << 32
+        start, chunks = update_info.round_id << 32, self._chunks
         if self._tensors is None:
-            return self._receive_packed(page, self._chunks, start)
-        return self._receive_in_place(page, self._chunks, start, self._tensors)
-
-    def _receive_in_place(
-        self, page: Page, chunks: Sequence[Chunk], start: int, tensors: OpenedTensors
-    ) -> Iterator[ReceivedChunk]:
+            yield from self._receive_packed(page, chunks, start)
+            return
         self._wait_published(page, start + len(chunks))
-        for received in tensors.received(chunks):
+        for received in self._tensors.received(chunks):
             yield received if self._local is None else self._local.tensors(received)
         wait_for(torch.cuda.current_stream().record_event())
         page[self._slot] = start + len(chunks)
@@ -268,7 +251,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         self._ranks.say_failed(self._round_id)
 
     def shutdown(self) -> None:
-        # Not FAILED: if this rank has done its part, the others may still complete the round.
+        # Not FAILED: the others may complete the round if this rank has done its part.
         if self._page is not None:
             self._page[ABANDONED] = self._round_id
 
@@ -323,4 +306,9 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
                 self.client.init_weight_transfer_engine(info.to_wire())
         except Exception as error:  # raised below, after the other ranks have received it
             failure = error
-        raise_together(failure)
+        reasons = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise TransferFailed(f"rank {rank} of the trainer did not connect: {reason}")

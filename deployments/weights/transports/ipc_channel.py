@@ -1,6 +1,5 @@
-"""The channel of transport `ipc`, between a trainer rank and workers on the same host: a page of counters in
-shared memory, and GPU memory, which is the model's own tensors or two buffers for tensors that are gathered
-or cast."""
+"""The channel of transport `ipc`, between a trainer rank and workers of the same host: a page of counters in
+shared memory, and GPU memory: the model's own tensors, or two buffers for those that are gathered or cast."""
 
 import base64
 import mmap
@@ -49,7 +48,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def share_memory(tensor: torch.Tensor) -> MemoryHandle:
-    """The handle of a CUDA tensor's storage, which must outlive its users."""
+    """The handle of a CUDA tensor's storage, which must outlive what opens it."""
     _, memory, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     return MemoryHandle(
         memory=base64.b64encode(memory).decode(),
@@ -143,7 +142,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
             raise ValueError("channels: expected that of one trainer rank at least, got none")
 
     def source_of(self, gpu: str, rank: int) -> str:
-        """The GPU whose channel a worker opens: its own, else that of any trainer rank, in turn."""
+        """The GPU whose channel a worker opens: its own, else a trainer rank's, in turn."""
         if gpu in self.channels:
             return gpu
         sources = sorted(self.channels)
@@ -165,15 +164,15 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
 PUBLISHED, ABANDONED, ENDED, FAILED, TAKEN = range(5)
 _ABSENT = -1  # its writer has not opened the page
 _COUNTER_BYTES = 8
-_POLL_S = 0.0001  # each poll takes the interpreter's lock, for which the decoding thread waits
+_POLL_S = 0.0001  # a poll takes the interpreter's lock, for which the decoding thread waits
 
 
 class Page:
     """The counters of a channel, in shared memory. Each has one writer. PUBLISHED and TAKEN are
     `round << 32 | chunks`, so that a count of an aborted round is never mistaken for the next round's.
 
-        ABANDONED   the last round that the trainer rank abandoned, or after which it closed the channel
-        ENDED       the last round in which all remaining replicas received everything; rank 0's page
+        ABANDONED   the last round that the trainer rank abandoned, or before it closed the channel
+        ENDED       the last round that all remaining replicas received; on rank 0's page
         FAILED      the last round in which the trainer rank failed
     """
 
@@ -203,7 +202,7 @@ class Page:
 
 
 def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
-    name, mapping = create_mapping(_page_bytes(world_size))
+    name, mapping = create_mapping(_COUNTER_BYTES * (TAKEN + world_size))
     page = Page(mapping, timeout_s)
     for slot in range(len(page)):
         page[slot] = _ABSENT
@@ -212,16 +211,12 @@ def create_page(world_size: int, timeout_s: float) -> tuple[str, Page]:
 
 
 def open_page(name: str, world_size: int, timeout_s: float) -> Page:
-    return Page(open_mapping(name, mmap.ACCESS_WRITE, _page_bytes(world_size)), timeout_s)
-
-
-def _page_bytes(world_size: int) -> int:
-    return _COUNTER_BYTES * (TAKEN + world_size)
+    size_bytes = _COUNTER_BYTES * (TAKEN + world_size)
+    return Page(open_mapping(name, mmap.ACCESS_WRITE, size_bytes), timeout_s)
 
 
 class SharedTensors:
-    """The trainer's side of channels without buffers: its tensors, shared once, and the table of their
-    digests."""
+    """The trainer's side of a channel without buffers: its tensors, shared once, and their digests."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -289,11 +284,8 @@ class OpenedTensors:
 
 
 class LocalChunk:
-    """On a worker of another GPU: a chunk is copied here before it is read.
-
-    Copy engines do it: a kernel that reads over the link holds multiprocessors meanwhile
-    (benchmarks/RESULTS.md, "A copy engine instead of NCCL").
-    """
+    """On a worker of another GPU: copy engines bring a chunk here before it is read. A kernel that reads over
+    the link holds multiprocessors meanwhile (benchmarks/RESULTS.md, "A copy engine instead of NCCL")."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)

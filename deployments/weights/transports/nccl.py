@@ -1,11 +1,11 @@
 """Transport `nccl`: GPUs and hosts. A packed broadcast over a communicator whose waits can all be aborted.
 
-A thread waits for NCCL only by polling, with a deadline, and queues nothing behind an unfinished broadcast: a
-dead peer leaves no stream stuck. Before each broadcast the members synchronize on the host: a kernel blocked
-on a peer occupies SMs that the model needs.
+Threads wait for NCCL by polling, with a deadline, and queue nothing behind an unfinished broadcast: a dead
+peer leaves no stream stuck. Members synchronize on the host before each broadcast: a kernel that waits for a
+peer occupies SMs that the model needs.
 
-NCCL forms a communicator inside one call, which cannot be aborted: it runs on a thread of its own, which is
-left behind at a deadline, and a communicator that it returns later is aborted.
+NCCL forms a communicator inside one call, which cannot be aborted. A thread of its own makes the call; after
+the deadline it is left behind, and a communicator that it returns later is aborted.
 """
 
 import ctypes
@@ -33,10 +33,9 @@ from deployments.weights.transports.broadcast import (
     BroadcastReceiver,
     BroadcastSender,
     BroadcastTrainerInitInfo,
-    Check,
 )
 from deployments.weights.transports.registry import TRANSPORTS
-from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
+from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
 
 MINIMUM_NCCL = (2, 29, 7)
 _CREATION_POLL_S = 0.01
@@ -48,11 +47,11 @@ Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]  # makes one o
 def create_in_time(
     create: Create, info: RendezvousInfo, rank: int, roll_call: RollCall, check: Check
 ) -> PyNcclCommunicator:
-    """Forms the communicator once all have joined. Raises ValueError if vLLM has disabled it, TransferFailed
-    if NCCL has not formed the group in time."""
+    """Form the communicator, once all have joined. Raises ValueError (vLLM has disabled it) or
+    TransferFailed (NCCL did not form the group in time)."""
     attempt = _Attempt(create)
     try:
-        # Not on the thread, which may never restore the environment.
+        # Not on the thread, which may never return.
         with unpinned_nccl_env():
             threading.Thread(target=attempt.run, name="nccl-creation", daemon=True).start()
             problem = _wait(attempt, info.timeout_s, roll_call, check)
@@ -106,7 +105,7 @@ class _Attempt:
             self.outcome.set_result(communicator)
 
     def made(self, communicator: PyNcclCommunicator) -> None:
-        """NCCL has returned it, and may use it next."""
+        """NCCL has returned it, and its first collective may follow."""
         with self._lock:
             known, self._communicator = self._communicator, communicator
             abandoned = self._abandoned
@@ -116,7 +115,7 @@ class _Attempt:
             raise TransferFailed("the communicator came too late and was aborted")
 
     def abandon(self) -> None:
-        """Abort the communicator: now if there is one, which ends its first collective; else later."""
+        """Abort the communicator now, which ends its first collective, or as soon as there is one."""
         with self._lock:
             first, self._abandoned = not self._abandoned, True
             communicator = self._communicator
@@ -124,7 +123,7 @@ class _Attempt:
             communicator.destroy()  # ncclCommAbort, given up after 5 s
 
     def problem(self) -> str:
-        """Why NCCL has not formed the group; empty if it has, or if something other than NCCL failed."""
+        """Why NCCL has not formed the group. Empty: it has, or something other than NCCL failed."""
         error = self.outcome.exception()
         # NCCL_CHECK has no finer class. A device fault is not a peer's fault.
         if not isinstance(error, RuntimeError) or isinstance(error, _OF_THE_DEVICE):
@@ -136,7 +135,7 @@ def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
     """vLLM's communicator, known to `attempt` before its first collective, where a dead peer may block it."""
 
     class Announcing(PyNcclCommunicator):
-        def all_reduce(self, *args: Any, **kwargs: Any) -> Any:  # vLLM's, when NCCL has formed the group
+        def all_reduce(self, *args: Any, **kwargs: Any) -> Any:  # vLLM makes one in the constructor
             attempt.made(self)
             return super().all_reduce(*args, **kwargs)
 
@@ -144,7 +143,7 @@ def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
 
 
 def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Check) -> PrefixStore:
-    """Raises ValueError, which names each member whose NCCL does not work, or TransferFailed."""
+    """Raises ValueError, naming each member whose NCCL does not work, or TransferFailed."""
     store, problems = rendezvous(info, rank, check, payload=nccl_problem())
     raise_problems(dict(enumerate(problems)))
     return store
@@ -214,14 +213,14 @@ def _version(path: str) -> str:
 
 _POLL_S = 0.0001
 _CALL_S = 0.2  # an abort waits this long for a call in progress
-_STARTED = "started"  # key of the number of broadcasts that members have started, over all members
+_STARTED = "started"  # key of the broadcasts that members have started, summed over the members
 _WATCH_S = 0.25
 _WARM_UP_BYTES = 4 << 20
 
 
 class NcclGroup:
-    """A communicator with its own stream and two buffers, whose waits can be aborted. Raises ValueError if
-    NCCL does not work, TransferFailed if a member did not join."""
+    """A communicator with its own stream and two buffers, whose waits can be aborted. Raises ValueError (NCCL
+    does not work) or TransferFailed (a member did not join)."""
 
     is_async: ClassVar[bool] = True
 
@@ -240,7 +239,7 @@ class NcclGroup:
         self._done = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._calling = threading.Lock()
         self._call_deadline = math.inf
-        # One for all calls: to start a thread costs as much as a call.
+        # One for all calls: starting a thread takes as long as a call.
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
         self.warm_up()
 
@@ -260,14 +259,6 @@ class NcclGroup:
     def counted(self) -> int:
         return self._world_size
 
-    @property
-    def alive(self) -> bool:
-        return self._communicator is not None
-
-    def abort_overdue_call(self) -> None:
-        if time.monotonic() > self._call_deadline:
-            self.abort()
-
     def reserve(self, size_bytes: int) -> None:
         if self._buffers[0].numel() < size_bytes:
             self._buffers = []  # free the smaller ones first
@@ -279,7 +270,11 @@ class NcclGroup:
         return self._buffers[index % BUFFERS][:size_bytes]
 
     def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
-        self._await_peers(check)
+        self._started += 1
+        # One sum for all broadcasts: no member adds for the next before all have added for this one.
+        needed = self._started * self.counted
+        if self._add_started(1) < needed:
+            self._wait_until(lambda: self._add_started(0) >= needed, check)
         # NCCL may block inside the call on a dead peer: the watchdog ends that.
         self._call_deadline = time.monotonic() + self._timeout_s
         try:
@@ -305,13 +300,6 @@ class NcclGroup:
     def finish(self) -> None:
         self._roll_call.finished(self._started)
 
-    def _await_peers(self, check: Check) -> None:
-        self._started += 1
-        # One sum for all broadcasts: no member adds for the next before all have added for this one.
-        needed = self._started * self.counted
-        if self._add_started(1) < needed:
-            self._wait_until(lambda: self._add_started(0) >= needed, check)
-
     def _add_started(self, more: int) -> int:
         try:
             return self._store.add(_STARTED, more)
@@ -333,7 +321,7 @@ class NcclGroup:
                 if self._roll_call.is_called():
                     self._fail("at another member first", check)
             time.sleep(_POLL_S)
-        if self._communicator is None:  # an abort also ends the kernel, but without the bytes
+        if self._communicator is None:  # the abort ended the kernel, without the bytes
             raise TransferFailed("the transfer group was aborted")
 
     def _fail(self, problem: str, check: Check) -> NoReturn:
@@ -342,7 +330,6 @@ class NcclGroup:
         raise TransferFailed(f"the transfer group failed: {problem}", missing)
 
     def abort(self) -> None:
-        # Let a call that is about to return finish.
         acquired = self._calling.acquire(timeout=_CALL_S)
         try:
             communicator, self._communicator = self._communicator, None
@@ -354,8 +341,9 @@ class NcclGroup:
 
 
 def _watch(group: "weakref.ref[NcclGroup]") -> None:
-    while (watched := group()) is not None and watched.alive:
-        watched.abort_overdue_call()
+    while (watched := group()) is not None and watched._communicator is not None:
+        if time.monotonic() > watched._call_deadline:
+            watched.abort()
         del watched  # this thread must not keep alive a group that its owner has dropped
         time.sleep(_WATCH_S)
 
@@ -367,13 +355,14 @@ class NcclTrainerInitInfo(BroadcastTrainerInitInfo):
     chunk_bytes: int = TRANSPORTS["nccl"].chunk_bytes
 
 
+def on_current_device(info: RendezvousInfo, rank: int, check: Check) -> NcclGroup:
+    return NcclGroup(info, rank, torch.device("cuda", torch.cuda.current_device()), check)
+
+
 class NcclWeightTransferEngine(BroadcastReceiver):
-    def join_group(self, info: RendezvousInfo, rank: int, check: Check) -> NcclGroup:
-        return NcclGroup(info, rank, self.device, check)
+    make_group = staticmethod(on_current_device)
 
 
 class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo]):
     init_info_cls = NcclTrainerInitInfo
-
-    def open_group(self, info: RendezvousInfo, check: Check) -> NcclGroup:
-        return NcclGroup(info, 0, torch.device("cuda", torch.cuda.current_device()), check)
+    make_group = staticmethod(on_current_device)

@@ -42,14 +42,9 @@ class _RankState:
 def agree(
     find: Callable[[], PublishTarget] | None, *, connected: bool, together: bool = True
 ) -> PublishTarget | None:
-    """The replicas that all ranks must connect to; None if all connections are still good.
-
-    Args:
-        find: asks the fleet; None on all ranks but 0.
-        together: every rank calls this; else rank 0 alone.
-
-    Raises FleetUnavailable if rank 0 cannot send.
-    """
+    """The replicas that all ranks must connect to; None if all connections are still good. `find` asks the
+    fleet, on rank 0. `together`: every rank calls this; else rank 0 alone. Raises FleetUnavailable if rank 0
+    cannot send."""
     target, failure = None, None
     if find is not None:
         try:

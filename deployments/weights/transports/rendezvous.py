@@ -1,12 +1,11 @@
-"""The rendezvous of the transports that form a group of ranks (`gloo`, `nccl`), and who is missing after a
-failure.
+"""How the members of a group of ranks (`gloo`, `nccl`) meet, and who is missing after a failure.
 
     rank 0      opens a TCPStore at the rendezvous address ─┐
     workers     probe the address until it is open ─────────┤
     all ranks   set their payload, wait for all others   ◄──┘
 
 torch's own ways to form a group cannot be aborted: they are called after this, when no member is missing. A
-store's calls block as long as its host hangs, so each is made on a thread of its own.
+store's calls block as long as its host hangs, so threads make them.
 """
 
 import ipaddress
@@ -17,40 +16,32 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.wire.chunk_layout import DescribedTensors
 
 ROLL_CALL_S = 1.0
-HOST_S = 1.5  # rank 0 has the store, and leaves last
+HOST_S = 1.5  # rank 0, which has the store, leaves last
 _ANSWER_POLL_S = 0.02
 _LISTEN_S = 0.25
 _FAILED = "failed"
 
 
-class GroupStore(Protocol):
-    """Each call may raise RuntimeError."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
+Check = Callable[[], None]  # raises to end a wait; called every few milliseconds
 
 
 class RollCall:
     """One member's part in finding out who is missing.
 
-    When one member hangs, all others fail without knowing who. So each member that has failed says so in the
-    group's store; those that still wait see it, and do the same. Members that stay silent, and have not
-    finished the broadcast in question, are missing.
+    When one member hangs, the others fail without knowing which. Each one that fails says so in the group's
+    store; those that still wait see it and do the same. Members that say nothing and have not finished the
+    broadcast are missing.
     """
 
-    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._talk = _Talk(store, rank, world_size)
         self._limit_s = HOST_S if rank == 0 else ROLL_CALL_S
         weakref.finalize(self, self._talk.close)
@@ -68,9 +59,9 @@ class RollCall:
         self._talk.listening, self._talk.finished = False, broadcasts
         self._talk.wake.set()
 
-    def missing(self, started: int, check: Callable[[], None] = lambda: None) -> tuple[int, ...]:
-        """Report a failure, wait for the others, and return the ranks that are missing; none if the store is
-        gone too. `started`: broadcasts so far, with the one that failed."""
+    def missing(self, started: int, check: Check = lambda: None) -> tuple[int, ...]:
+        """Report a failure, wait for the others, and return the missing ranks; none if the store is gone too.
+        `started`: broadcasts so far, with the one that failed."""
         deadline = time.monotonic() + self._limit_s
         self._talk.ask(started, deadline)
         while not self._talk.answered.wait(_ANSWER_POLL_S) and time.monotonic() < deadline + self._limit_s:
@@ -81,7 +72,7 @@ class RollCall:
 class _Talk:
     """Its thread alone uses the store, and must not keep the `RollCall` alive."""
 
-    def __init__(self, store: GroupStore, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self.called = self.listening = self._closed = False
         self.finished = self._said = 0
@@ -148,18 +139,15 @@ class RendezvousInfo(DescribedTensors, WeightTransferInitInfo):
 
 
 def rendezvous(
-    info: RendezvousInfo, rank: int, check: Callable[[], None], payload: str = ""
+    info: RendezvousInfo, rank: int, check: Check, payload: str = ""
 ) -> tuple[PrefixStore, list[str]]:
-    """Wait until all members have joined: their store, and the payload of each, by rank.
-
-    `check`, called every few milliseconds, raises to end the wait. Raises TransferFailed after `timeout_s`,
-    which names those that did not join.
-    """
+    """Wait until all members have joined. Returns their store and payloads, by rank. Raises TransferFailed
+    after `timeout_s`, naming those that did not join."""
     meeting = Meeting(info, rank, payload)
     return meet(meeting, check), meeting.payloads
 
 
-def meet(meeting: "Meeting", check: Callable[[], None]) -> PrefixStore:
+def meet(meeting: "Meeting", check: Check) -> PrefixStore:
     threading.Thread(target=meeting.run, name="rendezvous", daemon=True).start()
     try:
         while not meeting.over.wait(_POLL_S):
@@ -179,7 +167,7 @@ class Meeting:
 
     def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
         self.info, self.rank, self.payload = info, rank, payload
-        # Rank 0 has the store: it leaves after the others have asked who is missing.
+        # Rank 0 has the store, in which the others look who is missing.
         self.deadline = time.monotonic() + info.timeout_s + (HOST_S if rank == 0 else 0.0)
         self.over = threading.Event()
         self.abandoned = False
@@ -242,11 +230,8 @@ def probe(info: RendezvousInfo) -> bool:
 
 
 def _listening(info: RendezvousInfo) -> int | None:
-    """A listening socket for the store; None: the store makes its own, for IPv6 and IPv4.
-
-    The store looks up each peer's name: ::ffff:127.0.0.1 is in no hosts file, and a slow name server took 5
-    s.
-    """
+    """An IPv4 socket for the store, which looks up each peer's name: of ::ffff:127.0.0.1 that took 5 s. None:
+    the store makes its own, for IPv6 and IPv4."""
     try:
         ipaddress.IPv4Address(info.master_address)
     except ValueError:  # IPv6, or a name, which may be of both

@@ -77,7 +77,7 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
     def _receive_packed(
         self, update_info: IPCWeightTransferUpdateInfo, *pieces: Chunk
     ) -> Iterator[ReceivedChunk]:
-        for piece in pieces:
+        for piece in pieces:  # one, or none
             sizes = [entry.size_bytes for entry in piece.entries]
             if update_info.tensor_sizes != sizes:
                 raise ValueError(

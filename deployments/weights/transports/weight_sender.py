@@ -70,9 +70,9 @@ class ResidentSource(Protocol):
 class ChunkPacker:
     """The chunks of a source, and their content in each round.
 
-    Resident tensors are the model's own memory: the work of a chunk, with a cast, is prepared once, and a
-    round is a few launches without Python code for each tensor. Others are packed as the source yields them.
-    Raises ValueError if they are not those that the source declares.
+    Of resident tensors, the model's own memory, the work of a chunk is prepared once, with a cast: a round is
+    a few launches, without Python code for each tensor. Others are packed as the source yields them. Raises
+    ValueError if they are not those that the source declares.
     """
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
@@ -102,7 +102,7 @@ class ChunkPacker:
         self._pass = iter(self._source) if self.resident is None else iter(())
 
     def pack(self, index: int, block: torch.Tensor) -> None:
-        """Write chunk `index`, in order, with its digests into a block (uint8 [chunk.size_bytes]). Raises
+        """Write chunk `index`, the next one, with its digests into a block (uint8 [chunk.size_bytes]). Raises
         ValueError if the source yields what it did not declare."""
         chunk = self.chunks[index]
         if self.resident is None:
@@ -164,8 +164,8 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         return engine
 
     def send_weights(self) -> None:
-        """One round, on every trainer rank. Raises TransferFailed if a peer is gone or the model's tensors
-        have moved (connect again), ValueError if the source yields a tensor that it did not declare."""
+        """One round, on every trainer rank. Raises TransferFailed (a peer is gone, or the tensors have moved:
+        connect again) or ValueError (the source yields what it did not declare)."""
         self.packer.begin()
         self.prepare()
         if self.is_sender:
@@ -219,4 +219,4 @@ class OnePayloadSender(WeightSender[Init], Generic[Init]):
 
     @abstractmethod
     def send(self, receiving: Future[None] | None) -> None:
-        """Send all chunks. `receiving` is the sender's call; once it has failed, no replica receives."""
+        """Send all chunks. Once `receiving`, the sender's call, has failed, no replica receives."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -74,15 +74,8 @@ def largest(chunks: Sequence[Chunk]) -> int:
     return max((chunk.size_bytes for chunk in chunks), default=0)
 
 
-class TensorLists(TypedDict):
-    """Metadata of tensors in the wire form of vLLM's own engines: parallel lists of JSON types."""
-
-    names: list[str]
-    dtype_names: list[str]  # torch's, without "torch."
-    shapes: list[list[int]]
-
-
-def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> TensorLists:
+def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[str, Any]:
+    """Metadata in the wire form of vLLM's own engines: parallel lists of JSON types."""
     return {
         "names": [name for name, _, _ in tensors],
         "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in tensors],
@@ -92,7 +85,7 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> Tenso
 
 @dataclass(kw_only=True)
 class DescribedTensors:
-    """The tensors of every round. Sent once per connection: a mixture of experts has 20 thousand."""
+    """The tensors of every round, sent once per connection: a mixture of experts has 20 thousand."""
 
     names: list[str]
     dtype_names: list[str]

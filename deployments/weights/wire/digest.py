@@ -1,5 +1,5 @@
-"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, where the
-work is only queued, and a tensor of more than 16 GiB raises ValueError."""
+"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, which only
+queues the work and raises ValueError for more than 16 GiB in a tensor."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -34,14 +34,13 @@ def signed(digests: Sequence[int]) -> torch.Tensor:
 
 
 def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
-    """Digests, and which tensors hold NaN or infinity; the tensors are contiguous and on one device. On a GPU
-    float8 and float64 are never reported."""
+    """Digests, and which tensors hold NaN or infinity (on a GPU not those of float8 and float64). The tensors
+    are contiguous and on one device."""
     return prepare_inspection(tensors, ())()
 
 
 def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
-    """`inspect` as a function to call in every round, which also makes `copies`: on a GPU in the same kernel,
-    if it is of a whole tensor."""
+    """`inspect`, to call in every round. Also makes `copies`, on a GPU whole tensors' in its kernel."""
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, lambda: _host_findings(tensors))
     from deployments.weights.wire.digest_cuda import CudaInspection, is_castable, is_fusable
@@ -81,21 +80,21 @@ def warm_up(device: torch.device) -> None:
 def _after(copies: Sequence[Copy], inspection: Callable[[], T]) -> Callable[[], T]:
     if not copies:
         return inspection
-    sources, targets = map(list, zip(*map(_as_integers, copies), strict=True))
+    sources, targets = [], []
+    for copy in copies:
+        source, target = copy.source, copy.target
+        kind = _INTEGERS.get(source.dtype.itemsize)
+        if kind is not None and source.dtype == target.dtype:
+            # A foreach copy of floats may change the bits of a NaN.
+            source, target = source.view(kind), target.view(kind)
+        sources.append(source)
+        targets.append(target)
 
     def copy_and_inspect() -> T:
         torch._foreach_copy_(targets, sources)
         return inspection()
 
     return copy_and_inspect
-
-
-def _as_integers(copy: Copy) -> tuple[torch.Tensor, torch.Tensor]:
-    """A foreach copy of floats may change the bits of a NaN."""
-    kind = _INTEGERS.get(copy.source.dtype.itemsize)
-    if kind is None or copy.source.dtype != copy.target.dtype:
-        return copy.source, copy.target
-    return copy.source.view(kind), copy.target.view(kind)
 
 
 def _is_same(part: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -110,7 +109,6 @@ def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity; on a CPU several times as fast as `torch.isfinite`."""
-    # A sum is not finite if and only if a term is not (float32 can hold the sum of any real model's weights).
-    # It reads the tensor once and needs no mask of the tensor's size.
+    """Whether a tensor has neither NaN nor infinity; several times as fast as `torch.isfinite` on a CPU."""
+    # A sum is finite if all terms are: float32 can hold the sum of any real model's weights.
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())

@@ -25,6 +25,7 @@ from deployments.weights.store.version_writer import (
     write_version,
 )
 from deployments.weights.store.versions import Store, StoredTensor
+from deployments.weights.wire.chunk_layout import ReceivedChunk, plan_chunks
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
 from tests.tiny_models import save_tiny_llama, tiny_llama
@@ -127,11 +128,11 @@ def test_other_weights_of_the_same_version_are_a_problem(
     """The store of an older run whose journal is gone, or one that two fleets share."""
     results = list[StoreResult]()
     path = write_version(version_of(3), store, no_files)
-    writer = VersionWriter(write_files=no_files, on_stored=results.append)
+    writer = VersionWriter(write_files=no_files, report=results.append)
     with caplog.at_level(logging.ERROR, "ray.serve"):
         writer.put(version_of(3, tensors), store)
         assert writer.wait(TIMEOUT_S)
-    assert writer.result is not None and (writer.newest, results) == (None, [])
+    assert writer.result is not None and (writer.newest, results) == (None, [writer.result])
     pattern = r"ValueError: version 3 is in the store already, of no fleet and with digest \w{32}; this is of"
     assert re.match(pattern, writer.result.problem), writer.result.problem
     (record,) = caplog.records
@@ -142,7 +143,7 @@ def test_other_weights_of_the_same_version_are_a_problem(
 
 def test_put_returns_at_once_and_the_result_has_the_path(store: Store) -> None:
     gate, results = Gate(), list[StoreResult]()
-    writer = VersionWriter(write_files=gate, on_stored=results.append)
+    writer = VersionWriter(write_files=gate, report=results.append)
     assert writer.wait(0.0) and writer.result is None
     writer.put(version_of(3), store)
     assert gate.entered.wait(TIMEOUT_S)
@@ -172,7 +173,7 @@ def test_failed_write_is_reported_and_may_be_tried_again(
 ) -> None:
     (tmp_path / "file").write_text("")
     failed: list[StoreResult] = []
-    writer = VersionWriter(write_files=no_files, on_failed=failed.append)
+    writer = VersionWriter(write_files=no_files, report=failed.append)
     with caplog.at_level(logging.ERROR, "ray.serve"):
         writer.put(version_of(3), Store(tmp_path / "file" / "store"))
         assert writer.wait(TIMEOUT_S)
@@ -193,12 +194,11 @@ def test_a_version_that_could_not_be_reported_is_complete(
     def fail(result: StoreResult) -> None:
         raise TimeoutError("the controller does not answer")
 
-    failed = list[StoreResult]()
-    writer = VersionWriter(write_files=no_files, on_stored=fail, on_failed=failed.append)
+    writer = VersionWriter(write_files=no_files, report=fail)
     with caplog.at_level(logging.WARNING, "ray.serve"):
         writer.put(version_of(3), store)
         assert writer.wait(TIMEOUT_S)
-    assert writer.newest == 3 and writer.result is not None and not writer.result.problem and not failed
+    assert writer.newest == 3 and writer.result is not None and not writer.result.problem
     (record,) = caplog.records
     assert record.getMessage().endswith("version 3 was stored: the controller does not answer")
 
@@ -208,7 +208,7 @@ def test_a_stop_does_not_wait_for_a_report_that_nobody_takes(
 ) -> None:
     monkeypatch.setattr("deployments.weights.store.version_writer.REPORT_S", 0.05)
     taken = threading.Event()
-    writer = VersionWriter(write_files=no_files, on_stored=lambda _: taken.wait(TIMEOUT_S))
+    writer = VersionWriter(write_files=no_files, report=lambda _: taken.wait(TIMEOUT_S))
     writer.put(version_of(3), store)
     assert writer.wait(TIMEOUT_S) and not taken.is_set()
     taken.set()
@@ -270,8 +270,9 @@ def arrive(retained: RetainedVersions, version: int | None) -> dict[str, torch.T
     retained.begin()
     if version is not None:
         retained.expect(version)
-    for pair in tensors.items():
-        retained.add([pair])
+    for name, tensor in tensors.items():
+        (chunk,) = plan_chunks([(name, tensor.dtype, tuple(tensor.shape))], 1 << 20)
+        retained.add(ReceivedChunk(chunk=chunk, memory_key=0, sent=None, read=partial(list, [tensor])))
     return tensors
 
 

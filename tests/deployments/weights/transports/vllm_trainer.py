@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -213,8 +214,9 @@ class CopyingStaging(HostStaging):
 class CopyingRetained(RetainedVersions):
     """The same of what is retained for the store."""
 
-    def add(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        super().add([(name, tensor.clone()) for name, tensor in tensors])
+    def add(self, received: ReceivedChunk) -> None:
+        tensors = received.read()
+        super().add(replace(received, read=lambda: [tensor.clone() for tensor in tensors]))
 
 
 class _OnCpu:
