@@ -1,7 +1,5 @@
-"""Publishes the weights of a trainer of your own to a running fleet.
-
-Bytes travel over one of Slipstream's transports, everything else over vLLM's RL routes with vLLM's client.
-"""
+"""Publishes the weights of a trainer of your own to a running fleet. Bytes travel over one of Slipstream's
+transports, everything else over vLLM's RL routes with vLLM's client."""
 
 import socket
 import time
@@ -124,15 +122,9 @@ def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSo
 def outcome(
     fleet: FleetClient, opened: FleetStatus, limit_s: float, lost: FleetError | None = None
 ) -> RoundReport:
-    """The report of a round that was to be committed.
-
-    Args:
-        opened: the fleet's status while the round was open.
-        lost: what the call that commits it raised.
-
-    Raises:
-        FleetError: the round was aborted, the fleet has no record of it, or does not say within `limit_s`.
-    """
+    """The report of a round that was to be committed. `opened`: the fleet's status while it was open. `lost`:
+    what the call that commits it raised. Raises FleetError: the round was aborted, the fleet has no record of
+    it, or does not say within `limit_s`."""
     assert opened.round is not None, "a round was open"
     round_id, until = opened.round.round_id, time.monotonic() + limit_s
     while True:

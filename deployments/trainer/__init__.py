@@ -1,8 +1,4 @@
 """The trainer deployment: its serial queue, its worker processes, and its publishers of weights and adapters.
-
-`trainer` runs in the Serve replica, without torch; the rest in its ranks, one Ray actor each.
-
-Not here: models, losses and optimizers (`trainers`), and how bytes move (`deployments.weights.transports`).
-
-Read first: `deployments.trainer.trainer`, then `worker_group` and `worker`.
-"""
+`trainer` runs in the Serve replica, without torch; the rest in its ranks, one Ray actor each. Models, losses
+and optimizers are in `trainers`, the moving of bytes in `deployments.weights.transports`. Read first:
+`trainer`, then `worker_group` and `worker`."""

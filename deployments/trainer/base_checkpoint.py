@@ -1,8 +1,5 @@
-"""The checkpoint that the fleet and its trainer start from. The trainer's model may be a part of it.
-
-The rest is frozen (a vision tower, multi-token prediction, rotary tables): sent and stored as it is, so that
-every version has every tensor.
-"""
+"""The checkpoint that the fleet and its trainer start from. What the trainer's model lacks of it (a vision
+tower, multi-token prediction) is frozen: sent and stored as it is, so that every version has every tensor."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -23,8 +20,7 @@ CONFIG = "config.json"
 
 
 class BaseCheckpoint:
-    """A checkpoint directory; `names` are its tensors, empty without safetensors files. Raises OSError or
-    ValueError."""
+    """`names` are the directory's tensors, empty without safetensors files. Raises OSError or ValueError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -33,8 +29,7 @@ class BaseCheckpoint:
 
     def frozen(self, trained: Collection[str]) -> Sequence[str]:
         """The names that are not in `trained`. Raises ValueError if a module is trained in part: a frozen
-        scale would not fit its trained weight.
-        """
+        scale would not fit its trained weight."""
         frozen = sorted(self.names - set(trained))
         modules = {name.rpartition(".")[0]: name for name in frozen}
         problems = [
@@ -52,7 +47,7 @@ class BaseCheckpoint:
         return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
-        """Write all files of a whole checkpoint but the weights, which have `dtype`."""
+        """Write all files of a checkpoint but the weights, which have `dtype`."""
         copy_model_files(str(self.directory), directory)
         if self._config.get("model_type") == model.config.model_type:
             config = type(model.config).from_dict(model.config.to_dict())
@@ -65,8 +60,8 @@ class BaseCheckpoint:
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a complete checkpoint of the model's and the frozen weights. Raises InvalidRequest: the
-        directory cannot be written; its weights are then as before."""
+        """Write a checkpoint of the model's and the frozen weights. Raises InvalidRequest: the directory
+        cannot be written; its weights are then as before."""
         try:
             self.write_files(directory, model, dtype)
             with replacing(directory / "model.safetensors") as partial:

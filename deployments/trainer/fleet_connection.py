@@ -1,5 +1,5 @@
-"""How a trainer rank reaches the replicas: vLLM's weight-sync client over a publish session, and the
-transfer engine."""
+"""How a trainer rank reaches the replicas: vLLM's weight-sync client over a publish session, and the transfer
+engine."""
 
 import asyncio
 import socket
@@ -26,9 +26,9 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 
 
 class FleetWeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet, for use outside event loops.
-    `update_weights` may run in another thread. `label` and `options` are of the next round, `report` is of
-    the last one (None while one is open or after it failed). Raises as `PublishSession`."""
+    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet, outside event loops. `update_weights` may
+    run in another thread. `label` and `options` are of the next round, `report` of the last one (None while
+    one is open or after it failed). Raises as `PublishSession`."""
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller
@@ -68,7 +68,6 @@ class FleetWeightSyncClient:
         self.release()
 
     def settle(self, fleet_id: str) -> RoundReport | None:
-        """See `PublishSession.settle`."""
         return run_sync(self._session.settle(fleet_id))
 
     def abort(self, reason: str) -> None:
@@ -79,9 +78,8 @@ class FleetWeightSyncClient:
 
 
 class FleetConnection:
-    """One rank's transfer engine. All ranks agree to connect (`rank_agreement.agree`): one that connected
-    alone would wait for the others forever. `takes_over`: replaces another publisher's connection, which is a
-    `Conflict` otherwise."""
+    """One rank's transfer engine. A rank that connected alone would wait for the others forever: all agree
+    first. `takes_over`: replaces another publisher's connection, which else is a `Conflict`."""
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class FleetConnection:
 
     def agree(self, *, reusable: bool = True, together: bool = True) -> PublishTarget | None:
         """What all ranks must connect to; None if all connections are still good. `reusable`: this rank's
-        connection suits what it sends now. `together`: every rank calls this; else rank 0 alone. Raises
+        suits what it sends now. `together`: every rank calls this; else rank 0 alone. Raises
         FleetUnavailable."""
         find = self._membership if self._rank == 0 else None
         return agree(find, connected=reusable and self._is_connected(), together=together)
@@ -160,7 +158,7 @@ def own_address() -> str:
 
 
 def free_port() -> int:
-    """A port that is free now; another process may take it."""
+    """Another process may take it."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

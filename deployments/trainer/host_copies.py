@@ -11,16 +11,16 @@ from deployments.host.logs import serve_logger
 from deployments.weights.wire.chunk_layout import plan_chunks, view
 from trainers.sources import ParameterSource
 
-# torch rounds pinned memory up to a power of two: blocks of this size waste little of it.
+# torch rounds pinned memory up to a power of two: this size wastes little.
 _BLOCK_BYTES = 1 << 30
-# Gathered tensors live until they are copied: no more of them than this at a time.
+# Gathered tensors live until they are copied: no more of them at a time.
 _IN_FLIGHT_BYTES = 1 << 30
 logger = serve_logger()
 
 
 def in_host_memory(content: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in host memory; the same if it is there already. From a GPU it is copied to pinned
-    memory, which torch reuses: new pageable memory takes thirty times as long."""
+    """A contiguous tensor in host memory. From a GPU it is copied to pinned memory, which torch reuses: new
+    pageable memory takes thirty times as long."""
     if content.device.type != "cuda":
         return content
     copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
@@ -66,7 +66,7 @@ class GpuCopier:
             self._blocks = self._allocate()
 
     def _reserve(self) -> list[torch.Tensor]:
-        """For one version; torch's allocator keeps as much memory again for the next one."""
+        """For one version; torch's allocator keeps as much again for the next one."""
         with torch.cuda.device(self._device):
             blocks, _ = self._allocate(), self._allocate()
         return blocks

@@ -62,8 +62,6 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMeta:
-    """The content of checkpoint.json."""
-
     step: int
     wire_dtype: Dtype | None
     adapter: Mapping[str, Any] | None = None  # its settings and base version; None: all weights are trained
@@ -79,11 +77,9 @@ Complete = tuple[Path, CheckpointMeta]
 
 
 class RestartCheckpoints:
-    """The checkpoints below a directory that the ranks share. Every rank makes every call.
-
-    `check_owner`, called before any is replaced or removed, raises OSError if the directory is not this
-    fleet's any more. `step`: of the newest that this process began to write or resumed from exactly.
-    """
+    """The checkpoints below a directory that the ranks share. Every rank makes every call. `check_owner`
+    raises OSError if the directory is not this fleet's any more. `step`: of the newest that this process
+    began to write or resumed from exactly."""
 
     def __init__(
         self,
@@ -99,7 +95,7 @@ class RestartCheckpoints:
         self._keep = keep
         self._check_owner = check_owner
         distributed = dist.is_initialized() and dist.get_world_size() > 1
-        # The writer thread's collectives must not mix with those of the rank's other calls.
+        # Not to be mixed with collectives of the rank's other calls.
         self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if distributed else None
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-copy")
         self._pinned: tuple[Layout, BlockingAsyncStager] | None = None  # kept: pinning memory takes seconds
@@ -171,7 +167,7 @@ class RestartCheckpoints:
                     self._remove(path)
 
     def _copy(self, tensors: Tensors) -> Any:
-        """Copies in host memory (pinned, if they come from a GPU); runs in the copier thread."""
+        """Copies in host memory, pinned if they come from a GPU; on the copier thread."""
         if not _is_on_gpu(tensors):
             return BlockingAsyncStager().stage(tensors)
         # Not torch's DefaultStager: up to torch 2.11 it closes itself after one use.
@@ -190,7 +186,7 @@ class RestartCheckpoints:
             raise
 
     def _write(self, staged: Future[Any], partial: Path, meta: CheckpointMeta, generation: object) -> None:
-        """Runs in the writer thread. On failure the previous checkpoints stay and training continues."""
+        """On the writer thread. On failure the previous checkpoints stay and training continues."""
         try:
             dcp.save(
                 staged.result(),
@@ -249,9 +245,8 @@ def resume(
     digest: str | None = None,
 ) -> str | None:
     """Continue from the learner's weights (`step` and `digest` are theirs) with the nearest usable
-    checkpoint: one of these weights restores the learner exactly, another one gives its moments. Without any
-    they start at zero. Returns None if the learner is exactly what it was, else the difference, for the
-    log."""
+    checkpoint: one of these weights restores the learner exactly, another one gives its moments; without any
+    they start at zero. Returns the difference from what the learner was, for the log."""
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):
         problem = restore(learner, checkpoints, path, meta, exact=meta.is_of(step, digest))
@@ -310,7 +305,7 @@ def _look(learner: Learner, path: Path) -> _Target | str:
 
 
 def _check(stored: Mapping[str, Sequence[int]], moments: NamedMoments) -> None:
-    """Raises ValueError unless these are the moments of this model and this optimizer."""
+    """Raises ValueError unless these are this model's and this optimizer's."""
     expected = {
         f"{kind}.{name}": list(tensor.shape)
         for kind, each in moments.items()

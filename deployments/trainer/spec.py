@@ -42,17 +42,15 @@ class TrainerSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTrainer:
     version: int  # loaded weights; 0: the configured model
-    missed: str | None = None  # why they are not those that the fleet serves, and what to do; None: they are
+    missed: str | None = None  # why the fleet serves others, and what to do; None: it serves these
     step: int  # optimizer steps done
     parameters: int  # count of trained parameters, over all ranks
-    untrained: Sequence[str] = ()  # what the checkpoint has and the model lacks, in words
+    untrained: Sequence[str] = ()  # what the model lacks of the checkpoint, in words
     adapter_version: int = 0  # the newest live one
     initial: InitialWeights | None = None  # rank 0's model; None: not known, or not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatus:
-    """What became of the versions that this trainer wrote to the store."""
-
     stored_version: int | None  # the newest that is complete
     store_problem: str | None  # why the version written last is not in the store

@@ -1,7 +1,5 @@
-"""The stored versions that a trainer may load: its own fleet's, with the bytes that were committed.
-
-Rank 0 reads and compares them; all ranks load the same one, or none does.
-"""
+"""The stored versions that a trainer may load: its own fleet's, with the bytes that were committed. Rank 0
+reads and compares them; all ranks load the same one, or none does."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -57,13 +55,13 @@ class StoredWeights:
         return Found(version=version, committed=committed, problem="; ".join(problems))
 
     def problem(self, version: int, fleet_id: str) -> str | None:
-        """Why a version cannot be used; None if it can. Raises FileNotFoundError: it is not in the store."""
+        """Why a version cannot be used; None: it can. Raises FileNotFoundError: it is not in the store."""
         path = self._store.path_of(version)
         return from_rank_0(_problem(path, version, fleet_id) if self._rank == 0 else None)
 
     def _once_stored(self, fleet: Callable[[], FleetStatus]) -> tuple[FleetStatus, Sequence[int]]:
-        """The fleet and the stored versions, once the committed one is among them or does not come in time:
-        it is stored after its commit. Rank 0 waits."""
+        """The fleet and the stored versions, once the committed one, which is stored after its commit, is
+        among them or does not come in time. Rank 0 waits."""
         until = time.monotonic() + STORE_WAIT_S if self._rank == 0 else 0.0
         while True:
             status, stored = fleet(), self._store.list()

@@ -124,10 +124,10 @@ async def watch(
     period_s: float = CHECK_PERIOD_S,
 ) -> None:
     """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
-
     The store is written after the commit: joiners cannot load a version if every replica dies before, or the
-    write fails. `published`: the trainer's version. `settle` learns what became of a publish whose answer was
-    lost.
+    write fails.
+
+    `published`: the trainer's version. `settle` learns what became of a publish whose answer was lost.
     """
     lost_checks = 0
     while True:
@@ -159,7 +159,7 @@ class StepHistory:
         self._clock = clock
 
     def add(self, entry: StepEntry) -> None:
-        """Append a step. Its time is greater than the one before, also if the clock is set back."""
+        """Append a step. Times increase, also if the clock is set back."""
         entries = self._entries
         last = entries[-1].at if entries else 0.0
         entries.append(replace(entry, at=round(max(self._clock(), last + 0.001), 3)))
@@ -171,7 +171,6 @@ class StepHistory:
 
 
 def count_step(entry: StepEntry, record: Record = record) -> None:
-    """A step's figures for Prometheus."""
     if not entry.run:
         record(STEPS)
     for name, value in entry.values.items():
@@ -253,7 +252,7 @@ class Trainer:
             OtherStep: another number was done, because this trainer replaced one.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
-            AnswerLost: the fleet may be at the current weights. The next call learns whether it is, and the
+            AnswerLost: the fleet may be at the current weights. The next call learns whether it is; the
                 same call made again returns that round's report.
             Conflict: another version is committed, others loaded the adapter's name, or the fleet has
                 another base.
@@ -278,13 +277,9 @@ class Trainer:
         return await self._queue.run("publish", work)
 
     async def rollback(self, version: int) -> RoundReport:
-        """Load the weights of a stored version, and publish them as a newer one.
-
-        Raises:
-            InvalidRequest: the version is not in the store, or an adapter is trained.
-            RoundAborted: the trainer has the stored weights and the fleet has not; roll back again.
-            FleetUnavailable: no replica can take part, or a worker was lost.
-        """
+        """Load the weights of a stored version, and publish them as a newer one. Raises InvalidRequest (it is
+        not in the store, or an adapter is trained), RoundAborted (the trainer has the stored weights and the
+        fleet has not; roll back again) or FleetUnavailable."""
         if self._lora is not None:
             raise InvalidRequest(
                 f"this trainer trains the adapter {self._lora.name!r}, and no versions of all weights: "
@@ -294,21 +289,17 @@ class Trainer:
         return await self._queue.run("rollback", lambda: self._go_back(version))
 
     async def save(self, path: str | None = None) -> SavedCheckpoint:
-        """Write a Hugging Face checkpoint, or an adapter in peft's format, on the trainer's host.
-
-        Raises:
-            InvalidRequest: the directory cannot be written.
-            FleetUnavailable: a worker was lost.
-        """
+        """Write a Hugging Face checkpoint, or an adapter in peft's format, on the trainer's host. Raises
+        InvalidRequest (the directory cannot be written) or FleetUnavailable."""
         timeout_s = self._step_timeout_s
         return await self._queue.run("save", lambda: self._group.call("save", path, timeout_s=timeout_s))
 
     async def report(self, entry: StepEntry) -> None:
-        """What a job says of its step; kept until this trainer exits, for `steps`."""
+        """A job's step; kept until this trainer exits."""
         self._add(entry)
 
     async def steps(self, after: float = 0.0) -> StepLog:
-        """The steps that were entered after this time."""
+        """The steps after this time."""
         return StepLog(steps=self._history.after(after))
 
     async def status(self) -> TrainerStatus:
@@ -350,7 +341,7 @@ class Trainer:
             return
         if self._watch is not None:
             self._watch.cancel()
-        # A version that is not written now is never written. The workers must exit whatever fails here.
+        # What is not written now is never written. The workers must exit whatever fails here.
         with contextlib.suppress(Exception):
             await group.flush(FLUSH_TIMEOUT_S)
         group.kill()

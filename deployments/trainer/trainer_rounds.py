@@ -129,8 +129,7 @@ _OPEN = "open"
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
     """End the round and the lease of a dead worker, which would block others until the lease expires: a new
     one under the same name makes its token stale. A closed round may commit, and is left alone.
-    `shares_memory`: replicas have opened the trainer's GPU memory, which stays allocated until they
-    disconnect."""
+    `shares_memory`: the trainer's GPU memory stays allocated until the replicas disconnect."""
     try:
         if not shares_memory:
             fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")

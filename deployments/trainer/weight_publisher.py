@@ -35,11 +35,10 @@ class PublishSource(WeightSource):
         return self._running
 
     def resident(self) -> list[torch.Tensor] | None:
-        """See `ParameterSource.resident`."""
         return self._source.resident()
 
     def begin(self) -> None:
-        """Call it before each round; an unfinished copy is discarded."""
+        """Call it before each round; discards an unfinished copy."""
         self._running, self._copy = None, {}
         if self._copier is not None:
             self._copier.begin()
@@ -86,12 +85,9 @@ class WeightPublisher:
             warm_up(source.device)
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
-        """Run one round. Returns its report on rank 0, None elsewhere.
-
-        Raises:
-            AnswerLost: it may be committed; call `settle` before anything changes.
-            SlipstreamError: the round was aborted, or no replica can take part; the fleet is as it was.
-        """
+        """Run one round. Returns its report on rank 0, None elsewhere. Raises AnswerLost (it may be
+        committed; call `settle` before anything changes) or another SlipstreamError (the fleet is as it
+        was)."""
         self.source.begin()
         self._unanswered = {}
         self._client.label, self._client.options = label, RoundOptions(after=after)

@@ -268,7 +268,7 @@ class TrainerWorker(TrainerRank):
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Move the fleet to this policy, and begin to store the version. Returns the report on rank 0, None
-        elsewhere. Raises as `WeightPublisher.publish`; the fleet is as it was."""
+        elsewhere. Raises as `WeightPublisher.publish`."""
         if self._spec.device != "cpu":
             return self._publish(label, after)
         # A copy on every core delays every matrix product of the engines on this host.
@@ -328,8 +328,7 @@ class TrainerWorker(TrainerRank):
 
     def save(self, path: str | None) -> SavedCheckpoint:
         """Write an ordinary checkpoint of the current weights to a new directory; None: one in the store.
-        Raises
-        InvalidRequest: `path` is not absolute, new or empty, or its disk is full."""
+        Raises InvalidRequest: `path` is not absolute, new or empty, or its disk is full."""
         started = time.perf_counter()
         default = self._store.directory / f"checkpoint-{self._learner.steps_done:06d}"
         directory = directory_to_save(path, default, self._check_owner)

@@ -1,8 +1,5 @@
-"""The trainer's processes: one Ray actor per rank.
-
-Steps do not run in the Serve replica's process, which must answer health checks meanwhile. The actors are not
-detached: Ray kills them when the replica's process, their owner, is gone.
-"""
+"""The trainer's processes: one Ray actor per rank. Steps do not run in the Serve replica's process, which
+answers health checks. The actors are not detached: Ray kills them when that process, their owner, is gone."""
 
 import asyncio
 import os
@@ -26,15 +23,15 @@ if TYPE_CHECKING:
     from deployments.trainer.adapter_worker import AdapterWorker
     from deployments.trainer.worker import TrainerWorker
 
-PING_TIMEOUT_S = 20.0  # shorter than Serve's own limit: the reason must be known when it replaces the trainer
+PING_TIMEOUT_S = 20.0  # below Serve's own limit: the reason is known when it replaces the trainer
 STRAGGLER_S = 10.0  # after one rank failed, the others may block in a collective forever
 
 logger = serve_logger()
 
 
 class TrainerWorkerActor:
-    """One rank: a `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this process imports
-    them, and with them torch and vLLM. Calls other than `call` are answered also during a step."""
+    """A `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this process imports them, and
+    with them torch and vLLM. Calls other than `call` are answered also during a step."""
 
     _worker: "TrainerWorker | AdapterWorker"
 
@@ -69,7 +66,7 @@ class TrainerWorkerActor:
         return self._worker.flush_version(timeout_s)
 
 
-# A second concurrency group, so that a ping is answered during a step; the default group has one thread.
+# A ping is answered during a step; the default group has one thread.
 _ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorkerActor)
 
 
@@ -90,15 +87,9 @@ class WorkerGroup:
         *,
         ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> tuple["WorkerGroup", LoadedTrainer]:
-        """Start the ranks, and wait until all have loaded the model; returns rank 0's report.
-
-        Args:
-            slots: rank r shares the GPU of bundle r with a replica; None: each rank has a GPU of its own.
-
-        Raises:
-            FleetUnavailable: a rank died, or did not load the model in time.
-            TimeoutError: Ray did not start rank 0 in time.
-        """
+        """Start the ranks, and wait until all have loaded the model; returns rank 0's report. `slots`: rank r
+        shares the GPU of bundle r with a replica; None: each has a GPU of its own. Raises FleetUnavailable (a
+        rank died, or did not load the model in time) or TimeoutError (Ray did not start rank 0 in time)."""
         incarnation = uuid.uuid4().hex[:8]
         group = cls(
             [
@@ -120,12 +111,9 @@ class WorkerGroup:
         return group, loaded
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Run a method of the worker on every rank, and return what rank 0 returns.
-
-        Raises:
-            SlipstreamError: a worker raised it.
-            FleetUnavailable: a worker died or did not answer in time; the group is broken then.
-        """
+        """Run a method of the worker on every rank, and return what rank 0 returns. Raises a worker's
+        SlipstreamError, or FleetUnavailable: a worker died or did not answer in time, and the group is
+        broken."""
         if self.broken is not None:
             raise FleetUnavailable(f"the trainer is being restarted: {self.broken}")
         trace = tracing.headers()
@@ -209,8 +197,8 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
     threads = spec.config.cpu_threads
     if threads is None:
         threads = os.cpu_count() or 1
-    # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU. torch.set_num_threads would not apply to
-    # every thread of the process.
+    # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, and torch.set_num_threads would not
+    # apply to every thread.
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
     options: dict[str, Any] = {
         "num_cpus": 0,
@@ -229,7 +217,7 @@ async def _result(reference: Any) -> Any:
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether the actor died. Ray raises another class if it killed the actor for lack of memory."""
+    """Whether the actor died. Ray raises another class if it killed it for lack of memory."""
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 

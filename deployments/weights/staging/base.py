@@ -1,4 +1,4 @@
-"""What the transfer engine requires of a staging: a version waits there until the fleet has decided."""
+"""Where a version waits at a worker until the fleet has decided."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,14 +15,14 @@ GIB = 1 << 30
 
 
 class Staging(ABC):
-    """A version that waits beside the live one. `begin`, `swap` and `load` run on the engine's thread, the
-    others on the staging thread, while the engine decodes."""
+    """`begin`, `swap` and `load` run on the engine's thread, the others on the staging thread while it
+    decodes."""
 
     @abstractmethod
     def begin(self) -> None: ...
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Stage and inspect a chunk known from an earlier round, else None."""
+        """Stage and inspect a chunk known from an earlier round; None: it is not."""
         return None
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Staging(ABC):
 
     @abstractmethod
     def swap(self) -> None:
-        """Make the staged version live, inside a pause of the scheduler."""
+        """Make the version live, inside a pause of the scheduler."""
 
     def load(self, path: str) -> bool:
         """Make a checkpoint directory the live model; False leaves that to vLLM's reload."""
@@ -62,7 +62,7 @@ def second_instance_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def outer_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the first and the last column; the tensor itself if it has one."""
+    """A view of the first and the last column."""
     if tensor.dim() > 1 and tensor.shape[-1] > 1:
         return tensor[..., :: tensor.shape[-1] - 1]
     return tensor

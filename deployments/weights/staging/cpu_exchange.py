@@ -1,8 +1,8 @@
 """What a swap on a CPU exchanges: the memory of parameters and buffers, and what vLLM made from the weights.
 
-Modules and parameters stay the same objects: the KV cache, the runner and kernels refer to them. Attributes
-that processing adds (packed functions and tensors) are found by comparing the live instance, before its first
-step, with one that was only constructed. Any other difference is refused.
+Modules and parameters stay the same objects, to which the KV cache, the runner and kernels refer. Attributes
+that processing adds are found by comparing the live instance with one that was only constructed. Any other
+difference is refused.
 """
 
 from collections.abc import Collection, Iterator
@@ -71,7 +71,7 @@ class Exchange:
         self._attributes: list[_Attribute] = []
 
     def collect(self, untouched: Collection[str]) -> None:
-        """The second instance is loaded: find what to exchange, except at the paths `untouched`. Raises
+        """The second instance is loaded: find what to exchange, except at `untouched` paths. Raises
         ValueError."""
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         attributes: list[_Attribute] = []
@@ -143,7 +143,6 @@ def _compared(path: str, live: torch.nn.Module, twin: torch.nn.Module, problems:
 
 
 def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that differ, as far as they can be compared."""
     ours, theirs = vars(live), vars(twin)
     ignored = _REGISTERED + (_KERNELS if type(live) is UnquantizedFusedMoEMethod else ())
     for name in (ours.keys() | theirs.keys()) - set(ignored):

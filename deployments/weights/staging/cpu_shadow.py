@@ -1,5 +1,5 @@
-"""Staging on a CPU: a second instance of the model, loaded and packed by vLLM while the engine decodes, and
-exchanged with the live one. It has memory only during a round."""
+"""Staging on a CPU: vLLM loads and packs a second instance of the model while the engine decodes, and a swap
+exchanges the two. It has memory only during a round."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class BlankParameter:
 
 
 def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
-    """The parameters of a constructed instance; their memory is freed."""
+    """The parameters of a constructed instance; frees their memory."""
     blanks: dict[int, BlankParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -129,7 +129,7 @@ class CpuShadowStaging(Staging):
         self.retire()
 
     def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
-        """Paths of modules that keep their tensors, and names of parameters that were not filled."""
+        """Paths of modules that keep their tensors, and names of unfilled parameters."""
         states: dict[str, set[bool]] = {}  # path -> whether parameters there were loaded
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
@@ -167,7 +167,7 @@ class CpuShadowStaging(Staging):
 
 
 def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuShadowStaging:
-    """Call it before the runner adds anything to the live layers. Raises ValueError if it is not possible."""
+    """Call it before the runner adds to the live layers. Raises ValueError."""
     try:
         check_cpu_support(vllm_config, model)
         dtype = vllm_config.model_config.dtype

@@ -1,6 +1,6 @@
 """Staging on the device: a second instance of vLLM's model, filled while the engine decodes.
 
-A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid. It is filled
+A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay valid. The instance is filled
 
     direct      by vLLM's loaders, and in later rounds by their recorded copies (`load_plan`)
     layerwise   by vLLM's layerwise reload, if the model processes weights after loading (fp8, MLA, some MoE)
@@ -32,8 +32,7 @@ from deployments.weights.wire.digest_definition import Findings
 
 
 class DeviceStaging(Staging):
-    """Built after the weights are loaded, before the KV cache is sized. Raises ValueError if it is not
-    possible."""
+    """Build it after the weights are loaded, before the KV cache is sized. Raises ValueError."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         check_support(vllm_config, device, model)
@@ -88,14 +87,14 @@ class DeviceStaging(Staging):
         return unfilled
 
     def swap(self) -> None:
-        # Nothing waits for the copy: the next step is queued behind it, and fails too if the device does.
+        # Nothing waits for the copy: the next step is queued behind it.
         self._pairs.copy_to_live()
         self._derived.swap()
         self._live_written.record()
 
     def load(self, path: str) -> bool:
-        # Not vLLM's reload of the live model: kernels that keep a parameter in a second place (scales of fp8
-        # experts) would refer to a copy, which no swap reaches.
+        # Not vLLM's reload of the live model: kernels that keep a parameter elsewhere (scales of fp8 experts)
+        # would refer to a copy, which no swap reaches.
         torch.cuda.synchronize()  # a dropped round may still be copying
         self.begin()
         with torch.no_grad():
@@ -125,7 +124,7 @@ class DeviceStaging(Staging):
             with self._config():
                 initialize_layerwise_reload(self._shadow)
             return
-        # Otherwise a layer that receives nothing would keep its old weights unnoticed.
+        # Else a layer that receives nothing would keep its old weights unnoticed.
         self._poison.apply()
 
     def _complete(self, complete: bool) -> list[str]:

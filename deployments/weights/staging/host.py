@@ -1,4 +1,4 @@
-"""Staging in host memory: vLLM's layerwise reload loads the tensors from there, inside the pause."""
+"""Staging in host memory: vLLM's layerwise reload loads the tensors inside the pause."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ class HostStaging(Staging):
         return []
 
     def _check_tied(self) -> None:
-        """Raises ValueError if embeddings that vLLM tied, because they were equal, now differ."""
+        """Raises ValueError if embeddings that vLLM tied because they were equal now differ."""
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
@@ -68,7 +68,7 @@ class HostStaging(Staging):
                 )
 
     def swap(self) -> None:
-        # Not a copy into the parameters: on a CPU only the reload packs linear weights again.
+        # Only the reload packs linear weights again on a CPU.
         with replacing_all(self._model):
             initialize_layerwise_reload(self._model)
             self._model.load_weights(self._tensors.items())
@@ -80,7 +80,7 @@ class HostStaging(Staging):
 
 
 def reload_refusal(model: torch.nn.Module) -> str | None:
-    """Why vLLM's reload of this model would not replace all weights; None: it would."""
+    """Why vLLM's reload would not replace all weights; None: it would."""
     if any(isinstance(module, FusedMoEWithLoRA) for module in model.modules()):
         return (
             "vLLM's reload silently keeps the former weights of experts that LoRA wraps: a fleet with "
@@ -106,7 +106,7 @@ def _copying_refusal(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
-    """Around vLLM's reload: packs again what it leaves packed, which are experts and tied heads."""
+    """Around vLLM's reload: packs again what it leaves packed, experts and tied heads."""
     found = (getattr(module, "quant_method", None) for module in model.modules())
     methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
     kernels = [

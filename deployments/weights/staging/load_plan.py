@@ -1,8 +1,8 @@
-"""The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders.
+"""The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders, which
+are Python beside the thread that decodes.
 
-Loaders are Python beside the thread that decodes. If a chunk's first load only copies views of received
-tensors to views of parameters, those copies are its plan, made in later rounds in a few calls. At the end of
-the first round each target must hold the bytes of its source. Other chunks have no plan.
+A chunk whose first load only copies views of received tensors to views of parameters has these copies as its
+plan, if at the end of that round each target holds the bytes of its source. Other chunks have none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +83,7 @@ class LoadPlans:
         self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
     def confirm(self, chunks: set[Chunk]) -> None:
-        """A round of these chunks is complete: keep its plans where targets equal sources."""
+        """These chunks were a complete round: keep the plans whose targets equal their sources."""
         for chunk, plan in self._unconfirmed.items():
             found = [_digest(copy.target) for copy in plan.copies]
             if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):
@@ -107,7 +107,7 @@ class LoadPlans:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records this thread's operations: `copies` out of `tensors`; `objection` is the first other one."""
+    """Records this thread's `copies` out of `tensors`; `objection` is the first other operation."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -160,5 +160,5 @@ class _Recorder(TorchDispatchMode):
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    # One at a time, to free the copy of a strided tensor before the next.
+    # One at a time: the copy of a strided tensor is freed before the next.
     return digest_tensor([tensor.contiguous()])

@@ -1,8 +1,5 @@
-"""NaN in the first and last column of every parameter shows where loading has not written yet.
-
-Shards are ranges of rows or whole tensors. One kernel writes and one searches: torch's fused calls take 4 ms
-at 8B.
-"""
+"""NaN in the first and last column of every parameter shows where loading has not written yet: shards are
+ranges of rows or whole tensors. One kernel writes and one searches: torch's fused calls take 4 ms at 8B."""
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +19,7 @@ _FORMATS = {
 
 
 class NanPoison:
-    """The addresses of the shadow's parameters must not change. Integers get no poison."""
+    """The shadow's parameters must stay where they are. Integers get no poison."""
 
     def __init__(self, shadow: torch.nn.Module, model: torch.nn.Module) -> None:
         live = dict(model.named_parameters())
@@ -43,7 +40,7 @@ class NanPoison:
         return list(self._parameters)
 
     def warm_up(self) -> None:
-        """Compile the kernels. Leaves the shadow's content undefined."""
+        """Compile the kernels. The shadow's content is undefined afterwards."""
         self.apply()
         self.remaining()
 
@@ -107,7 +104,7 @@ def _visit(  # type: ignore[no-untyped-def]
 
 
 def _groups(tensors: list[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """The kernel's work list (int64 [g, 8], see `_visit`) for the tensors that are contiguous."""
+    """The kernel's work list (int64 [g, 8], see `_visit`) for contiguous tensors."""
     parts = [np.empty((0, 8), dtype=np.int64)]
     for index, tensor in enumerate(tensors):
         if not tensor.is_contiguous():

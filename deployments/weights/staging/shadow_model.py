@@ -71,7 +71,7 @@ def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
 
 @torch.no_grad()
 def fill(param: torch.Tensor) -> None:
-    """A weight loader: numbers eight times as vLLM's dummy weights, so that derived scales differ."""
+    """A weight loader: numbers eight times vLLM's dummy weights, so that derived scales differ."""
     value = getattr(param, "dummy_weight_value", None)
     generator = torch.Generator(param.device).manual_seed(_SEED)
     if value is not None:
@@ -129,10 +129,10 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
     """Raises ValueError, naming what the live model keeps of its weights and a round could not replace."""
     config = second_instance_config(vllm_config)
     config.model_config = model_config = copy.copy(vllm_config.model_config)
-    # vLLM ties embeddings where a checkpoint's two are equal. Those of a later version may differ.
+    # vLLM ties embeddings that are equal in the checkpoint; a later version's may differ.
     model_config.word_embeddings_untied_by_checkpoint = False
     before = observe(live)
-    # The first digest builds tables for all later ones: not in the memory that sleeps.
+    # The first digest builds tables for all later ones: not in memory that sleeps.
     digest_tensor([torch.zeros(1, device=device)])
     with (
         _memory_pool(model_config.enable_sleep_mode),
@@ -172,7 +172,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """New memory is NaN or the largest integer: unwritten memory does not come from weights."""
+    """New memory is NaN or the largest integer, so that unwritten memory is recognized."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -187,7 +187,7 @@ def _marked_memory() -> Iterator[None]:
 
 
 def _move_buffers(shadow: torch.nn.Module) -> None:
-    """Move all but the parameters out of the memory that sleeps: level 2 loses it, and no round sends it."""
+    """Move all but the parameters out of memory that sleeps: level 2 loses it, and no round sends it."""
     parameters = {id(parameter) for parameter in shadow.parameters()}
     for tensor in reachable(shadow).tensors.values():
         if id(tensor) not in parameters:
@@ -207,7 +207,7 @@ def _fingerprints(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
 
 @contextmanager
 def _own_rotary_embeddings() -> Iterator[None]:
-    # vLLM caches these modules by their arguments; loading would replace the table of one that is shared.
+    # vLLM caches these modules; loading would replace the table of a shared one.
     from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
     live = dict(_ROPE_DICT)

@@ -1,4 +1,4 @@
-"""What has arrived of one update at a worker, and the comparison of its digests."""
+"""What has arrived of one update at a worker."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ class StagedUpdate:
         self.state = replace(self.state, **changes)
 
     def offer(self, tensors: Offered) -> None:
-        """Raises ValueError if a tensor arrived before: two publishers would be mixed into one version."""
+        """Raises ValueError if a tensor arrived before: two publishers would be mixed."""
         if problems := repeated(self.offered, tensors):
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
@@ -67,7 +67,7 @@ class StagedUpdate:
             self.note(outcome=Outcome.REPLICA_FAILED, message=f"{type(error).__name__}: {error}")
 
     def compare_digests(self) -> None:
-        """With one read-back for all chunks since the last call, which also waits for the staging."""
+        """One read-back for all chunks since the last call, which also waits for the staging."""
         pending, self.pending = self.pending, []
         if not pending:
             return

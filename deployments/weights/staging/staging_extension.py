@@ -1,4 +1,4 @@
-"""What a replica can call in a vLLM worker, beyond vLLM's own calls. Arguments and results are JSON types.
+"""What a replica calls in a vLLM worker, with arguments and results of JSON types.
 
 staging_*   the staged transports
 native_*    vLLM's own engines (`staging: none`), which load into the live model, inside a pause
@@ -37,15 +37,15 @@ class StagingWorkerExtension:
 
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
         """vLLM's `update_weights`, which returns at once. `payload`: of all workers, or one for each.
-        `share`: the part of the device's time that staging may take, in (0, 1]. `retain_version`: the
-        first worker retains the tensors for the store."""
+        `share`: of the device's time, in (0, 1]. `retain_version`: the first worker retains the tensors for
+        the store."""
         self._prepare(share, begins, retain_version)
         self.update_weights(payload)
 
     def staging_read(
         self, part: dict[str, Any], share: float, begins: bool, retain_version: int | None
     ) -> None:
-        """`staging_receive` of a `FilePart` that every worker reads by itself."""
+        """`staging_receive` of a `FilePart` that every worker reads itself."""
         self._prepare(share, begins, retain_version)
         self.weight_transfer_engine.read_part(from_wire(FilePart, part))
 
@@ -63,7 +63,7 @@ class StagingWorkerExtension:
         return to_wire(self.weight_transfer_engine.progress())
 
     def staging_plans(self) -> tuple[int, list[str]]:
-        """How many chunks have a load plan, and why others have none (staging `device`)."""
+        """How many chunks have a load plan, and why others have none."""
         plans = self.weight_transfer_engine.staging.load_plans
         return len(plans), sorted(set(plans.refused.values()))
 
@@ -77,7 +77,7 @@ class StagingWorkerExtension:
     def staging_store(
         self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
     ) -> None:
-        """Begin to write the retained version to the store. Raises ValueError if it is not retained here."""
+        """Begin to store the retained version. Raises ValueError if it is not retained here."""
         engine = self.weight_transfer_engine
         if engine.worker_index == 0:
             retained = engine.retained.committed(version, label, fleet_id, digest)
@@ -94,7 +94,7 @@ class StagingWorkerExtension:
         return reload_refusal(self.model_runner.get_model())
 
     def load_checkpoint(self, path: str) -> None:
-        """Load a checkpoint directory into the live model; the scheduler must be paused."""
+        """Load a checkpoint directory into the live model, inside a pause."""
         engine, model = self.weight_transfer_engine, self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             if isinstance(engine, StagedWeightTransferEngine) and engine.staging.load(path):
@@ -103,8 +103,8 @@ class StagingWorkerExtension:
                 self.model_runner.reload_weights(weights_path=path)
 
     def native_check_connected(self) -> None:
-        """Raises RuntimeError if vLLM's reload would leave weights out, or its NCCL communicator is disabled
-        (then broadcasts do nothing and report success)."""
+        """Raises RuntimeError if vLLM's reload would leave weights out, or its NCCL communicator is disabled:
+        broadcasts then do nothing and report success."""
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
@@ -115,7 +115,7 @@ class StagingWorkerExtension:
             )
 
     def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """vLLM's `update_weights`, with CUDA IPC handles decoded from JSON types."""
+        """vLLM's `update_weights`, with CUDA IPC handles in JSON types."""
         if isinstance(payload, list):
             self.update_weights([decode_payload(part) for part in payload])
         else:

@@ -16,8 +16,8 @@ _POLL_S = 0.0001
 
 
 class Throttle:
-    """Delays between chunks on a GPU, from the cost per byte of the fastest chunk so far. The first one
-    compiles kernels and has no delay."""
+    """Delays between chunks on a GPU, from the cost per byte of the fastest chunk so far. None after the
+    first, which compiles kernels."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -30,7 +30,6 @@ class Throttle:
         self._since = self._clock()
 
     def delay_s(self, size_bytes: int) -> float:
-        """Seconds to wait after a chunk of this size."""
         elapsed = self._clock() - self._since
         per_byte = elapsed / max(size_bytes, 1)
         if self._per_byte is None:
@@ -44,7 +43,7 @@ class Throttle:
 
 
 class StagingThread:
-    """Runs work in order: without gradients and, on a GPU, on a stream beside the engine's."""
+    """Runs work in order, without gradients and, on a GPU, on a stream beside the engine's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +69,7 @@ class StagingThread:
             raise RuntimeError(f"the staging thread did not finish within {limit_s:g} s") from error
 
     def renew(self) -> None:
-        """Start a new thread; the old one exits after its current work."""
+        """Start a new thread; the old one exits after its work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor = self._new_executor()
 
@@ -82,11 +81,11 @@ class StagingThread:
         )
 
     def _limit_threads(self) -> None:
-        """On a CPU: the engine's parallel operations wait for their slowest thread."""
+        """On a CPU the engine's parallel operations wait for their slowest thread."""
         set_num_threads(max(1, self._engine_threads // 4))
 
 
 def wait_for(event: torch.Event) -> None:
-    # Not event.synchronize(): it spins, on a core and in the driver, beside the thread that decodes.
+    # event.synchronize() spins, on a core and in the driver, beside the thread that decodes.
     while not event.query():
         time.sleep(_POLL_S)

@@ -66,7 +66,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # Not `model_config.model`: a replica that caught up was loaded from a stored version.
+        # `model_config.model` is a stored version at a replica that caught up.
         started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         loading = vllm_config.load_config
         checkpoint = cached(started_from, vllm_config.model_config.revision, loading.download_dir)
@@ -145,7 +145,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self.receive(self.parse_update_info(update_info))
 
     def receive_files(self, update_info: dict[str, Any], directory: str) -> None:
-        """An update of one payload whose tensors are the bytes of files, which the first worker writes."""
+        """An update of one payload, whose tensors are files that the first worker writes."""
         self._begin(update := StagedUpdate())
         files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
         self._thread.submit(
@@ -168,7 +168,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.submit(self.staging.retire)
 
     def report_to(self, page: str) -> bool:
-        """Write progress to this page; False if it is on another host."""
+        """Write progress to this page; False: it is on another host."""
         self._page = None
         try:
             self._page = ProgressPage.open(page)
@@ -188,7 +188,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return update.state
 
     def drop(self) -> None:
-        """`abort` may close the connection, so not after reading a file, even if called twice."""
+        """Not `abort` after reading a file: it may close the connection."""
         self._update = None
         self.retained.begin()
         (self if self._reading is None else self._reading).abort()
@@ -199,7 +199,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.staging.drop()
 
     def abort(self) -> None:
-        """Break a transfer that waits for a peer. Called on any thread."""
+        """End a transfer that waits for a peer. Called on any thread."""
 
     def shutdown(self) -> None:
         self._update = None
@@ -289,7 +289,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
     """The configured staging. Raises ValueError if it is not possible for this model."""
-    # Imported late: trainers import this module too, and vLLM's layers take five seconds to load.
+    # Trainers import this module too, and vLLM's layers take five seconds.
     from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
     from deployments.weights.staging.host import HostStaging
 
@@ -310,7 +310,7 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
 
 def check_draft(vllm_config: VllmConfig) -> None:
-    """Raises ValueError if a draft was loaded from the served checkpoint: updates would not reach it."""
+    """Raises ValueError for a draft from the served checkpoint: updates would not reach it."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _DRAFTS_WITHOUT_WEIGHTS:
         return

@@ -67,12 +67,12 @@ class ProgressPage:
 
     @classmethod
     def open(cls, name: str) -> Self:
-        """Map another process's page. Raises ValueError if it is not on this host."""
+        """Map another process's page. Raises ValueError if it is on another host."""
         return cls(open_mapping(name, mmap.ACCESS_WRITE))
 
     @classmethod
     def create(cls, workers: int) -> tuple[str, Self]:
-        """A new page, and the name of its segment, which the caller removes."""
+        """A new page, and its segment's name, which the caller removes."""
         name, mapping = create_mapping(SLOT_BYTES * workers)
         return name, cls(mapping)
 
@@ -82,7 +82,7 @@ class ProgressPage:
     def write(self, index: int, state: StagingState | None) -> None:
         encoded = b""
         if state is not None:
-            # A file name in an error may hold a lone surrogate, which UTF-8 cannot encode.
+            # UTF-8 cannot encode half a surrogate, as in a file name.
             message = state.message[:_MAX_MESSAGE].encode(errors="replace").decode()
             encoded = _adapter(StagingState).dump_json(replace(state, message=message))
         word, start = self._slot(index)
@@ -92,7 +92,7 @@ class ProgressPage:
         self._words[word] += 1
 
     def read(self, index: int) -> StagingState | None:
-        """None if there is none, or it is being written."""
+        """None: there is none, or it is being written."""
         word, start = self._slot(index)
         sequence = self._words[word]
         encoded = bytes(self._bytes[start : start + self._words[word + 1]])

@@ -28,14 +28,14 @@ from deployments.protocol.poll import FilePart
 from deployments.weights.store.versions import MANIFEST, DirectoryLock, VersionManifest
 from deployments.weights.wire.digest_definition import digest_bytes
 
-PART_BYTES = 256 << 20  # what a replica stages at a time, within one deadline
+PART_BYTES = 256 << 20  # staged at a time, within one deadline
 READ_BYTES = 16 << 20  # at a time
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-MISTRAL = "consolidated"  # prefix of files with Mistral's own names; beside others they are the same weights
+MISTRAL = "consolidated"  # prefix of files with Mistral's own names, of the same weights
 
-_MAX_NAMED = 5  # an error names so many tensors and counts the rest
+_MAX_NAMED = 5
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 Identity = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
@@ -45,7 +45,8 @@ Identity = tuple[int, int, int, int]  # device, inode, size, time of the last ch
 
 
 def open_file(path: Path) -> FileIO:
-    """A regular file, for reading. Raises ValueError for others: a FIFO would block until it has a writer."""
+    """For reading. Raises ValueError unless it is a regular file: a FIFO would block until it has a
+    writer."""
     file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -67,8 +68,6 @@ def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor in the header of a safetensors file."""
-
     dtype: str  # the format's name
     shape: tuple[NonNegativeInt, ...]
     data_offsets: tuple[NonNegativeInt, NonNegativeInt]
@@ -79,14 +78,11 @@ _ENTRIES = TypeAdapter(dict[str, TensorEntry])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    """The header of a safetensors file."""
-
     entries: Mapping[str, TensorEntry]  # by tensor name
     start: int  # where the tensors' bytes begin
 
     @property
     def file_bytes(self) -> int:
-        """The size of the complete file."""
         return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
 
@@ -235,7 +231,6 @@ def _groups(entries: Mapping[str, TensorEntry], part_bytes: int) -> Iterator[lis
 
 
 def _digests(part: FilePart) -> tuple[str, ...]:
-    """Reads one tensor at a time."""
     buffer = np.empty(max((end - begin for begin, end in part.ranges), default=0), dtype=np.uint8)
     digests = []
     with open_file(Path(part.path)) as file:
@@ -252,14 +247,9 @@ def _digests(part: FilePart) -> tuple[str, ...]:
 def check_files(
     directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
 ) -> None:
-    """Compare every tensor in a version's directory with its manifest. `fleet_id`: the fleet that must own
-    it;
-    None: any. `expected_digest`: the committed one; None: unknown.
-
-    Raises:
-        ValueError: it is another version, or tensors are not those that were written; names the first few.
-        OSError: the version is not there, or a file cannot be read.
-    """
+    """Compare every tensor of a stored version with its manifest. `fleet_id`: that must own it; None: any.
+    `expected_digest`: the committed one; None: unknown. Raises ValueError (another version, or tensors that
+    were not written so; names the first few) or OSError (it is not there, or a file cannot be read)."""
     if not (directory / MANIFEST).is_file():
         raise FileNotFoundError(f"version {version} must be in {directory}, and there is none")
     manifest = VersionManifest.decode((directory / MANIFEST).read_bytes())
@@ -275,7 +265,7 @@ def check_files(
             f"{directory} must hold version {version} as it was committed, with digest {expected_digest}, "
             f"and its manifest states {manifest.digest}"
         )
-    # All of them, as vLLM loads all of them.
+    # vLLM loads all of them.
     parts = list(parts_of(directory, sorted(directory.glob("*.safetensors")), PART_BYTES))
     problems = _unnamed(parts, manifest)
     for part in parts:
@@ -372,7 +362,7 @@ class Checkpoint:
         return cls(directory=directory, parts=parts, identities=identities, lock=lock, written=written)
 
     def changed(self) -> str | None:
-        """Which file has changed since its header was read; None: no file has."""
+        """The file that has changed since its header was read; None: no file has."""
         for file, identity in self.identities.items():
             with suppress(OSError):
                 if identity_of(file) == identity:
@@ -385,7 +375,7 @@ class Checkpoint:
 
 
 def stated(part: FilePart, written: VersionManifest | None = None) -> FilePart:
-    """The same part with its tensors' digests, which must match the manifest. Raises ValueError."""
+    """The part with its tensors' digests. Raises ValueError if the manifest has others."""
     digests = _digests(part)
     problems = [] if written is None else _rewritten(part, digests, written)
     if written is not None and problems:
@@ -415,6 +405,6 @@ def _confined_file(file: Path, roots: Sequence[Path]) -> Path:
 
 
 def identity_of(file: Path) -> Identity:
-    """Changes when the file is written or replaced. Raises OSError if it is not there."""
+    """Changes when the file is written or replaced. Raises OSError."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -26,13 +26,13 @@ from deployments.weights.wire.digest import signed
 
 _POLL_S = 0.01
 
-# Trainers and newer libraries change these without a change of meaning for the weights.
+# These may change without a change of meaning for the weights.
 _FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"})
 _FREE |= {"max_position_embeddings", "initializer_range", "attn_implementation", "output_router_logits"}
 
 
 class FileRead:
-    """The read of one part to a device. `checkpoint`: the directory that the engine was started from."""
+    """The read of one part to a device. `checkpoint`: the engine's."""
 
     def __init__(self, part: FilePart, checkpoint: Path, device: torch.device) -> None:
         self._part = part
@@ -91,8 +91,8 @@ class FileRead:
 
 
 def chunk_of(part: FilePart) -> Chunk:
-    """The layout of a part in memory, a new object each time: each round has other memory. Raises ValueError
-    if a dtype is unknown, or a shape is not the size of its bytes."""
+    """The layout of a part; a new object each time, because each round has other memory. Raises
+    ValueError."""
     unknown = [dtype for dtype in part.dtypes if dtype not in SAFETENSORS_DTYPES]
     if unknown:
         raise ValueError(f"{part.path}: expected dtypes of {sorted(SAFETENSORS_DTYPES)}, got {unknown[0]!r}")

@@ -16,7 +16,7 @@ from deployments.weights.store.versions import MANIFEST
 from deployments.weights.wire.checkpoint_schema import Schema, TensorSpec
 
 CONFIG = "config.json"
-# Not *.bin and the like: a repository may have as many bytes of these again.
+# Not *.bin: a repository may have as many bytes of these again.
 _NEEDED: Sequence[str] = (
     *("*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja", "*.tiktoken"),
     *("tokenizer*", "chat_template*"),
@@ -76,14 +76,9 @@ def commit_of(model: str, revision: str | None = None, *, preferred: str | None 
 
 
 def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:
-    """The tensors that an update of an engine must have; None, with a warning, if that is unknown. Raises
-    ValueError if a file has no safetensors header.
-
-    Args:
-        directory: what the engine was loaded from.
-        load_format: the engine's; with `dummy` weights there need not be any files.
-        of_hub: the directory is the hub's, which may hold a part of the checkpoint.
-    """
+    """The tensors that an update of an engine must have; None, with a warning, if that is unknown.
+    `directory`: what the engine was loaded from; `of_hub`: it is the hub's, which may hold a part. Raises
+    ValueError if a file has no safetensors header."""
     schema = complete_schema(directory, of_hub=of_hub)
     if schema is None and load_format != "dummy":
         logger.warning(
@@ -96,14 +91,14 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
 
 
 def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
-    """The tensors of a checkpoint; None: it is absent, incomplete, or in another format. As `schema_of`."""
+    """As `schema_of`. None: the checkpoint is absent, incomplete, or in another format."""
     if not directory.is_dir() or (of_hub and not _is_whole(directory)):
         return None
     return read_schema(directory)
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether all files of a checkpoint with Hugging Face's names are there."""
+    """Whether all files with Hugging Face's names are there."""
     try:
         return any(not file.name.startswith(MISTRAL) for file in files_of(directory))
     except ValueError:
@@ -111,14 +106,14 @@ def _is_whole(directory: Path) -> bool:
 
 
 def read_schema(directory: Path) -> Schema | None:
-    """The schema of a Hugging Face checkpoint directory, by the file headers. None without safetensors files:
-    then only vLLM's loader checks names. Raises as `schema_of`."""
+    """The schema of a checkpoint directory, by the file headers; None without safetensors files. Raises as
+    `schema_of`."""
     files = sorted(directory.glob("*.safetensors"))
     named = indexed_files(directory)
     if named is None:
         named = {file.name for file in files if not file.name.startswith(MISTRAL)}
     schema: dict[str, TensorSpec] = {}
-    # Not those that hold the same weights again, in another format or sharded differently.
+    # Not those that hold the same weights again.
     for file in [file for file in files if file.name in named] or files:
         for name, entry in read_header(file).entries.items():
             if entry.dtype not in SAFETENSORS_DTYPES:
@@ -132,7 +127,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.j
 
 
 def copy_model_files(model: str, directory: Path) -> None:
-    """Copy every file of a checkpoint, a directory or a hub id in the cache, that holds no weights."""
+    """Copy every file of a checkpoint that holds no weights."""
     for file in cached(model).iterdir():
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(file, directory / file.name)

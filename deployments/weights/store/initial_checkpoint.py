@@ -1,8 +1,6 @@
-"""What version 0 is: the digest of a directory's weight files, or the commit of a hub id.
-
-The files of a commit never change, so none is read. A directory may be overwritten at any time: its weight
-files are read before the engine reads them, and their identities compared afterwards.
-"""
+"""What version 0 is: the digest of a directory's weight files, or the commit of a hub id, whose files never
+change. A directory may be overwritten at any time: its weight files are read before the engine reads them,
+and their identities compared afterwards."""
 
 import os
 from collections.abc import Mapping
@@ -35,18 +33,14 @@ class InitialCheckpoint:
         self._model = model
         self._revision = revision
         self._has_files = has_files
-        self._read: Mapping[Path, Identity] = {}  # the files that `_weights` was read from, before that
+        self._read: Mapping[Path, Identity] = {}  # identities before `_weights` was read
         self._weights: InitialWeights | None = None
 
     def check(self, known: InitialWeights | None) -> InitialWeights | None:
         """What an engine of this host loads now; None: not known. Reads a directory's weight files, unless
         they are as before. `known`: what version 0 is, or None; a branch that has moved since is not
-        followed.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: it is not what version 0 is, or a file became shorter while it was read.
-        """
+        followed. Raises OSError, or ValueError: it is not version 0, or a file became shorter while it was
+        read."""
         found = self._find(known)
         if known is not None and found != known:
             has = "weights that cannot be identified" if found is None else found
@@ -72,7 +66,7 @@ class InitialCheckpoint:
         return self._weights
 
     def changed(self) -> str | None:
-        """Which file has changed since `check` read it; None: no file has."""
+        """The file that has changed since `check` read it; None: no file has."""
         now = self._identities() if self._read else {}
         for file in sorted(now.keys() | self._read.keys()):
             if now.get(file) != self._read.get(file):
@@ -89,7 +83,7 @@ class InitialCheckpoint:
 
 
 def _digest(files: Mapping[Path, Identity]) -> str:
-    """The digest of names and all bytes, pieces of which are read side by side."""
+    """Of names and all bytes, pieces of which are read side by side."""
     pieces = [
         (file, begin, min(begin + PIECE_BYTES, size))
         for file, (_, _, size, _) in sorted(files.items())

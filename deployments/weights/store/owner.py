@@ -21,7 +21,7 @@ RETRY_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Owner:
-    """The file's content. All but the id is for a person."""
+    """All but the id is for a person."""
 
     fleet_id: str
     state_dir: str = "unknown"
@@ -43,7 +43,7 @@ def check_owner(directory: Path, fleet_id: str) -> None:
 
 
 def has_owner(directory: Path, fleet_id: str) -> bool:
-    """Whether the fleet has claimed the store; False if no fleet has. Raises as `check_owner` otherwise."""
+    """Whether the fleet has claimed the store; False: no fleet has. Raises as `check_owner` otherwise."""
     file = directory / OWNER
     try:
         text = file.read_bytes()
@@ -118,11 +118,11 @@ def hold(directory: Path, wait_s: float = 0.0) -> int:
 
 
 def _place(aside: Path, file: Path) -> None:
-    """Give a complete file its name: an incomplete one would stop every fleet. Raises FileExistsError."""
+    """Name a complete file: an incomplete one would stop every fleet. Raises FileExistsError."""
     try:
         os.link(aside, file)
     except FileExistsError:
         raise
-    except OSError:  # a file system without hard links: of two at once the last succeeds, later checks tell
+    except OSError:  # no hard links: of two at once the last succeeds, later checks tell
         if not file.exists():
             aside.replace(file)

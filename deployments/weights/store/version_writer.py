@@ -1,9 +1,6 @@
-"""Writes committed versions to the store on a background thread.
-
-One version is being written and one may wait; a newer one replaces it, so a slow disk costs versions, not
-memory or time between steps. The trainer writes what it published. For other publishers a replica writes the
-tensors that it retained as they arrived (`RetainedVersions`).
-"""
+"""Writes committed versions to the store on a background thread. One is being written and one may wait; a
+newer one replaces it, so a slow disk costs versions, not memory or time between steps. The trainer writes
+what it published; for other publishers a replica writes the tensors that it retained (`RetainedVersions`)."""
 
 import json
 import struct
@@ -34,11 +31,9 @@ _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors of any shape, on the CPU, to one safetensors file. Raises ValueError for other dtypes.
-
     `safetensors.torch.save_file` copies all tensors and holds the interpreter lock, for which an engine's or
-    a trainer's thread would wait.
-    """
-    # The widest dtypes first: then every tensor begins at a multiple of its own item size.
+    a trainer's thread would wait."""
+    # The widest dtypes first: then every tensor begins at a multiple of its item size.
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -62,7 +57,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Tensors of a checkpoint directory, memory-mapped. Raises ValueError if one is absent."""
+    """Memory-mapped tensors of a checkpoint directory. Raises ValueError if one is absent."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")) if names else ():
         with safe_open(file, framework="pt") as tensors:
@@ -75,23 +70,19 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
-    """A version of the fleet with its tensors, which do not change any more."""
+    """A version with its tensors, which do not change any more."""
 
     version: int
     label: str | None
     tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
     fleet_id: str | None = None
-    digest: str | None = None  # with which the fleet committed it; None: unknown
+    digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
 
 
 class VersionWriter:
-    """A background thread that writes one version at a time.
-
-    Args:
-        write_files: writes the config and tokenizer files beside the weights.
-        report: called on the thread with every result. What it raises is logged.
-    """
+    """A background thread that writes one version at a time. `write_files` writes the config and tokenizer
+    files beside the weights. `report` is called on the thread with every result; what it raises is logged."""
 
     def __init__(
         self,
@@ -120,8 +111,8 @@ class VersionWriter:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits or is being written, and for a short time until it is reported; False
-        after `timeout_s`."""
+        """Wait until nothing waits or is being written, and a short time until it is reported; False after
+        `timeout_s`."""
         with self._changed:
             written = self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
             if written:  # the controller may be gone already when a trainer stops
@@ -168,9 +159,9 @@ class VersionWriter:
 
 
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
-    """Write a checkpoint directory with its manifest, and return it. A version that is in the store already,
-    with these weights, stays: its writer crashed before it could report it. Raises ValueError if the tensors
-    are not those that were committed, or are stored otherwise."""
+    """Write a checkpoint directory with its manifest, and return it. If its writer crashed before it could
+    report it, the version is there already, and stays. Raises ValueError if the tensors are not those that
+    were committed, or are stored otherwise."""
     manifest = _manifest(version)
     try:
         with store.writing(manifest) as directory:
@@ -213,12 +204,9 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
 
 
 class RetainedVersions:
-    """The tensors of a round as they arrived, in host memory until the store has them.
-
-    One worker of a replica retains the version that is arriving and the newest committed one: on a GPU one
-    copy to the host per tensor, on a CPU a reference to memory of the transfer. `add` is called on the
-    staging thread, the others on the engine's.
-    """
+    """The tensors of a round as they arrived, in host memory until the store has them. One worker of a
+    replica retains the version that is arriving and the newest committed one: on a GPU one copy to the host
+    per tensor, on a CPU a reference. `add` is called on the staging thread, the others on the engine's."""
 
     def __init__(self) -> None:
         self._arriving: _Retained | None = None
@@ -238,8 +226,7 @@ class RetainedVersions:
             arriving[1].update((name, tensor.cpu()) for name, tensor in received.named())
 
     def commit(self) -> None:
-        """Make what arrived the retained version. The older one is freed, also if this one is not
-        retained."""
+        """What arrived replaces the retained version, also if it is not retained."""
         self._committed, self._arriving = self._arriving, None
 
     def forget(self, version: int) -> None:

@@ -5,8 +5,8 @@
     fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
 A writer that was believed lost may write beside its replacement; the first that completes counts. A complete
-version removes partial ones up to its number. Only the controller removes versions: it knows which of them a
-replica was told to load, and other readers lock the directory.
+version removes partial ones up to its number. Only the controller removes versions: it knows which a replica
+was told to load, and other readers lock the directory.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ class VersionManifest:
 
     @classmethod
     def decode(cls, text: str | bytes) -> "VersionManifest":
-        """Raises ValueError, which names the first wrong field."""
+        """Raises ValueError, naming the first wrong field."""
         try:
             return _MANIFESTS.validate_json(text)
         except ValidationError as error:
@@ -98,7 +98,7 @@ class DirectoryLock:
 
 
 class Store:
-    """A directory of versions. Safe for any number of writers and readers, on one host or a shared disk."""
+    """Safe for any number of writers and readers, on one host or a shared disk."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -111,7 +111,7 @@ class Store:
         return sorted(int(name[1]) for name in names if name is not None)
 
     def path_of(self, version: int) -> Path:
-        """The directory of a version. Raises FileNotFoundError, which names the versions in the store."""
+        """Raises FileNotFoundError, naming the versions in the store."""
         path = self._path(version)
         if not path.is_dir():
             raise FileNotFoundError(
@@ -120,7 +120,7 @@ class Store:
         return path
 
     def manifest_of(self, version: int) -> VersionManifest:
-        """Raises FileNotFoundError, or ValueError if the manifest is damaged."""
+        """Raises FileNotFoundError, or ValueError if it is damaged."""
         file = self.path_of(version) / MANIFEST
         try:
             return VersionManifest.decode(file.read_bytes())
@@ -129,13 +129,9 @@ class Store:
 
     @contextmanager
     def writing(self, manifest: VersionManifest) -> Iterator[Path]:
-        """A directory that becomes the version when the block succeeds, and is removed otherwise.
-
-        Raises:
-            FileExistsError: the version is complete already, or another writer was quicker.
-            OSError: the directory cannot be written or is another fleet's, or a newer version was complete
-                first.
-        """
+        """A directory that becomes the version when the block succeeds, and is removed otherwise. Raises
+        FileExistsError (the version is complete) or OSError (the directory cannot be written or is another
+        fleet's, or a newer version was complete first)."""
         if manifest.fleet_id is not None:
             check_owner(self.directory, manifest.fleet_id)
         final = self._path(manifest.version)
@@ -182,7 +178,7 @@ class Store:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
-        """The directory of a version, which is not removed inside the block. Raises FileNotFoundError."""
+        """The directory of a version, not removed inside the block. Raises FileNotFoundError."""
         try:
             lock = DirectoryLock(self.path_of(version))
         except ValueError as error:
@@ -193,7 +189,7 @@ class Store:
             lock.close()
 
     def remove(self, version: int) -> bool:
-        """Remove a version; False if it is being read. Raises OSError if it is absent or stays."""
+        """Remove a version; False: it is being read. Raises OSError if it is absent or stays."""
         path = self._path(version)
         descriptor = os.open(path, os.O_RDONLY)
         try:

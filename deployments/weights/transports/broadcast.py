@@ -1,12 +1,12 @@
 """Both halves of a transport that broadcasts over a group of ranks (`gloo`, `nccl`), except the group itself.
 
-Rank 0 is the publisher; the ledger assigns each replica's workers a range of ranks. A lost peer breaks
-the group for all members, and it is never reused.
+Rank 0 is the publisher; the ledger assigns each replica's workers a range of ranks. A lost peer breaks the
+group for all, and it is never reused.
 
     publisher   pack chunk i+1   | broadcast chunk i
     worker      load chunk i     | receive chunk i+1
 
-A group has two buffers, which both sides fill in turn. On GPUs events order its stream and the caller's.
+Both sides fill a group's two buffers in turn. On GPUs events order its stream and the caller's.
 """
 
 import threading
@@ -40,7 +40,7 @@ class BroadcastInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class BroadcastTrainerInitInfo(TrainerInitInfo):
-    backend: ClassVar[str] = "broadcast"  # vLLM requires one of every class; each transport has its own
+    backend: ClassVar[str] = "broadcast"  # vLLM requires one of every class
 
     master_address: str
     master_port: int
@@ -53,7 +53,7 @@ class BroadcastGroup(Protocol):
     """Broadcasts chunks from rank 0, in order. `start` and `wait` raise TransferFailed if a member is gone,
     at the deadline, and after `abort`."""
 
-    is_async: ClassVar[bool]  # `start` only queues the broadcast, so that the next one may be queued ahead
+    is_async: ClassVar[bool]  # the next broadcast may be queued ahead
 
     def reserve(self, size_bytes: int) -> None:
         """Make the buffers at least this large."""
@@ -65,12 +65,12 @@ class BroadcastGroup(Protocol):
         """Broadcast parts of buffer `index`, ordered after the current stream."""
 
     def wait(self, index: int, check: Check = ...) -> None:
-        """Wait until the broadcasts have finished; then the current stream may use the buffer."""
+        """Afterwards the current stream may use the buffer."""
 
     def finish(self) -> None: ...
 
     def abort(self) -> None:
-        """End every wait, from any thread. The group cannot be used afterwards."""
+        """End every wait, from any thread, for good."""
 
 
 MakeGroup = Callable[[RendezvousInfo, int, Check], BroadcastGroup]  # of this rank
@@ -80,7 +80,7 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[WorkerInit, Update]):
-    """A worker that is a member of a group, on our wire or on vLLM's."""
+    """A worker that is a member of a group."""
 
     _group: BroadcastGroup | None = None
     _aborted = threading.Event()  # each attempt to connect has its own
@@ -90,7 +90,7 @@ class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[Work
 
     def init_transfer_engine(self, init_info: WorkerInit) -> None:
         self._aborted.set()
-        # Here, on the thread that calls `abort`: an abort cannot miss a connection that is queued.
+        # Here, on the thread that calls `abort`: it cannot miss a queued connection.
         self._aborted = threading.Event()
         super().init_transfer_engine(init_info)
 
@@ -136,8 +136,8 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         group.reserve(largest(chunks))
         finished = False
         try:
-            # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer.
-            # None ahead where staging pauses between chunks: no broadcast may run in the pause.
+            # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer. None
+            # where staging pauses between chunks: no broadcast may run in the pause.
             ahead = 1 if group.is_async and self.share == 1.0 else 0
             started = 0
             for index, chunk in enumerate(chunks):
@@ -201,7 +201,7 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
                 group.wait(index - BUFFERS, check)
-            # On the caller's stream, that of the tensors: their memory may be freed right afterwards.
+            # On the caller's stream: the tensors' memory may be freed right afterwards.
             block = group.buffer(index, chunk.size_bytes)
             self.packer.pack(index, block)
             group.start(index, [block], check)

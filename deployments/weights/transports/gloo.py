@@ -22,7 +22,7 @@ from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
 
 ABORTED = "the transfer group was aborted"
-_SLICE_S = 0.02  # waits are cut into slices, so that an abort from another thread can end them
+_SLICE_S = 0.02  # waits are sliced, so that another thread's abort ends them
 
 
 @dataclass
@@ -33,7 +33,7 @@ class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
 
 
 class GlooGroup:
-    """A Gloo group whose waits can be aborted: ProcessGroupGloo's own `abort` does nothing."""
+    """A Gloo group whose waits can be aborted: ProcessGroupGloo's `abort` does nothing."""
 
     is_async: ClassVar[bool] = False
 
@@ -48,7 +48,7 @@ class GlooGroup:
             raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
     def reserve(self, size_bytes: int) -> None:
-        """Nothing: each broadcast has a new block, because the staging may keep the received tensors."""
+        """Nothing: each broadcast has a new block, which the staging may keep."""
 
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         if index not in self._blocks:
@@ -93,11 +93,11 @@ class GlooGroup:
 
 
 def _wait_slice(work: Work) -> bool:
-    """Whether the broadcast ended within a slice of time. Raises TransferFailed."""
+    """Whether the broadcast has ended. Raises TransferFailed."""
     completed = work.is_completed()
     try:
         work.wait(timedelta(seconds=_SLICE_S))
-    except RuntimeError as error:  # a timeout or a failure of the broadcast: torch has one class for both
+    except RuntimeError as error:  # a timeout or a failure: torch has one class for both
         if completed:
             raise _failed(error) from error
         return False
@@ -109,7 +109,7 @@ def _failed(error: RuntimeError) -> TransferFailed:
 
 
 def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
-    """Hold a group until Gloo's thread leaves the broadcast: its destructor would wait for that thread."""
+    """Hold a group until Gloo's thread leaves the broadcast, for which its destructor would wait."""
     with suppress(RuntimeError):
         work.wait()
 
@@ -137,7 +137,7 @@ def _from_rank_0() -> Any:
 
 
 def _own_address(master_address: str) -> str:
-    """This host's address that the rendezvous host can reach; Gloo's default often is not, in containers."""
+    """This host's address as rank 0 reaches it; Gloo's default often is wrong in containers."""
     if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

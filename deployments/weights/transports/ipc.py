@@ -1,8 +1,7 @@
 """Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
-Each trainer rank has a channel (`ipc_channel`), which the workers on its GPU open when they connect. A worker
-on a GPU without a trainer rank opens another's, and copies each chunk to its own GPU first. A round is one
-payload:
+Each trainer rank has a channel (`ipc_channel`), which the workers on its GPU open. A worker on a GPU without
+a trainer rank opens another's, and copies each chunk to its own GPU first. A round is one payload:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
@@ -54,11 +53,9 @@ _ASK_S = 0.02
 
 
 class TrainerRanks:
-    """One rank's view of the others during a round. Raises ValueError if a page is not on this host.
-
-    Only rank 0 calls the fleet. Each rank writes into its own page, which all ranks map, that the round has
-    ended or that it has failed. A killed rank writes nothing: every wait keeps its deadline.
-    """
+    """One rank's view of the others during a round. Only rank 0 calls the fleet: each rank writes into its
+    own page, which all map, that the round has ended or that it has failed. A killed rank writes nothing:
+    every wait keeps its deadline. Raises ValueError if a page is not on this host."""
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
         self._own = own
@@ -73,7 +70,7 @@ class TrainerRanks:
         self._own[FAILED] = round_id
 
     def have_ended(self, round_id: int) -> bool:
-        """Whether all remaining replicas have everything. Raises TransferFailed if another rank failed."""
+        """Whether the replicas that remain have everything. Raises TransferFailed if another rank failed."""
         if 0 in self._others and self._others[0][ENDED] == round_id:
             return True
         for rank, page in self._others.items():
@@ -82,7 +79,7 @@ class TrainerRanks:
         return False
 
     def finish(self, receiving: Future[None], round_id: int) -> None:
-        """On rank 0: wait for its call to the fleet and report the round's end."""
+        """On rank 0: wait for its call to the fleet, and tell the other ranks."""
         while not wait([receiving], timeout=_ASK_S).done:
             self.have_ended(round_id)
         receiving.result()
@@ -159,7 +156,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
             block = self._buffers[index % BUFFERS][: chunk.size_bytes]
             yield packed_chunk(chunk, block if self._local is None else self._local.block(block))
             copied.append(torch.cuda.current_stream().record_event())
-            if index > 0:  # one behind: this thread queues the next copies while these run
+            if index > 0:  # one behind: the next copies are queued while these run
                 wait_for(copied[index - 1])
                 page[self._slot] = start + index
         if copied:
@@ -227,7 +224,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         return asdict(IpcUpdateInfo(round_id=self._round_id))
 
     def join_gathers(self) -> None:
-        self.send(None)  # every rank has a channel of its own, and packing joins the gathers
+        self.send(None)  # every rank has a channel, and packing joins the gathers
 
     def send(self, receiving: Future[None] | None) -> None:
         page, start, chunks = self._page, self._round_id << 32, self.packer.chunks

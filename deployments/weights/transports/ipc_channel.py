@@ -1,5 +1,6 @@
-"""The channel of transport `ipc`, between a trainer rank and workers of the same host: a page of counters in
-shared memory, and GPU memory: the model's own tensors, or two buffers for those that are gathered or cast."""
+"""The channel of transport `ipc` between a trainer rank and workers of one host: a page of counters in shared
+memory, and GPU memory, which is the model's own tensors or two buffers for those that are gathered or
+cast."""
 
 import base64
 import mmap
@@ -32,7 +33,7 @@ from deployments.weights.wire.digest_definition import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHandle:
-    """A CUDA storage for another process: what torch's `_share_cuda_` returns, bytes in base64."""
+    """A CUDA storage for another process, as torch's `_share_cuda_` returns it, with bytes in base64."""
 
     memory: str
     size_bytes: int
@@ -48,7 +49,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def share_memory(tensor: torch.Tensor) -> MemoryHandle:
-    """The handle of a CUDA tensor's storage, which must outlive what opens it."""
+    """The tensor's storage must outlive what opens it."""
     _, memory, size, offset, counter, counter_offset, event, sync = tensor.untyped_storage()._share_cuda_()
     return MemoryHandle(
         memory=base64.b64encode(memory).decode(),
@@ -118,7 +119,7 @@ def encode_channels(channels: Mapping[str, Channel]) -> JsonValue:
 
 
 def parse_channels(encoded: object) -> dict[str, Channel]:
-    """Channels by GPU UUID. Raises ValueError, which names the first wrong field."""
+    """Channels by GPU UUID. Raises ValueError, naming the first wrong field."""
     try:
         return _CHANNELS.validate_python(encoded)
     except ValidationError as error:
@@ -160,7 +161,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
         return {**vars(self), "channels": encode_channels(self.channels)}
 
 
-# Slots of a page. From TAKEN on there is one for each rank; rank 0's is unused.
+# Slots of a page. From TAKEN on there is one for each rank.
 PUBLISHED, ABANDONED, ENDED, FAILED, TAKEN = range(5)
 _ABSENT = -1  # its writer has not opened the page
 _COUNTER_BYTES = 8
@@ -168,8 +169,8 @@ _POLL_S = 0.0001  # a poll takes the interpreter's lock, for which the decoding 
 
 
 class Page:
-    """The counters of a channel, in shared memory. Each has one writer. PUBLISHED and TAKEN are
-    `round << 32 | chunks`, so that a count of an aborted round is never mistaken for the next round's.
+    """The counters of a channel, in shared memory, each with one writer. PUBLISHED and TAKEN are round << 32
+    | chunks: an aborted round's count is never mistaken for the next one's.
 
         ABANDONED   the last round that the trainer rank abandoned, or before it closed the channel
         ENDED       the last round that all remaining replicas received; on rank 0's page

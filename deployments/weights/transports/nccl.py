@@ -4,8 +4,8 @@ Threads wait for NCCL by polling, with a deadline, and queue nothing behind an u
 peer leaves no stream stuck. Members synchronize on the host before each broadcast: a kernel that waits for a
 peer occupies SMs that the model needs.
 
-NCCL forms a communicator inside one call, which cannot be aborted. A thread of its own makes the call; after
-the deadline it is left behind, and a communicator that it returns later is aborted.
+NCCL forms a communicator inside one call, which cannot be aborted. A thread of its own makes it, and is left
+behind after the deadline; a communicator that comes later is aborted.
 """
 
 import ctypes
@@ -47,8 +47,8 @@ Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]  # makes one o
 def create_in_time(
     create: Create, info: RendezvousInfo, rank: int, roll_call: RollCall, check: Check
 ) -> PyNcclCommunicator:
-    """Form the communicator, once all have joined. Raises ValueError (vLLM has disabled it) or
-    TransferFailed (NCCL did not form the group in time)."""
+    """Form the communicator, once all have joined. Raises ValueError (vLLM has disabled it) or TransferFailed
+    (not in time)."""
     attempt = _Attempt(create)
     try:
         # Not on the thread, which may never return.
@@ -123,7 +123,7 @@ class _Attempt:
             communicator.destroy()  # ncclCommAbort, given up after 5 s
 
     def problem(self) -> str:
-        """Why NCCL has not formed the group. Empty: it has, or something other than NCCL failed."""
+        """Why NCCL has not formed the group. Empty: it has, or something else failed."""
         error = self.outcome.exception()
         # NCCL_CHECK has no finer class. A device fault is not a peer's fault.
         if not isinstance(error, RuntimeError) or isinstance(error, _OF_THE_DEVICE):
@@ -132,7 +132,7 @@ class _Attempt:
 
 
 def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
-    """vLLM's communicator, known to `attempt` before its first collective, where a dead peer may block it."""
+    """vLLM's communicator, which announces itself before its first collective: a dead peer may block that."""
 
     class Announcing(PyNcclCommunicator):
         def all_reduce(self, *args: Any, **kwargs: Any) -> Any:  # vLLM makes one in the constructor
@@ -179,14 +179,14 @@ def _own_stream(device: torch.device) -> Iterator[None]:
 
 
 def _enabled(communicator: PyNcclCommunicator) -> PyNcclCommunicator:
-    # A disabled communicator's broadcast does nothing and reports success: the fleet would serve garbage.
+    # A disabled communicator's broadcast does nothing and reports success.
     if communicator.disabled or not communicator.available:
         raise ValueError("transport 'nccl' does not work: vLLM has disabled its NCCL communicator")
     return communicator
 
 
 def nccl_problem() -> str:
-    """Why vLLM's NCCL communicator would disable itself here; empty if it would not."""
+    """Why vLLM's NCCL communicator would disable itself here; empty: it would not."""
     if envs.VLLM_DISABLE_PYNCCL:
         return "VLLM_DISABLE_PYNCCL is set"
     path = "libnccl"

@@ -3,7 +3,7 @@
     rank 0      asks the controller for the fleet's status ─┐
     all ranks   ◄── all_gather: who is connected, and to which epoch
 
-A rank that connected on its own would wait for the others forever.
+A rank that connected alone would wait for the others forever.
 """
 
 from collections.abc import Callable

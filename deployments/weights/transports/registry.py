@@ -28,7 +28,7 @@ PACKAGE = "deployments.weights.transports"
 class SameGpu(StrEnum):
     """Whether a trainer rank and a worker that it sends to may be on the same GPU."""
 
-    NO_GPU = "no_gpu"  # both are on CPUs
+    NO_GPU = "no_gpu"
     POSSIBLE = "possible"  # or on two GPUs of one host; vLLM's own engine: only on the same one
     IMPOSSIBLE = "impossible"
 
@@ -55,7 +55,7 @@ class Transport:
 
     @property
     def staged_backend(self) -> str:
-        """The receiver, in `vllm_<name>`, that stages what vLLM's own trainer engine of this name sends."""
+        """The receiver, in `vllm_<name>`, of what vLLM's own trainer engine of this name sends."""
         return f"staged_{self.name}"
 
 
@@ -89,14 +89,14 @@ BACKENDS = (*_BY_BACKEND, *_NATIVE)  # every name that `trainer_init_info` takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts:
-    """What a trainer rank knows when it connects; each transport takes what it needs."""
+    """What a trainer rank knows when it connects."""
 
     rank: int  # among the trainer's ranks; 0 sends
     workers: int  # receivers, the sum over all replicas
     master_address: str  # every replica reaches rank 0's host there
     master_port: int  # free on that host
     chunk_bytes: int | None = None  # None: the transport's default, or vLLM's own for its own engines
-    timeout_s: float = DEFAULT_TIMEOUT_S  # not used by vLLM's own engines, which have no deadlines
+    timeout_s: float = DEFAULT_TIMEOUT_S  # vLLM's own engines have no deadlines
     largest_tensor_bytes: int = 0
 
     @property
@@ -105,8 +105,8 @@ class TrainerFacts:
 
 
 def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
-    """vLLM's name of a configured transport's receiver: with staging "none" vLLM's own engine, with
-    `VLLM_WIRE` one that stages what vLLM's trainer engine sends. Raises ValueError."""
+    """vLLM's name of the configured receiver: ours, with staging "none" vLLM's own, with `VLLM_WIRE` one that
+    stages what vLLM's trainer engine sends. Raises ValueError."""
     found = TRANSPORTS.get(transport)
     if found is None:
         raise ValueError(f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}")

@@ -4,8 +4,8 @@
     workers     probe the address until it is open ─────────┤
     all ranks   set their payload, wait for all others   ◄──┘
 
-torch's own ways to form a group cannot be aborted: they are called after this, when no member is missing. A
-store's calls block as long as its host hangs, so threads make them.
+torch's own ways to form a group cannot be aborted, and are called after this, when no member is missing. A
+store's calls block as long as its host hangs: threads make them.
 """
 
 import ipaddress
@@ -55,7 +55,7 @@ class RollCall:
         return self._talk.called
 
     def finished(self, broadcasts: int) -> None:
-        """This member has finished so many broadcasts since the group was formed."""
+        """Count the broadcasts that this member has finished."""
         self._talk.listening, self._talk.finished = False, broadcasts
         self._talk.wake.set()
 

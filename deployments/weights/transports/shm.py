@@ -63,7 +63,7 @@ class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateI
 
 
 class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
-    """The trainer's half: one payload per chunk; while the replicas receive one, the next is packed."""
+    """One payload per chunk; while the replicas receive one, the next is packed."""
 
     init_info_cls = ShmTrainerInitInfo
 
@@ -105,5 +105,5 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
 
 
 def open_segment(name: str, size_bytes: int) -> torch.Tensor:
-    # Not ACCESS_READ: torch requires writable memory. Nothing is written, so no page is copied.
+    # torch requires writable memory; nothing is written, so no page is copied.
     return torch.frombuffer(open_mapping(name, mmap.ACCESS_COPY, size_bytes), dtype=torch.uint8)

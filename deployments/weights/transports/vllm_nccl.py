@@ -4,11 +4,11 @@
     packed        a broadcast for each piece of vLLM's
 
 A broadcast is queued only when the previous chunk is staged: its kernel occupies the device until the trainer
-sends, and with one queued ahead an H200 produced no token for 120 s beside a stalled trainer.
+sends. With one queued ahead an H200 produced no token for 120 s beside a stalled trainer.
 
 The trainer cannot be told that a peer is gone: it waits in its broadcast until it is killed. The workers
-leave the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported only
-after all of it has been taken, so that the trainer is free to learn of it.
+leave the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported after
+all of it has been taken: the trainer is then free to learn of it.
 """
 
 import io
@@ -46,11 +46,9 @@ UNIQUE_ID = "broadcast_from/0/0"  # the key of vLLM's `StatelessProcessGroup` fo
 
 
 class VllmMeeting(Meeting):
-    """How a worker joins the group of vLLM's trainer engine. `payloads` are the workers', from rank 1.
-
-    The trainer (rank 0) opens vLLM's store and leaves NCCL's unique id there. The workers also announce
-    themselves to each other: NCCL would wait for a missing one forever.
-    """
+    """How a worker joins the group of vLLM's trainer engine (rank 0), which opens vLLM's store and leaves
+    NCCL's unique id there. The workers also announce themselves to each other: NCCL would wait for a missing
+    one forever. `payloads` are theirs, from rank 1."""
 
     unique_id = b""
     first_rank = 1
@@ -73,7 +71,7 @@ class VllmMeeting(Meeting):
 
 
 def read_unique_id(data: bytes) -> bytes:
-    """NCCL's unique id from vLLM's pickle of it, without unpickling anything else. Raises TransferFailed."""
+    """NCCL's unique id from vLLM's pickle of it, which may hold nothing else. Raises TransferFailed."""
     try:
         found = _IdOnly(io.BytesIO(data)).load()
     except Exception as error:  # the bytes of a pickle decide which exception it raises
@@ -98,7 +96,7 @@ class _IdOnly(pickle.Unpickler):
 
 
 class VllmNcclGroup(NcclGroup):
-    """vLLM's trainer engine has opened it, and takes no part in the workers' agreements."""
+    """Opened by vLLM's trainer engine, which takes no part in the workers' agreements."""
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Callable[[], None]
@@ -177,7 +175,6 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
         return separate_tensors(*described, TRANSPORTS["nccl"].chunk_bytes)
 
     def _take(self, group: BroadcastGroup, index: int, chunk: Chunk) -> None:
-        """Wait until the chunk is in its buffer."""
         block = group.buffer(index, chunk.size_bytes)
         parts = [block]
         if not self._packed:  # NCCL makes no broadcast of an empty tensor

@@ -1,6 +1,5 @@
-"""How vLLM's trainer engines pack tensors: one directly behind the other, without padding and digests.
-
-Sender and receiver cut the same pieces from the same metadata (vLLM 0.32, `packed_tensor.py`):
+"""How vLLM's trainer engines pack tensors: one directly behind the other, without padding and digests. Both
+sides cut the same pieces from the same metadata (vLLM 0.32, `packed_tensor.py`):
 
     nccl, packed    tensors are added until they exceed the buffer size, the last one included
     ipc, packed     each call names the tensors of its piece
@@ -53,7 +52,7 @@ def one_piece(names: Names, dtype_names: Names, shapes: Shapes) -> tuple[Chunk, 
 
 @cached_layout(_CACHED_LAYOUTS)
 def separate_tensors(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Tensors that come by themselves, gathered into aligned chunks of our own."""
+    """Tensors that come one by one, gathered into aligned chunks of our own."""
     chunks = plan_chunks(parse(names, dtype_names, shapes), chunk_bytes)
     return tuple(_piece(chunk.entries, chunk.table_offset) for chunk in chunks)
 
@@ -64,8 +63,8 @@ def _piece(entries: Sequence[Entry], size_bytes: int) -> Chunk:
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
 def is_aligned(piece: Chunk) -> bool:
-    """Whether each tensor can be read in place. vLLM's packing does not align: an odd number of bfloat16
-    elements moves what follows by half a float32."""
+    """Whether each tensor can be read in place. vLLM does not align: an odd number of bfloat16 elements moves
+    what follows by half a float32."""
     return all(entry.offset % _unit(entry) == 0 for entry in piece.entries)
 
 
@@ -74,7 +73,7 @@ def _unit(entry: Entry) -> int:
 
 
 def received_block(piece: Chunk, block: torch.Tensor) -> ReceivedChunk:
-    """A piece in one block (uint8 [piece.size_bytes], its address a multiple of eight)."""
+    """A piece in one block (uint8 [piece.size_bytes]) at a multiple of eight."""
     return ReceivedChunk(
         chunk=piece,
         memory_key=block.data_ptr() if is_aligned(piece) else next(_moving),
@@ -91,5 +90,5 @@ def _tensor(entry: Entry, block: torch.Tensor) -> torch.Tensor:
 
 
 def received_tensors(piece: Chunk, tensors: list[torch.Tensor]) -> ReceivedChunk:
-    """A piece whose tensors are in memory of their own, in its order."""
+    """A piece whose tensors have memory of their own, in its order."""
     return ReceivedChunk(chunk=piece, memory_key=next(_moving), sent=None, read=lambda: tensors)

@@ -6,8 +6,8 @@
     transfer                packs and moves the bytes (the transport's own part)
     finish_weight_update    the fleet verifies and commits
 
-After a failure `abandon_round` ends the waits of the receivers. The pending call is not joined: it returns
-only when the fleet has aborted the round.
+After a failure `abandon_round` ends the receivers' waits. The pending call is not joined: it returns only
+when the fleet has aborted the round.
 """
 
 from abc import abstractmethod
@@ -34,7 +34,7 @@ Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """For vLLM's own engines (`staging: none`), with vLLM's defaults."""
+    """For vLLM's own engines (`staging: none`), with its defaults."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -53,7 +53,7 @@ def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
                 master_address=facts.master_address,
                 master_port=facts.master_port,
                 world_size=facts.world_size,
-                # The receiver of vLLM 0.32 does not order its streams when there are more buffers.
+                # vLLM 0.32's receiver does not order its streams when there are more.
                 packed_num_buffers=1,
                 **sizes,
             )
@@ -68,12 +68,9 @@ class ResidentSource(Protocol):
 
 
 class ChunkPacker:
-    """The chunks of a source, and their content in each round.
-
-    Of resident tensors, the model's own memory, the work of a chunk is prepared once, with a cast: a round is
-    a few launches, without Python code for each tensor. Others are packed as the source yields them. Raises
-    ValueError if they are not those that the source declares.
-    """
+    """The chunks of a source, and their content in each round. Of resident tensors, the model's own memory,
+    the work of a chunk is prepared once: a round is a few launches, without Python for each tensor. Others
+    are packed as the source yields them. Raises ValueError if they are not those declared."""
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
         self._source = source
@@ -114,7 +111,7 @@ class ChunkPacker:
             targets = [view(entry, block) for entry in chunk.entries]
             pairs = list(zip(sources, targets, strict=True))
             copies = [Copy(index=i, source=source, target=target) for i, (source, target) in enumerate(pairs)]
-            # Digests are of what is sent: of the copy, if the tensor is cast (on a GPU in one pass).
+            # Digests are of what is sent: of the copy, if the tensor is cast.
             inspected = [source if source.dtype == target.dtype else target for source, target in pairs]
             digests = prepare_digests(inspected, copies)
             if block.is_cuda:  # blocks in host memory are new in every round
@@ -138,7 +135,7 @@ def _check_resident(metadata: Metadata, resident: list[torch.Tensor]) -> None:
 
 
 class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
-    """The base of all trainer halves, on every trainer rank; only rank 0, the sender, calls the fleet."""
+    """On every trainer rank; only rank 0, the sender, calls the fleet."""
 
     def __init__(
         self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, chunk_bytes: int
@@ -193,7 +190,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
 
     @abstractmethod
     def transfer(self, calls: ThreadPoolExecutor) -> None:
-        """Send all chunks, and submit the calls inside which they are received to `calls`."""
+        """Send all chunks, and submit to `calls` the calls inside which they are received."""
 
     def join_gathers(self) -> None:
         self.packer.drain()
@@ -203,7 +200,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
 
 
 class OnePayloadSender(WeightSender[Init], Generic[Init]):
-    """The base of trainer halves whose rounds are one payload, received inside one call."""
+    """A trainer half whose rounds are one payload, received inside one call."""
 
     def transfer(self, calls: ThreadPoolExecutor) -> None:
         if not self.is_sender:
@@ -214,7 +211,7 @@ class OnePayloadSender(WeightSender[Init], Generic[Init]):
         receiving.result()
 
     def payload(self) -> dict[str, Any]:
-        """The update info of this round; the connection has described its tensors already."""
+        """This round's update info; the connection has described its tensors."""
         return {}
 
     @abstractmethod

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_NAMED = 5  # a message names this many tensors and counts the rest
+MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ def mismatches(
     *,
     complete: bool,
 ) -> list[str]:
-    """Why `offered` (dtype and shape by name) does not fit the model, one sentence per tensor; any
-    floating-point dtype fits another. `complete`: also report missing tensors."""
+    """One sentence for each tensor that does not fit the model. Any floating-point dtype fits another.
+    `complete`: also report missing tensors."""
     found = []
     for name, (dtype, shape) in offered.items():
         spec = expected.get(name)
@@ -45,7 +45,7 @@ def missing(expected: Schema, offered: Container[str]) -> list[str]:
 
 
 def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> list[str]:
-    # Key views: this runs for each of 20 thousand tensors in the hot path.
+    # Key views: a round has 20 thousand tensors.
     return [
         f"{name!r} came twice in this round; is another publisher sending too?"
         for name in sorted(offered.keys() & received.keys())
@@ -53,6 +53,5 @@ def repeated(received: Mapping[str, object], offered: Mapping[str, object]) -> l
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """The first few reasons in one line, and the rest as a count."""
     rest = len(reasons) - MAX_NAMED
     return "; ".join(reasons[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")

@@ -1,7 +1,7 @@
 """The layout of tensors in the chunks that a transport moves.
 
-A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table with one digest
-per tensor. Sender and receiver compute the same layout from the same metadata and the sender's `chunk_bytes`.
+A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table of their digests.
+Both sides compute the layout from the same metadata and the sender's `chunk_bytes`.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """The layout of one chunk. Compared by identity: the same metadata always gives the same object."""
+    """Compared by identity: the same metadata always gives the same object."""
 
     entries: tuple[Entry, ...]
     table_offset: int
@@ -53,7 +53,7 @@ class Chunk:
 
 
 def plan_chunks(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], chunk_bytes: int) -> list[Chunk]:
-    """The chunks, of at most `chunk_bytes` or one larger tensor each, of tensors (name, dtype, shape)."""
+    """Chunks of at most `chunk_bytes`, or of one larger tensor."""
     chunks: list[Chunk] = []
     entries: list[Entry] = []
     end = 0
@@ -85,7 +85,7 @@ def describe(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> dict[
 
 @dataclass(kw_only=True)
 class DescribedTensors:
-    """The tensors of every round, sent once per connection: a mixture of experts has 20 thousand."""
+    """The tensors of every round, described once per connection: there may be 20 thousand."""
 
     names: list[str]
     dtype_names: list[str]
@@ -100,7 +100,7 @@ Plan = Callable[[Names, Names, Shapes, Any], tuple[Chunk, ...]]
 
 
 def cached_layout(size: int) -> Callable[[Plan], Plan]:
-    """Cache a function from a description to chunks: the same objects for the same description."""
+    """Make a function return the same objects for the same description."""
 
     def decorate(plan: Plan) -> Plan:
         cached = lru_cache(maxsize=size)(plan)
@@ -127,8 +127,7 @@ def layout(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -
 
 
 def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """The inverse of `describe`. Raises ValueError for lists of different lengths, a name twice, an unknown
-    dtype, or no shape."""
+    """The inverse of `describe`. Raises ValueError."""
     if not len(names) == len(dtype_names) == len(shapes):
         raise ValueError(
             "names, dtype_names and shapes must have one entry per tensor, "
@@ -158,8 +157,8 @@ def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Write the chunk's tensors, the next ones of `tensors`, and their digests into `block`. Raises
-    ValueError if the source yields a tensor that it did not declare."""
+    """Write the next tensors and their digests into `block`. Raises ValueError if they are not those
+    declared."""
     copies = []
     for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
@@ -176,7 +175,6 @@ def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> N
 
 
 def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
-    """The entry's tensor in `block` (uint8), without a copy."""
     flat = block[entry.offset : entry.offset + entry.size_bytes]
     return flat.view(entry.dtype).view(entry.shape)
 
@@ -195,7 +193,7 @@ class ReceivedChunk:
 
 
 def packed_chunk(chunk: Chunk, block: torch.Tensor) -> ReceivedChunk:
-    """A chunk in one block (uint8 [chunk.size_bytes]): its tensors, then their digests."""
+    """A chunk in one block (uint8 [chunk.size_bytes])."""
     return ReceivedChunk(
         chunk=chunk,
         memory_key=block.data_ptr(),

@@ -1,7 +1,5 @@
-"""CUDA IPC handles of vLLM's own `ipc` engines, encoded in JSON types and decoded.
-
-On the way to a worker they pass through processes that must not unpickle and that do not import torch.
-"""
+"""CUDA IPC handles of vLLM's own `ipc` engines, in JSON types: they pass through processes that must not
+unpickle and do not import torch."""
 
 import base64
 from typing import Any
@@ -13,8 +11,7 @@ _MIN_HANDLE_BYTES = 32  # a pickled handle may share parts with earlier ones
 
 
 def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
-    """A handle, as `torch.multiprocessing.reductions.reduce_tensor` returns it, in JSON types. Raises
-    ValueError."""
+    """A handle of `torch.multiprocessing.reductions.reduce_tensor` in JSON types. Raises ValueError."""
     try:
         (_, size, stride, offset, _, dtype, device, memory, size_bytes, offset_bytes, _, counter,
          counter_offset, event, sync) = handle  # fmt: skip
@@ -34,7 +31,7 @@ def encode_handle(handle: tuple[Any, ...]) -> dict[str, Any]:
         }
     except (TypeError, ValueError) as error:
         count = f" of {len(handle)}" if isinstance(handle, tuple) else ""
-        # Without its text: objects that contain each other can have an endless one.
+        # Without its text, which may be endless.
         raise ValueError(
             f"expected the 15 parts of a CUDA IPC handle, got a {type(handle).__name__}{count}: {error}"
         ) from error
@@ -53,9 +50,8 @@ def _text(handle: bytes) -> str:
 
 
 def encode_handles(handles: Any, limit: int | None = None) -> Any:
-    """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list with one for each tensor. Raises
-    ValueError if they are none, or more than `limit` bytes can hold (a pickle can name one object many
-    times)."""
+    """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list of one per tensor. Raises
+    ValueError, also for more than `limit` bytes can hold: a pickle can name one object many times."""
     parts = handles if isinstance(handles, list) else [handles]
     count = 0
     for part in parts:
@@ -75,7 +71,7 @@ def _uuid(gpu: Any) -> str:
 
 
 def encode_payload(payload: Any) -> Any:
-    """A payload with its IPC handles in JSON types; any other payload unchanged."""
+    """A payload with its IPC handles in JSON types."""
     if isinstance(payload, list):
         return [encode_payload(part) for part in payload]
     if not isinstance(payload, dict) or payload.get(_HANDLES) is None:

@@ -1,5 +1,5 @@
-"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, which only
-queues the work and raises ValueError for more than 16 GiB in a tensor."""
+"""Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, which queues
+the work and raises ValueError for tensors over 16 GiB."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -29,13 +29,13 @@ def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def signed(digests: Sequence[int]) -> torch.Tensor:
-    """Digests as torch holds them (int64 [n]): the inverse of `unsigned`."""
+    """The inverse of `unsigned`."""
     return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
 
 
 def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
-    """Digests, and which tensors hold NaN or infinity (on a GPU not those of float8 and float64). The tensors
-    are contiguous and on one device."""
+    """Digests, and which tensors hold NaN or infinity (on a GPU not float8 and float64). Tensors are
+    contiguous, on one device."""
     return prepare_inspection(tensors, ())()
 
 
@@ -60,7 +60,7 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
 
 
 def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], torch.Tensor]:
-    """As `prepare_inspection`, without the search for NaN, which the receiver makes."""
+    """As `prepare_inspection`, without the search for NaN."""
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, lambda: digest_tensor(tensors))
     inspection = prepare_inspection(tensors, copies)
@@ -68,7 +68,7 @@ def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> 
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile the GPU kernels, for which the first round would wait a second."""
+    """Compile the GPU kernels, which takes a second."""
     if device.type != "cuda":
         return
     number, wide, *targets = (torch.zeros(8, dtype=kind, device=device) for kind in _WARMED_UP)
@@ -109,6 +109,6 @@ def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity; several times as fast as `torch.isfinite` on a CPU."""
+    """Several times as fast as `torch.isfinite` on a CPU."""
     # A sum is finite if all terms are: float32 can hold the sum of any real model's weights.
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())

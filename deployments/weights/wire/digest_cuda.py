@@ -1,12 +1,11 @@
 """Digests on a CUDA device, bit for bit those of `digest.py`, and the search for NaN, in one pass.
 
-A tensor's words are a matrix of rows of `ROW_WORDS`. Modulo 2**64 the order of sums is free, so a program
-takes a band of columns over a group of rows, multiplies each word by its row's number, and by the column's
-numbers once at the end: it does not read the large column table for every row.
+A tensor's words are a matrix of rows of `ROW_WORDS`. Sums modulo 2**64 have no order: a program takes a band
+of columns over a group of rows, multiplies each word by its row's number, and at the end by the column's
+numbers. So it reads the large column table once.
 
-One launch handles any number of tensors: a table made on the host lists the groups. The kernel can also copy
-the words as it reads them, and cast float32 to bfloat16 in a launch of its own; the digest is that of the
-cast.
+A table made on the host lists the groups of any number of tensors for one launch. The kernel can also copy
+the words, and in a launch of its own cast float32 to bfloat16; the digest is that of the cast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -122,8 +121,8 @@ class CudaInspection:
 
     Args:
         tensors: on one CUDA device, at most 16 GiB each.
-        targets: tensors by index in `tensors`, to which the kernel copies them; see `is_fusable`.
-        sources: tensors by index in `tensors`, from which the kernel fills them; see `is_castable`.
+        targets: by index, tensors to which the kernel copies them; see `is_fusable`.
+        sources: by index, tensors from which the kernel fills them; see `is_castable`.
     """
 
     def __init__(
@@ -137,10 +136,10 @@ class CudaInspection:
         self._prepare()
 
     def _prepare(self) -> None:
-        # Copies of misaligned tensors may be dropped: the allocator reuses their memory in stream order.
+        # Copies of misaligned tensors may be freed: the allocator reuses memory in stream order.
         tensors = self._original
         self._tensors = [_readable(tensor) for tensor in tensors]
-        # A copy does not follow the tensor's content: it is made again for the next call.
+        # A copy does not follow the tensor's content, and is made again for the next call.
         self._has_copies = any(
             used is not tensor for used, tensor in zip(self._tensors, tensors, strict=True)
         )
@@ -161,7 +160,7 @@ class CudaInspection:
             self._prepare()
         self._outdated = self._has_copies
         count = len(self._tensors)
-        # An even number, so that both rows are aligned: Triton compiles the kernel again for other pointers.
+        # An even number keeps both rows aligned: Triton compiles the kernel again for other pointers.
         zeros = torch.zeros(2, count + count % 2, dtype=torch.int64, device=self._device)
         sums, nonfinite = zeros[:, :count]
         with torch.cuda.device(self._device):
@@ -194,7 +193,7 @@ def is_fusable(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def is_castable(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the kernel can fill `target`, bfloat16, from `source`, float32; else as `is_fusable`."""
+    """Whether the kernel can fill `target` (bfloat16) from `source` (float32); else as `is_fusable`."""
     return (source.dtype, target.dtype) == (torch.float32, torch.bfloat16) and _are_wide(source, target)
 
 
@@ -257,5 +256,5 @@ def _column_table(device: torch.device) -> torch.Tensor:
 
 @cache
 def _row_table(device: torch.device) -> torch.Tensor:
-    # A shorter table is a prefix of a longer one: both are drawn from the start of one stream.
+    # A shorter table is a prefix of a longer one.
     return torch.from_numpy(row_multipliers(_MAX_ROWS)).to(device)

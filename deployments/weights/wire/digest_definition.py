@@ -1,11 +1,9 @@
 """The 64-bit multilinear hash that every device computes alike, and its multipliers.
 
-Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2014): each 32-bit word is
-multiplied by a random odd 64-bit number, and the products are summed modulo 2**64. In two levels, so that the
-table of multipliers stays in the cache: words to rows of `ROW_WORDS`, then rows to one number. It detects
-transport faults (a stale, truncated, permuted or missing piece); it is not a signature against an adversary.
-
-No torch here: `digest` and `digest_cuda` compute the same from tensors.
+Lemire and Kaser, "Strongly universal string hashing is fast", 2014: each 32-bit word is multiplied by a
+random odd 64-bit number, and the products are summed modulo 2**64. In two levels, so that the table of
+multipliers stays in the cache: words to rows of `ROW_WORDS`, then rows to one number. It detects transport
+faults; it is no signature. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """The result of inspecting n tensors, on their device: int64 [n] each."""
+    """Of n tensors, on their device: int64 [n] each."""
 
     sums: torch.Tensor
     sizes: torch.Tensor  # bytes
@@ -46,7 +44,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """A copy of a tensor of a list, or of a part of it, to `target`."""
+    """A copy of a tensor of a list, or of a part of it."""
 
     index: int  # position in the list
     source: torch.Tensor
@@ -55,7 +53,7 @@ class Copy:
 
 @cache
 def multipliers(count: int, stream: int) -> Table:
-    """`count` fixed odd 64-bit numbers [count]; the wire format depends on them."""
+    """Fixed odd 64-bit numbers [count]; the wire format depends on them."""
     numbers = np.random.Generator(np.random.PCG64(stream)).integers(
         np.iinfo(np.int64).min, np.iinfo(np.int64).max, size=count, dtype=np.int64
     )
@@ -63,18 +61,17 @@ def multipliers(count: int, stream: int) -> Table:
 
 
 def row_multipliers(rows: int) -> Table:
-    """Multipliers of the second level [rows], drawn in powers of two to make few tables."""
+    """Multipliers of the second level [rows]; powers of two make few tables."""
     return multipliers(1 << max(rows - 1, 1).bit_length(), 2)[:rows]
 
 
 def unsigned(digests: torch.Tensor) -> list[int]:
-    """Digests as torch holds them (int64 [n]), as unsigned numbers."""
+    """Digests (int64 [n]) as unsigned numbers."""
     return [value % (1 << 64) for value in digests.tolist()]
 
 
 def version_digest(names: Sequence[str], digests: Sequence[int] | Digests) -> str:
-    """One digest of a whole version (32 hexadecimal digits) from its n names and unsigned digests, in any
-    order."""
+    """The digest of a version (32 hexadecimal digits), from n names and unsigned digests in any order."""
     order, text = _sorted_names(tuple(names))
     hasher = blake2b(text, digest_size=16)
     hasher.update(np.asarray(digests, dtype="<u8")[order].tobytes())
@@ -83,7 +80,6 @@ def version_digest(names: Sequence[str], digests: Sequence[int] | Digests) -> st
 
 @lru_cache(maxsize=4)
 def _sorted_names(names: tuple[str, ...]) -> tuple[npt.NDArray[np.intp], bytes]:
-    """The order that sorts the names, and the sorted names; the same in every round."""
     order = sorted(range(len(names)), key=names.__getitem__)
     return np.array(order, dtype=np.intp), json.dumps([names[i] for i in order]).encode()
 
@@ -92,7 +88,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def digest_bytes(data: Bytes) -> int:
-    """The digest of a tensor's bytes (uint8 [n]): unsigned, 64 bits. Releases the interpreter lock."""
+    """The digest of bytes (uint8 [n]): unsigned, 64 bits. Releases the interpreter lock."""
     end = data.size // WORD_BYTES * WORD_BYTES
     # numpy's fused product and sum is eight times as fast as torch's int64 multiply.
     words = data[:end].view(np.int32)

@@ -1,7 +1,5 @@
-"""Files that arrive as tensors of bytes (uint8 [size]), written to a directory of shared memory.
-
-The directory gets its name, another process's (see `ownership`), once all digests were compared.
-"""
+"""Files that arrive as tensors of bytes, written to a directory of shared memory, which gets its name once
+all digests were compared."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,8 +11,7 @@ PART_BYTES = 8 << 20
 
 
 class ReceivedFiles:
-    """Files on their way into a directory, which must not exist; None: another worker of this host writes
-    them."""
+    """Files for a directory that must not exist; None: another worker of this host writes them."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -51,7 +48,7 @@ def _write(path: Path, content: torch.Tensor) -> None:
 
 
 def _on_host(content: torch.Tensor) -> Iterator[memoryview]:
-    """The parts of a tensor. From a GPU the next one is copied, to pinned memory, while one is used."""
+    """The parts of a tensor; from a GPU the next is copied to pinned memory while one is used."""
     if content.device.type != "cuda":
         yield memoryview(content.numpy())
         return

@@ -1,8 +1,6 @@
-"""What a model derives from its weights and keeps beside its parameters, brought along by a swap.
-
-The live instance, its shadow and the shadow loaded again have different weights. What is equal in all three
-is constant; what differs must be renewed by a second load.
-"""
+"""What a model derives from its weights and keeps beside its parameters, brought along by a swap. What is
+equal in the live instance, its shadow and the shadow loaded again is constant; the rest must be renewed by a
+load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class Moving:
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """Find what must follow the weights. Raises ValueError, naming what cannot follow, and why."""
+    """Find what must follow the weights. Raises ValueError, naming what cannot, and why."""
     before, after = first.derivable, second.derivable
     found = [*differing(live, first), *differing(live, second), *differing(first, second)]
     if layerwise:  # renewed objects may be equal by chance
@@ -85,7 +83,7 @@ def classify(live: Observation, first: Observation, second: Observation, *, laye
 
 
 def keep_constants(live: Observation, moving: Moving, device: torch.device) -> None:
-    """Move constants out of the memory that sleeps (level 2 loses it), before anything is captured."""
+    """Move constants out of memory that sleeps (level 2 loses it), before anything is captured."""
     for path in live.tensors.keys() - set(moving.tensors):
         tensor = live.tensors[path].object()
         if tensor is not None and tensor.device == device:

@@ -81,7 +81,6 @@ def changed(one: Mapping[AccessPath, Content], other: Mapping[AccessPath, Conten
 
 
 def layout_of(tensor: Any) -> Layout:
-    """What two tensors must have in common to be copied byte by byte."""
     return tensor.dtype, tensor.shape, tensor.stride() if tensor.dim() else (), tensor.device
 
 

@@ -19,11 +19,11 @@ class Pairs:
     small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
     )
-    # Names and tensors of the shadow that are one tensor of the live model.
+    # Names and tensors of the shadow that are one in the live model.
     tied: list[tuple[str, str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def add(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        # A large tensor's copy reaches the memory's bandwidth; the fused copy of many two thirds of it.
+        # A large copy reaches the memory's bandwidth; a fused one two thirds of it.
         if live.numel() * live.itemsize >= _LARGE_BYTES and live.is_contiguous():
             self.large.append((live, shadow))
         else:
@@ -89,6 +89,6 @@ def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
 def named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            # A wrapper of other tensors has no memory of its own: `derived` copies what it wraps.
+            # `derived` copies what a wrapper of other tensors wraps.
             if tensor is not None and is_plain(tensor):
                 yield f"{path}.{name}" if path else name, tensor.data

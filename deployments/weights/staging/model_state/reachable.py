@@ -1,8 +1,5 @@
-"""Everything a model computes with: the tensors and numbers reachable from it, and the path to each.
-
-vLLM's layers keep what they derive from weights in attributes, lists, quantization methods, kernels, wrappers
-of other libraries, closures and floats.
-"""
+"""The tensors and numbers that a model computes with, and the path to each. vLLM's layers keep what they
+derive from weights in attributes, lists, quantization methods, kernels, wrappers, closures and floats."""
 
 import functools
 import logging
@@ -28,7 +25,7 @@ class Attribute:
     name: str
 
     def get(self, owner: Any) -> Any:
-        # Not getattr alone: a property may have the same name.
+        # getattr may find a property of that name.
         own = getattr(owner, "__dict__", {})
         return own[self.name] if self.name in own else getattr(owner, self.name)
 
@@ -62,7 +59,7 @@ def path_name(path: AccessPath) -> str:
 
 
 def resolve(root: Any, path: AccessPath) -> Any:
-    """What is at the path. Raises LookupError if nothing is."""
+    """Raises LookupError if nothing is there."""
     found = root
     for step in path:
         try:
@@ -73,7 +70,7 @@ def resolve(root: Any, path: AccessPath) -> Any:
 
 
 def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
-    """The tensor at the path, detached. Raises LookupError if there is none."""
+    """A detached tensor. Raises LookupError."""
     found = resolve(root, path)
     if isinstance(found, np.ndarray):
         return torch.from_numpy(found)
@@ -83,7 +80,7 @@ def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
 
 
 def assign(root: Any, path: AccessPath, value: Any) -> None:
-    """Replace what is at the path. Raises TypeError if its owner is immutable."""
+    """Raises TypeError if the owner is immutable."""
     owner = resolve(root, path[:-1])
     try:
         path[-1].set(owner, value)
@@ -93,11 +90,11 @@ def assign(root: Any, path: AccessPath, value: Any) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Reachable:
-    """What a model reaches, each thing once, by the first path to it."""
+    """Each thing once, by the first path to it."""
 
     tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)  # those that have memory
     numbers: dict[AccessPath, Number] = field(default_factory=dict)
-    # Objects of compiled libraries that may hold tensors out of sight.
+    # Objects of compiled libraries, which may hold tensors out of sight.
     closed: dict[AccessPath, str] = field(default_factory=dict)
 
 
@@ -117,9 +114,9 @@ _LEAVES = (
     logging.Logger,
     threading.Thread,
 )
-# Attributes that no forward pass reads: torch.compile's own numbering, and what fills a parameter.
+# No forward pass reads these: torch.compile's own numbering, and what fills a parameter.
 _NOT_COMPUTED_WITH = ("_torchdynamo", "weight_loader")
-# Their objects hold nothing from a checkpoint; vLLM's configurations refer to the layers of every model.
+# Objects that hold nothing from a checkpoint; vLLM's configurations refer to the layers of every model.
 _OTHER = (
     "vllm.config",
     "vllm.distributed",
@@ -139,7 +136,7 @@ _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
 
 def reachable(model: torch.nn.Module) -> Reachable:
     found = Reachable()
-    # Modules first, by their path in the model: everything else refers to them.
+    # Modules first, by their path: everything else refers to them.
     modules = dict(model.named_modules())
     seen: dict[int, Any] = {id(module): module for module in modules.values()}  # held: ids stay unique
     for name, module in modules.items():
