@@ -1,7 +1,6 @@
 """Publishes the weights of a trainer of your own to a running fleet. Bytes travel over one of Slipstream's
 transports, everything else over vLLM's RL routes with vLLM's client."""
 
-import socket
 import time
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +14,7 @@ from app.client.connection import Call, FleetClient, FleetError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.base_checkpoint import BaseCheckpoint
+from deployments.trainer.fleet_connection import free_port
 from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
@@ -66,7 +66,7 @@ class Publisher:
             rank=0,
             workers=self._fleet.send(calls.world_size()),
             master_address=address,
-            master_port=_free_port(),
+            master_port=free_port(),
         )
         source = whole_source(model, None if checkpoint is None else Path(checkpoint))
         self._source = PublishSource(source, keep_copy=False)
@@ -170,9 +170,3 @@ class _Client(HTTPVLLMWeightSyncClient):
 
     def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
         self._fleet.send(Call(method="POST", path=f"/{path}", body=json, read=lambda content, headers: None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -32,7 +32,6 @@ from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyn
 from deployments.trainer.host_copies import in_host_memory
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.weights.store.adapter_store import TENSORS, digest_of
-from deployments.weights.transports.rank_agreement import call_off
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.lora import LoraAdapter
 
@@ -132,7 +131,7 @@ class AdapterSender:
     def end(self) -> None:
         """On rank 0, after each publish: release the other ranks if nothing was sent."""
         if self._every_rank and not self._agreed:
-            call_off("it sends nothing")
+            self._connection.call_off("it sends nothing")
         self._agreed = False
 
 

@@ -3,6 +3,7 @@ engine."""
 
 import asyncio
 import socket
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -12,14 +13,13 @@ from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, W
 
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
-from deployments.protocol.errors import Conflict
+from deployments.protocol.errors import Conflict, FleetUnavailable
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.vllm_plugin import register
-from deployments.weights.transports.rank_agreement import PublishTarget, agree
 from deployments.weights.transports.registry import TrainerFacts, backend, trainer_init_info
-from deployments.weights.transports.weight_sender import WeightSender
+from deployments.weights.transports.weight_sender import WeightSender, gather_from_ranks
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
 _RETURNING = "returning"  # a member that has not polled since the controller restarted
@@ -77,6 +77,21 @@ class FleetWeightSyncClient:
         run_sync(self._session.release())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishTarget:
+    """The replicas that all ranks connect to."""
+
+    epoch: int
+    workers: int  # the sum over all replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankState:
+    connected: bool
+    target: PublishTarget | None = None  # set on rank 0
+    problem: str | None = None  # why rank 0 has no target
+
+
 class FleetConnection:
     """One rank's transfer engine. A rank that connected alone would wait for the others forever: all agree
     first. `takes_over`: replaces another publisher's connection, which else is a `Conflict`."""
@@ -104,15 +119,30 @@ class FleetConnection:
         """What all ranks must connect to; None if all connections are still good. `reusable`: this rank's
         suits what it sends now. `together`: every rank calls this; else rank 0 alone. Raises
         FleetUnavailable."""
-        find = self._membership if self._rank == 0 else None
-        return agree(find, connected=reusable and self._is_connected(), together=together)
+        state = _RankState(connected=reusable and self._is_connected())
+        failure: Exception | None = None
+        if self._rank == 0:
+            try:
+                state = self._with_target(state)
+            except Exception as error:  # the other ranks must learn of it before it is raised
+                state, failure = replace(state, problem=str(error)), error
+        ranks = gather_from_ranks(state) if together else [state]
+        if failure is not None:
+            raise failure
+        if ranks[0].problem is not None:
+            raise FleetUnavailable(f"rank 0 of the trainer cannot publish: {ranks[0].problem}")
+        return None if all(rank.connected for rank in ranks) else ranks[0].target
 
-    def connect(self, membership: PublishTarget) -> None:
+    def call_off(self, reason: str) -> None:
+        """On rank 0: the others, which wait in `agree`, raise FleetUnavailable."""
+        gather_from_ranks(_RankState(connected=False, problem=reason))
+
+    def connect(self, target: PublishTarget) -> None:
         self.close()
         register()
         facts = TrainerFacts(
             rank=self._rank,
-            workers=membership.workers,
+            workers=target.workers,
             master_address=own_address(),
             master_port=free_port(),
             chunk_bytes=self._chunk_bytes,
@@ -124,7 +154,7 @@ class FleetConnection:
         self._engine = WeightTransferTrainerFactory.trainer_init(
             init_info=trainer_init_info(chosen, facts), client=self._client, source=self._source
         )
-        self._epoch = membership.epoch
+        self._epoch = target.epoch
 
     def send_weights(self) -> None:
         assert self._engine is not None, "connected before"
@@ -141,15 +171,14 @@ class FleetConnection:
             return self._engine.is_current()
         return self._engine is not None
 
-    def _membership(self) -> PublishTarget:
+    def _with_target(self, state: _RankState) -> _RankState:
         fleet = self._client.fleet()
         publisher = None if fleet.connection is None else fleet.connection.publisher
         if publisher not in (None, PUBLISHER) and not self._takes_over:
             raise Conflict(f"{publisher!r} is connected, and keeps its connection")
-        return PublishTarget(
-            epoch=fleet.epoch,
-            workers=fleet.workers,
-            changed=publisher != PUBLISHER or fleet.epoch != self._epoch,
+        return _RankState(
+            connected=state.connected and publisher == PUBLISHER and fleet.epoch == self._epoch,
+            target=PublishTarget(epoch=fleet.epoch, workers=fleet.workers),
         )
 
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from deployments.host.durable_files import rename, replacing
 from deployments.host.logs import serve_logger
-from deployments.weights.transports.rank_agreement import gather_from_ranks
+from deployments.weights.transports.weight_sender import gather_from_ranks
 from trainers.learner import Learner
 from trainers.learner_state import (
     NamedMoments,

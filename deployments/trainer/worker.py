@@ -28,7 +28,7 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
 from deployments.weights.store.versions import Store
-from deployments.weights.transports.rank_agreement import gather_from_ranks
+from deployments.weights.transports.weight_sender import gather_from_ranks
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy

@@ -33,7 +33,7 @@ class HostStaging(Staging):
     """Raises ValueError if vLLM cannot replace this model's weights."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any) -> None:
-        if (refusal := _copying_refusal(model)) is not None:
+        if (refusal := reload_refusal(model, with_lora=False)) is not None:  # it may serve adapters
             raise ValueError(f"staging 'host' is not possible: {refusal}")
         self._model = model
         self._model_config = model_config
@@ -46,7 +46,6 @@ class HostStaging(Staging):
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
     def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
-        # Not only at the start: an engine whose base cannot be replaced may still serve adapters.
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
         self._check_tied()
@@ -79,41 +78,38 @@ class HostStaging(Staging):
         self._tensors = {}
 
 
-def reload_refusal(model: torch.nn.Module) -> str | None:
-    """Why vLLM's reload would not replace all weights; None: it would."""
-    if any(isinstance(module, FusedMoEWithLoRA) for module in model.modules()):
-        return (
-            "vLLM's reload silently keeps the former weights of experts that LoRA wraps: a fleet with "
-            "'enable_lora' serves adapters of this mixture of experts, and cannot replace its base"
-        )
-    return _copying_refusal(model)
-
-
-def _copying_refusal(model: torch.nn.Module) -> str | None:
-    if any(isinstance(module, MLAAttention) and module.is_amx_bmm_enabled for module in model.modules()):
-        return (
-            "vLLM's AMX kernels for MLA drop the weights of 'kv_b_proj', which its reload fills; "
-            "'engine.extra.attention_backend: CPU_MLA' keeps them"
-        )
-    copying = [name for name in (type(each).__name__ for each in model.modules()) if name in _COPYING]
-    if not copying:
-        return None
-    return (
-        f"vLLM's {copying[0]} copies weights past its loaders, and its reload would silently keep the former "
-        "ones; use staging 'device' on a GPU"
-    )
+def reload_refusal(model: torch.nn.Module, *, with_lora: bool = True) -> str | None:
+    """Why vLLM's reload would not replace all weights; None: it would. `with_lora`: also because of LoRA."""
+    for module in model.modules():
+        if with_lora and isinstance(module, FusedMoEWithLoRA):
+            return (
+                "vLLM's reload silently keeps the former weights of experts that LoRA wraps: a fleet with "
+                "'enable_lora' serves adapters of this mixture of experts, and cannot replace its base"
+            )
+        if isinstance(module, MLAAttention) and module.is_amx_bmm_enabled:
+            return (
+                "vLLM's AMX kernels for MLA drop the weights of 'kv_b_proj', which its reload fills; "
+                "'engine.extra.attention_backend: CPU_MLA' keeps them"
+            )
+        if type(module).__name__ in _COPYING:
+            return (
+                f"vLLM's {type(module).__name__} copies weights past its loaders, and its reload would "
+                "silently keep the former ones; use staging 'device' on a GPU"
+            )
+    return None
 
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """Around vLLM's reload: packs again what it leaves packed, experts and tied heads."""
-    found = (getattr(module, "quant_method", None) for module in model.modules())
-    methods = [each for each in found if isinstance(each, UnquantizedFusedMoEMethod)]
-    kernels = [
-        (each, each.moe_kernel) for each in methods if each.unquantized_backend is UnquantizedMoeBackend.CPU
-    ]
-    for method, _ in kernels:
-        method.moe_kernel = None
+    kernels = []
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and (
+            method.unquantized_backend is UnquantizedMoeBackend.CPU
+        ):
+            kernels.append((method, method.moe_kernel))
+            method.moe_kernel = None
     try:
         yield
     finally:

@@ -44,9 +44,8 @@ from deployments.weights.transports.ipc_channel import (
     open_page,
     share_memory,
 )
-from deployments.weights.transports.rank_agreement import gather_from_ranks
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S, TRANSPORTS
-from deployments.weights.transports.weight_sender import OnePayloadSender
+from deployments.weights.transports.weight_sender import OnePayloadSender, gather_from_ranks
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
 
 _ASK_S = 0.02

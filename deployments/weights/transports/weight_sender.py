@@ -29,8 +29,18 @@ from deployments.weights.wire.chunk_layout import pack, plan_chunks, view, write
 from deployments.weights.wire.digest import prepare_digests
 from deployments.weights.wire.digest_definition import Copy
 
+T = TypeVar("T")
 Init = TypeVar("Init", bound=TrainerInitInfo)
 Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+def gather_from_ranks(value: T) -> list[T]:
+    """Every trainer rank's value. Every rank calls this."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [value]
+    values = [value] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
