@@ -30,7 +30,8 @@ Ask = Callable[[FleetClient], T]
 
 
 def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
-    """Send a call that changes the fleet, without a deadline, and print the response as JSON.
+    """Send a call that changes the fleet, without a deadline, and print the response: a round as a table in a
+    terminal, else JSON.
 
     Args:
         announcement: for a call that publishes: printed with the progress of the round.
@@ -43,7 +44,10 @@ def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
             answer = fleet.send(call)
     except FleetError as error:
         raise _exit(url, error) from error
-    print(json.dumps(asdict(answer), indent=2))
+    if isinstance(answer, RoundReport) and sys.stdout.isatty():
+        tables.console().print(tables.rounds([answer]))
+    else:
+        print(json.dumps(asdict(answer), indent=2))
 
 
 def _round_progress(url: str) -> str:

@@ -170,8 +170,11 @@ def _translated(address: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientError, TimeoutError) as error:
-        why = str(error) or type(error).__name__
-        raise JobsError(f"Ray's dashboard does not answer at {address} ({why})") from error
+        number = error.errno if isinstance(error, OSError) else None
+        why = os.strerror(number) if number else str(error) or type(error).__name__
+        raise JobsError(
+            f"Ray's dashboard does not answer at {address} ({why}): RAY_API_SERVER_ADDRESS gives its address"
+        ) from error
 
 
 async def end(jobs: Jobs, job_id: str, within_s: float = STOPPED_S) -> Job:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from app.client import calls
 from app.client.announcement import announced
 from app.client.connection import FleetClient, FleetError
 from app.command import asking
@@ -218,6 +219,16 @@ def reading(sent_mib: int, phase: str = "open") -> Any:
         sent_bytes=sent_mib << 20,
     )
     return STATUS | {"round": asdict(current)}
+
+
+def test_in_a_terminal_a_round_is_a_table(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Fleet.ended.set()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    asking.run(url, calls.publish_directory("/a", None))
+    shown = capsys.readouterr().out
+    assert "committed" in shown and "{" not in shown
 
 
 def test_a_directory_is_published_and_the_rounds_progress_is_shown(

@@ -217,7 +217,10 @@ def test_jobs_without_a_fleet_says_so(command: list[str], monkeypatch: pytest.Mo
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{port}")
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 1
-    assert f"slipstream: Ray's dashboard does not answer at http://127.0.0.1:{port} (" in done.stderr
+    assert done.stderr == (
+        f"slipstream: Ray's dashboard does not answer at http://127.0.0.1:{port} (Connection refused): "
+        "RAY_API_SERVER_ADDRESS gives its address\n"
+    )
 
 
 def test_jobs_are_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
