@@ -4,14 +4,14 @@ So the client runs as its users run it, and the test sees headers and bodies tha
 """
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
+
+from tests.fake_http import JsonHandler, serving
 
 TIMEOUT_S = 120.0
 # Of one connection, or changed when the proxy reads the body.
@@ -63,7 +63,7 @@ def recorded(url: str, before: Callable[[str, dict[str, str]], None] | None = No
     """
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as fleet:
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(JsonHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
@@ -97,16 +97,6 @@ def recorded(url: str, before: Callable[[str, dict[str, str]], None] | None = No
                 self.end_headers()
                 self.wfile.write(answer.content)
 
-            def log_message(self, *_: Any) -> None:
-                """Nothing: what it saw is in the record."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        record = Record(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
+        with serving(Handler) as port:
+            record = Record(f"http://127.0.0.1:{port}")
             yield record
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join(10)

@@ -1,13 +1,13 @@
 """Where a fleet's spans go in tests: OTLP over HTTP."""
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.fake_http import JsonHandler, serving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +55,14 @@ class Collector:
 def collector() -> Iterator[Collector]:
     collected = Collector()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(JsonHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
             collected.add(body)
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+            self.answer_text(200, "")
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collected.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield collected
-        finally:
-            server.shutdown()
+    with serving(Handler) as port:
+        collected.endpoint = f"http://127.0.0.1:{port}"
+        yield collected

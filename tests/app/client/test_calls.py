@@ -9,6 +9,7 @@ from app.client import calls
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.engine_state import InFlight, Pause
 from deployments.protocol.responses import FleetStatus
+from tests.app.fake_answers import client_of
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS, FakeTrainer
@@ -76,7 +77,6 @@ async def test_vllms_routes_are_read_too() -> None:
 
 @pytest.mark.parametrize("call", [calls.model(), calls.tokenize("tiny", "a")])
 async def test_a_response_of_another_type_is_an_error(call: Call[Any]) -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"data": []}))
-    async with AsyncFleetClient(httpx.AsyncClient(transport=transport, base_url="http://fleet")) as made:
+    async with client_of(lambda request: httpx.Response(200, json={"data": []})) as made:
         with pytest.raises(FleetError, match="the answer cannot be read"):
             await made.send(call)

@@ -8,6 +8,7 @@ import pytest
 from app.client import calls
 from app.client.completions import complete, join
 from app.client.connection import AsyncFleetClient, Call, FleetClient, FleetError, token_from
+from tests.app.fake_answers import client_of, refusal
 
 HEALTH = {"status": "ok", "serving": 2, "members": 2, "weight_version": 3, "of a newer fleet": 1}
 Reply = httpx.Response | Exception
@@ -26,9 +27,7 @@ def handler(*replies: Reply) -> Callable[[httpx.Request], httpx.Response]:
 
 
 def patient(*replies: Reply) -> AsyncFleetClient:
-    transport = httpx.MockTransport(handler(*replies))
-    http = httpx.AsyncClient(transport=transport, base_url="http://fleet")
-    return AsyncFleetClient(http, patience_s=60.0, retry_pause_s=0.0)
+    return client_of(handler(*replies), patience_s=60.0, retry_pause_s=0.0)
 
 
 def blocking(*replies: Reply) -> FleetClient:
@@ -42,10 +41,6 @@ def ok(body: object = HEALTH) -> httpx.Response:
 
 def busy() -> httpx.Response:
     return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "no replica"}})
-
-
-def refusal(status: int, message: str, kind: str) -> httpx.Response:
-    return httpx.Response(status, json={"error": {"type": kind, "message": message, "detail": {}}})
 
 
 async def test_a_fleet_that_is_short_of_replicas_is_asked_again() -> None:
@@ -82,7 +77,7 @@ async def test_a_step_that_never_reached_the_fleet_is_sent_again() -> None:
     ("answer", "text", "message", "kind"),
     [
         (
-            refusal(409, "a round is open", "conflict"),
+            refusal(409, "conflict", "a round is open"),
             "POST /resume: 409: a round is open",
             "a round is open",
             "conflict",

@@ -4,7 +4,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from app.command.cli import cli
-from tests.app.command.fake_http import JsonHandler, serving
+from tests.fake_http import JsonHandler, serving
 
 
 def event(text: str, tokens: int, **more: Any) -> str:

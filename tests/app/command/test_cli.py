@@ -20,8 +20,8 @@ from app.client.connection import FleetClient, FleetError
 from app.command import asking
 from app.command.cli import cli
 from deployments.protocol.responses import FleetLoad, ReplicaLoad, RoundStatus
-from tests.app.command.fake_http import JsonHandler, serving
 from tests.app.http.fake_status import report, status
+from tests.fake_http import JsonHandler, serving
 
 STATUS = asdict(status(3, ["replica-0"]))
 LOAD = FleetLoad(

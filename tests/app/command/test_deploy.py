@@ -7,7 +7,7 @@ import yaml
 
 from app.command.deploy import ServeFile, deploy, read_serve_file
 from app.settings.section import ConfigError
-from tests.app.command.fake_http import JsonHandler, serving
+from tests.fake_http import JsonHandler, serving
 
 
 def read(directory: Path, document: Any) -> ServeFile:

@@ -27,8 +27,8 @@ from app.command.submit import why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.versions import Store, VersionManifest
-from tests.app.command.fake_http import JsonHandler, serving
 from tests.environment import users_environment
+from tests.fake_http import JsonHandler, serving
 from tests.free_ports import free_ports
 
 

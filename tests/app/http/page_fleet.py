@@ -6,9 +6,8 @@ It publishes when it is told to. Its engines generate at a steady rate, but for 
 import asyncio
 import json
 import random
-import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import tokens
 from tests.deployments.controller.fleet import Fleet
 from tests.deployments.ledger.fake_replica import FakeReplica
+from tests.loop_thread import LoopThread
 
 TOKEN = "operator-0123456789"
 RATE = 1200.0  # tokens per second and replica
@@ -250,9 +250,8 @@ class Running:
     """A `PageFleet` in a thread of its own, for tests that are no coroutines."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._loop = LoopThread()
+        self.run = self._loop.run
         self.fleet = self.run(self._made(directory, options))
         self.address: str = self.fleet.address
 
@@ -261,11 +260,6 @@ class Running:
         await fleet.start()
         return fleet
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
-
     def close(self) -> None:
         self.run(self.fleet.aclose())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
         self._loop.close()

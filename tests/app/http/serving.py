@@ -1,9 +1,7 @@
 """Our own routes as an HTTP client reaches them, in this process."""
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from deployments.calls.http_server import HttpServer
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.deployments.controller_in_process import ControllerInProcess
+from tests.loop_thread import LoopThread
 
 MAX_BODY_BYTES = 1000
 
@@ -106,31 +105,14 @@ def on_a_socket(app: ASGIApp) -> Iterator[str]:
 
     Yields its host and port.
     """
-    loop, address = asyncio.new_event_loop(), ""
-    ready = threading.Event()
+    loop = LoopThread()
 
-    async def serve() -> None:
-        nonlocal address
-        server = HttpServer(app, "127.0.0.1")  # type: ignore[arg-type]
-        address = server.address
-        ready.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await server.close()
+    async def start() -> HttpServer:
+        return HttpServer(app, "127.0.0.1")  # type: ignore[arg-type]
 
-    task = loop.create_task(serve())
-
-    def run() -> None:
-        with suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert ready.wait(10)
+    server = loop.run(start())
     try:
-        yield address
+        yield server.address
     finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join(10)
+        loop.run(server.close())
+        loop.close()

@@ -23,6 +23,7 @@ from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.tasks import Problem
 from app.jobs.trackers import Trackers
+from tests.app.fake_answers import chat_choice, client_of, refusal
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory
@@ -66,8 +67,7 @@ class FakeFleet:
         self.deadly: set[str] = set()  # prompts that it refuses to answer
 
     def client(self) -> AsyncFleetClient:
-        http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
-        return AsyncFleetClient(http, patience_s=10.0, retry_pause_s=0.1, say=print)
+        return client_of(self.answer, patience_s=10.0, retry_pause_s=0.1, say=print)
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0)
@@ -93,15 +93,13 @@ class FakeFleet:
             case "/v1/chat/completions":
                 asked = json.loads(request.content)
                 if asked["messages"][0]["content"] in self.deadly:
-                    error = {"type": "deadly_request", "message": "2 replicas were lost under this request"}
-                    return httpx.Response(422, json={"error": error})
+                    return refusal(422, "deadly_request", "2 replicas were lost under this request")
                 return httpx.Response(200, json=self.completion(asked))
             case "/train/step":
                 if self.restarts:
                     self.restarts -= 1
                     self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
-                    error = {"type": "fleet_unavailable", "message": "another one is being started"}
-                    return httpx.Response(503, json={"error": error})
+                    return refusal(503, "fleet_unavailable", "another one is being started")
                 self.batches.append(from_bytes(request.content))
                 self.settings.append(settings_of(request.content))
                 self.steps += 1
@@ -111,23 +109,19 @@ class FakeFleet:
                 if self.dies_before_publishing and json.loads(request.content).get("step") == self.steps:
                     self.dies_before_publishing -= 1
                     self.steps -= 1
-                    error = {"type": "fleet_unavailable", "message": "another one is being started"}
-                    return httpx.Response(503, json={"error": error})
+                    return refusal(503, "fleet_unavailable", "another one is being started")
                 if json.loads(request.content).get("step", self.steps) != self.steps:
-                    error = {"type": "other_step", "message": f"got one after step {self.steps}"}
-                    return httpx.Response(409, json={"error": error})
+                    return refusal(409, "other_step", f"got one after step {self.steps}")
                 if self.abort_next:
                     self.abort_next = False
-                    return httpx.Response(409, json={"error": {"type": "round_aborted", "message": "x"}})
+                    return refusal(409, "round_aborted", "x")
                 self.version += 1
                 self.labels.append(json.loads(request.content)["label"])
                 self.lose("publish", request)
                 return httpx.Response(200, json=asdict(report(self.version, self.version)))
             case "/train/report":
                 if self.refuses_reports:
-                    return httpx.Response(
-                        404, json={"error": {"type": "not_found", "message": "no such route"}}
-                    )
+                    return refusal(404, "not_found", "no such route")
                 self.reports.append(json.loads(request.content))
                 return httpx.Response(200, json={"status": "reported"})
         return httpx.Response(404)
@@ -140,13 +134,7 @@ class FakeFleet:
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
         lengths = [2 if self.same else 1 + n for n in range(request["n"])]
         choices = [
-            {
-                "message": {"content": "x" * length},
-                "token_ids": [7] * length,
-                "logprobs": {"content": [{"logprob": -1.0}] * length},
-                "weight_versions": [{"version": self.version, "start": 0, "end": length}],
-                "finish_reason": "stop",
-            }
+            chat_choice([7] * length, text="x" * length, logprob=-1.0, version=self.version)
             for length in lengths
         ]
         return {"prompt_token_ids": [1, 2], "choices": choices}

@@ -14,7 +14,7 @@ import pytest
 from pydantic import JsonValue
 
 from app.client.completions import Answer
-from app.client.connection import AsyncFleetClient, FleetError
+from app.client.connection import FleetError
 from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs.environments.environment import Single
@@ -25,6 +25,7 @@ from app.jobs.policy import Policy
 from app.jobs.run import Run
 from app.jobs.task_groups import run_beside
 from app.jobs.tasks import Problem
+from tests.app.fake_answers import client_of
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
 from trainers.trajectory import VersionSpan
@@ -235,8 +236,7 @@ async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
-    http = httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://fleet")
-    async with AsyncFleetClient(http, patience_s=60.0) as client:
+    async with client_of(refuse, patience_s=60.0) as client:
         with pytest.raises(
             FleetError, match=r"no fleet answers at http://fleet \(refused\); start a fleet with `make serve`"
         ):

@@ -9,6 +9,7 @@ import pytest
 from app.client.completions import Answer, Completion, chat
 from app.client.connection import AsyncFleetClient, FleetError
 from app.jobs.policy import ATTEMPTS, Policy, Unanswered, require_complete, sample
+from tests.app.fake_answers import chat_choice, client_of, refusal
 from trainers.trajectory import VersionSpan
 
 SPAN = VersionSpan(version=3, start=0, end=2)
@@ -16,13 +17,7 @@ ANSWER = Answer(
     text="8", token_ids=[5, 2], logprobs=[-0.5, 0.0], weight_versions=[SPAN], finish_reason="stop"
 )
 CALL = chat({"model": "m", "messages": []})
-CHOICE: dict[str, Any] = {
-    "message": {"content": "8"},
-    "token_ids": [5],
-    "logprobs": {"content": [{"logprob": -0.5}]},
-    "weight_versions": [{"version": 3, "start": 0, "end": 1}],
-    "finish_reason": "length",
-}
+CHOICE = chat_choice([5], text="8", finish_reason="length")
 CUT_OFF = CHOICE | {"finish_reason": "abort"}
 EMPTY: dict[str, Any] = {
     "message": {"content": ""},
@@ -50,13 +45,7 @@ def fleet(*answers: Reply) -> tuple[AsyncFleetClient, list[httpx.Request]]:
             return given
         return httpx.Response(200, json={"prompt_token_ids": [1], "choices": given})
 
-    http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://fleet")
-    return AsyncFleetClient(http), asked
-
-
-def refusal(status: int, kind: str, message: str = "2 replicas were lost") -> httpx.Response:
-    error = {"type": kind, "message": message, "detail": {}}
-    return httpx.Response(status, json={"error": error})
+    return client_of(answer), asked
 
 
 async def test_everything_that_changes_the_distribution_is_given() -> None:
@@ -105,11 +94,11 @@ async def test_a_prompt_whose_answers_are_always_cut_off_is_given_up() -> None:
 
 
 async def test_a_deadly_prompt_is_given_up_at_once() -> None:
-    client, asked = fleet(refusal(422, "deadly_request"))
+    client, asked = fleet(refusal(422, "deadly_request", "2 replicas were lost"))
     with pytest.raises(Unanswered, match=r"^2 replicas were lost$"):
         await sample(client, CALL)
     assert len(asked) == 1
-    client, _ = fleet(refusal(400, "BadRequestError"))
+    client, _ = fleet(refusal(400, "BadRequestError", "wrong"))
     with pytest.raises(FleetError, match="400"):
         await sample(client, CALL)
 

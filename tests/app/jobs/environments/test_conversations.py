@@ -5,11 +5,11 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client.connection import AsyncFleetClient
 from app.jobs.environments.calculator import Calculator, calculated
 from app.jobs.environments.environment import Conversations, Reply, load_environment
 from app.jobs.environments.transcript import between
 from app.jobs.policy import Moved, Policy, Unanswered
+from tests.app.fake_answers import client_of, refusal
 from trainers.trajectory import VersionSpan, problems
 
 END, START = 2, 1  # of a turn
@@ -32,8 +32,7 @@ class ChattingFleet:
         self.too_long_from = 1 << 30
 
     def policy(self, version: int | None = None) -> Policy:
-        http = httpx.AsyncClient(transport=httpx.MockTransport(self.answer), base_url="http://fleet")
-        return Policy(client=AsyncFleetClient(http), model="m", max_tokens=8, version=version)
+        return Policy(client=client_of(self.answer), model="m", max_tokens=8, version=version)
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         made: list[int] = []
@@ -51,7 +50,7 @@ class ChattingFleet:
         self.asked.append(body)
         self.headers.append(request.headers)
         if len(body["prompt"]) >= self.too_long_from:
-            return httpx.Response(400, json={"error": {"type": "x", "message": "too long"}})
+            return refusal(400, "x", "too long")
         said = self.says.pop(0)
         ids = [*tokens(said), self.last_token]
         spans = [{"version": self.version, "start": 0, "end": len(ids)}]

@@ -10,18 +10,9 @@ import pytest
 from app.client.connection import AsyncFleetClient, FleetError
 from app.jobs.environments.relay import GENERATE, AgentSession, Relay
 from app.jobs.policy import CHAT, DISTRIBUTION, Policy
+from tests.app.fake_answers import chat_choice, client_of, refusal
 
 Respond = Callable[[httpx.Request], httpx.Response | Awaitable[httpx.Response]]
-
-
-def choice(*token_ids: int, finish_reason: str = "stop") -> dict[str, Any]:
-    return {
-        "message": {"content": "said"},
-        "token_ids": list(token_ids),
-        "logprobs": {"content": [{"logprob": -0.5} for _ in token_ids]},
-        "weight_versions": [{"version": 3, "start": 0, "end": len(token_ids)}],
-        "finish_reason": finish_reason,
-    }
 
 
 @asynccontextmanager
@@ -29,15 +20,13 @@ async def relayed(
     respond: Respond, *, version: int | None = None
 ) -> AsyncIterator[tuple[AgentSession, httpx.AsyncClient]]:
     relay = Relay()
-    transport = httpx.MockTransport(respond)
     async with (
         relay.listening(),
-        httpx.AsyncClient(transport=transport, base_url="http://fleet") as http,
+        client_of(respond, patience_s=0.0) as client,
         httpx.AsyncClient(trust_env=False) as agent,
+        relay.session(Policy(client=client, model="m", max_tokens=50, version=version)) as session,
     ):
-        client = AsyncFleetClient(http, patience_s=0.0)
-        async with relay.session(Policy(client=client, model="m", max_tokens=50, version=version)) as session:
-            yield session, agent
+        yield session, agent
 
 
 async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kept() -> None:
@@ -45,7 +34,9 @@ async def test_requests_are_sampled_as_the_policy_wants_and_their_tokens_are_kep
 
     def respond(request: httpx.Request) -> httpx.Response:
         seen.append(request)
-        return httpx.Response(200, json={"choices": [choice(5, 6)], "prompt_token_ids": [1, 2], "id": "x"})
+        return httpx.Response(
+            200, json={"choices": [chat_choice([5, 6])], "prompt_token_ids": [1, 2], "id": "x"}
+        )
 
     async with relayed(respond, version=3) as (session, agent):
         body = {"model": "other", "messages": [], "temperature": 0.1, "n": 4, "max_tokens": 9, "tools": ["t"]}
@@ -75,7 +66,7 @@ async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usa
 
     def respond(request: httpx.Request) -> httpx.Response:
         sent.append(json.loads(request.content))
-        choices = [choice(5, 6, finish_reason="tool_calls") | {"index": 0, "message": message}]
+        choices = [chat_choice([5, 6], finish_reason="tool_calls") | {"index": 0, "message": message}]
         return httpx.Response(200, json={**whole, "choices": choices, "usage": usage})
 
     async with relayed(respond) as (session, agent):
@@ -114,7 +105,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 async def test_answers_that_a_grammar_constrained_are_marked(
     settings: dict[str, Any], constrained: bool
 ) -> None:
-    answers = {"choices": [choice(5)], "prompt_token_ids": [1]}
+    answers = {"choices": [chat_choice([5])], "prompt_token_ids": [1]}
     generate = {"token_ids": [1], "sampling_params": settings}
     async with relayed(lambda _: httpx.Response(200, json=answers)) as (session, agent):
         await agent.post(f"{session.url}{CHAT}", json={"messages": [], **settings})
@@ -128,7 +119,7 @@ async def test_token_ids_go_in_and_out() -> None:
 
     def respond(request: httpx.Request) -> httpx.Response:
         sent.append(json.loads(request.content))
-        labelled = choice(5) | {
+        labelled = chat_choice([5]) | {
             "weight_versions": [{"version": "3", "start": 0, "end": 1}]
         }  # as vLLM writes it
         return httpx.Response(200, json={"choices": [labelled]})
@@ -142,7 +133,7 @@ async def test_token_ids_go_in_and_out() -> None:
 
 
 async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
-    answers = [choice(5, finish_reason="abort"), choice(6)]
+    answers = [chat_choice([5], finish_reason="abort"), chat_choice([6])]
     async with relayed(
         lambda _: httpx.Response(200, json={"choices": [answers.pop(0)], "prompt_token_ids": [1]})
     ) as (session, agent):
@@ -152,8 +143,7 @@ async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
 
 @pytest.mark.parametrize(("status", "is_failure"), [(400, False), (503, True)])
 async def test_what_the_fleet_refuses_reaches_the_agent(status: int, is_failure: bool) -> None:
-    refusal = {"error": {"message": "too long", "type": "x"}}
-    async with relayed(lambda _: httpx.Response(status, json=refusal)) as (session, agent):
+    async with relayed(lambda _: refusal(status, "x", "too long")) as (session, agent):
         got = await agent.post(f"{session.url}{CHAT}", json={"messages": []})
     assert got.status_code == status and got.json()["error"]["message"] == "too long"
     assert (session.failure is not None) is is_failure and not session.turns
@@ -165,7 +155,7 @@ async def test_a_failed_request_ends_the_rollout_and_the_fleet_is_not_asked_agai
 
     def respond(request: httpx.Request) -> httpx.Response:
         asked.append(request)
-        return httpx.Response(503, json={"error": {"message": "no replica", "type": "x"}})
+        return refusal(503, "x", "no replica")
 
     async with relayed(respond) as (session, agent):
 
@@ -190,7 +180,7 @@ async def test_an_agent_that_hangs_up_is_not_learned_from() -> None:
         except asyncio.CancelledError:
             goes_on.set()
             raise
-        return httpx.Response(200, json={"choices": [choice(5)], "prompt_token_ids": [1]})
+        return httpx.Response(200, json={"choices": [chat_choice([5])], "prompt_token_ids": [1]})
 
     async with relayed(respond) as (session, agent):
         asking = asyncio.create_task(agent.post(f"{session.url}{CHAT}", json={"messages": []}))

@@ -16,10 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from app.client.connection import AsyncFleetClient, FleetError
+from app.client.connection import FleetError
 from app.jobs.environments.environment import HELD_OUT
 from app.jobs.environments.verifiers import MAX_FAILURES, Verifiers, VerifiersSettings
 from app.jobs.policy import Policy, Unanswered
+from tests.app.fake_answers import chat_choice, client_of, refusal
 from tests.app.jobs.environments import rollouts_program
 
 ROOT = Path(__file__).parents[4]
@@ -60,27 +61,16 @@ class TwoTurnFleet:
         self.asked += 1
         turn = len(json.loads(request.content)["messages"])
         if self.status[turn] != 200:
-            error = {"message": "this model's maximum context length is 8 tokens", "type": "x"}
-            return httpx.Response(self.status[turn], json={"error": error})
-        choice = {
-            "message": {"content": f"turn {turn}"},
-            "token_ids": [10 * turn, 10 * turn + 1],
-            "logprobs": {"content": [{"logprob": -0.25}, {"logprob": -0.5}]},
-            "weight_versions": [{"version": 4 + turn, "start": 0, "end": 2}],
-            "finish_reason": "stop",
-        }
+            return refusal(self.status[turn], "x", "this model's maximum context length is 8 tokens")
+        choice = chat_choice([10 * turn, 10 * turn + 1], text=f"turn {turn}", version=4 + turn)
+        choice["logprobs"] = {"content": [{"logprob": -0.25}, {"logprob": -0.5}]}
         prompt = [1, 2, 10, 11, 3] if turn == 2 else [1, 2]
         return httpx.Response(200, json={"choices": [choice], "prompt_token_ids": prompt})
 
     @asynccontextmanager
     async def policy(self) -> AsyncIterator[Policy]:
-        transport = httpx.MockTransport(self.answer)
-        async with httpx.AsyncClient(transport=transport, base_url="http://fleet") as http:
-            yield Policy(
-                client=AsyncFleetClient(http, patience_s=0.0),
-                model="m",
-                max_tokens=8,
-            )
+        async with client_of(self.answer, patience_s=0.0) as client:
+            yield Policy(client=client, model="m", max_tokens=8)
 
 
 async def test_a_rollout_of_several_turns_is_one_sample_with_its_tokens_and_versions(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""HTTP servers of the command line's tests."""
+"""HTTP servers in this process."""
 
 import json
 from collections.abc import Iterator
@@ -35,6 +35,8 @@ def serving(handler: type[JsonHandler]) -> Iterator[int]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        yield server.server_address[1]
-        server.shutdown()
-        thread.join(10)
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join(10)
