@@ -14,19 +14,19 @@ REDRAWN_S = 1.0  # the same in a terminal
 _CLEAR = "\x1b[2K"  # the line that the cursor is in
 
 
-def is_redrawn(to: TextIO | None = None) -> bool:
-    """Whether `tell_for_now` replaces its last line; `to` None: stdout."""
+def _is_redrawn(to: TextIO | None = None) -> bool:
+    """Whether `_tell_for_now` replaces its last line; `to` None: stdout."""
     return (sys.stdout if to is None else to).isatty() and os.environ.get("TERM") != "dumb"
 
 
 def tell(line: str, to: TextIO | None = None) -> None:
     """Print a line; `to` None: to stdout. Its reader may be gone: Ctrl-C ends a `| tee` too."""
-    _print(f"{_CLEAR if is_redrawn(to) else ''}{line}", "\n", to)
+    _print(f"{_CLEAR if _is_redrawn(to) else ''}{line}", "\n", to)
 
 
-def tell_for_now(line: str, to: TextIO | None = None) -> None:
+def _tell_for_now(line: str, to: TextIO | None = None) -> None:
     """Print a line that the next one replaces in a terminal, and that stays elsewhere."""
-    if is_redrawn(to):  # a line that wraps could not be cleared
+    if _is_redrawn(to):  # a line that wraps could not be cleared
         _print(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}", "\r", to)
     else:
         _print(line, "\n", to)
@@ -58,7 +58,7 @@ def announced(
     progress = ""
     tell(what, to)
     over = threading.Event()
-    redrawn = is_redrawn(to)
+    redrawn = _is_redrawn(to)
 
     def say(how_far: str) -> None:
         nonlocal progress
@@ -67,7 +67,7 @@ def announced(
     def repeat() -> None:
         while not over.wait(REDRAWN_S if redrawn else quiet_s):
             parts = [ask() or progress, f"{time.monotonic() - began:.0f} s"]
-            tell_for_now(f"{'  ' if redrawn else f'{what}: '}{', '.join(filter(None, parts))}", to)
+            _tell_for_now(f"{'  ' if redrawn else f'{what}: '}{', '.join(filter(None, parts))}", to)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -39,11 +39,8 @@ def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
     watched: AbstractContextManager[Any] = nullcontext()
     if announcement is not None:
         watched = announced(announcement, to=sys.stderr, ask=partial(_round_progress, url))
-    try:
-        with watched, _connected(url, None) as fleet:
-            answer = fleet.send(call)
-    except FleetError as error:
-        raise _exit(url, error) from error
+    with watched, connected(url, None) as fleet:
+        answer = fleet.send(call)
     if isinstance(answer, RoundReport) and sys.stdout.isatty():
         tables.console().print(tables.rounds([answer]))
     else:
@@ -52,7 +49,7 @@ def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
 
 def _round_progress(url: str) -> str:
     try:
-        with _connected(url, PROGRESS_S) as fleet:
+        with FleetClient.connect(url, token_from(), timeout_s=PROGRESS_S) as fleet:
             current = fleet.send(calls.fleet()).round
     except FleetError:  # the call itself reports it
         return ""
@@ -111,19 +108,14 @@ def show_adapters(url: str, *, as_json: bool, watch: bool) -> None:
 
 
 def _show(url: str, document: Ask[object], table: Ask[RenderableType], *, as_json: bool, watch: bool) -> None:
-    try:
-        with _connected(url, ANSWER_S) as fleet:
-            if as_json:
-                for _ in _ticks(watch):
-                    print(json.dumps(document(fleet), indent=None if watch else 2), flush=True)
-            elif watch:
-                _draw(frames(url, fleet, table, _ticks(True)))
-            else:
-                tables.console().print(table(fleet))
-    except FleetError as error:
-        raise _exit(url, error) from error
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt), connected(url, ANSWER_S) as fleet:
+        if as_json:
+            for _ in _ticks(watch):
+                print(json.dumps(document(fleet), indent=None if watch else 2), flush=True)
+        elif watch:
+            _draw(frames(url, fleet, table, _ticks(True)))
+        else:
+            tables.console().print(table(fleet))
 
 
 def _draw(frames: Iterable[RenderableType]) -> None:
@@ -160,13 +152,15 @@ def _ticks(watch: bool) -> Iterator[None]:
         yield
 
 
-def _connected(url: str, timeout_s: float | None) -> FleetClient:
-    return FleetClient.connect(url, token_from(), timeout_s=timeout_s)
-
-
-def _exit(url: str, error: FleetError) -> typer.Exit:
-    print(f"slipstream: {explained(url, error)}", file=sys.stderr)
-    return typer.Exit(1)
+@contextmanager
+def connected(url: str, timeout_s: float | None) -> Iterator[FleetClient]:
+    """A client of the fleet. A FleetError of the block becomes a sentence and exit status 1."""
+    try:
+        with FleetClient.connect(url, token_from(), timeout_s=timeout_s) as fleet:
+            yield fleet
+    except FleetError as error:
+        print(f"slipstream: {explained(url, error)}", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 def explained(url: str, error: FleetError) -> str:

@@ -3,46 +3,38 @@
 import asyncio
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from rich.text import Text
 
 from app.client import calls
 from app.client.completions import Answer, Completion, chat, join
-from app.client.connection import AsyncFleetClient, FleetClient, FleetError, token_from
-from app.command.asking import ANSWER_S, explained
+from app.client.connection import AsyncFleetClient, token_from
+from app.command.asking import ANSWER_S, connected
 from app.command.tables import console
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    url: str
-    model: str | None  # None: the fleet's
-    max_tokens: int
-    temperature: float
-    system: str | None
+def talk(url: str, model: str | None, system: str | None, sampling: Mapping[str, float]) -> None:
+    """Read prompts until end of input or Ctrl-C.
 
-
-def talk(options: ChatOptions) -> int:
-    """Read prompts until end of input or Ctrl-C; returns the exit status."""
-    messages = [] if options.system is None else [{"role": "system", "content": options.system}]
+    Args:
+        model: None: the fleet's.
+        sampling: vLLM's parameters.
+    """
+    messages = [] if system is None else [{"role": "system", "content": system}]
     try:
-        with FleetClient.connect(options.url, token_from(), timeout_s=ANSWER_S) as fleet:
-            model = fleet.send(calls.model()) if options.model is None else options.model
-        for prompt in filter(str.strip, _prompts()):
-            messages.append({"role": "user", "content": prompt})
-            began = time.monotonic()
-            answer = asyncio.run(_answer(model, messages, options))  # input() in a loop misses Ctrl-C
-            console().print(Text(_origin(answer, time.monotonic() - began), style="dim"))
-            messages.append({"role": "assistant", "content": answer.text})
-    except FleetError as error:
-        print(f"slipstream: {explained(options.url, error)}", file=sys.stderr)
-        return 1
+        with connected(url, ANSWER_S) as fleet:
+            request = {"model": fleet.send(calls.model()) if model is None else model, **sampling}
+            for prompt in filter(str.strip, _prompts()):
+                messages.append({"role": "user", "content": prompt})
+                began = time.monotonic()
+                # A loop around input() would miss Ctrl-C.
+                answer = asyncio.run(_answer(url, {**request, "messages": messages}))
+                console().print(Text(_origin(answer, time.monotonic() - began), style="dim"))
+                messages.append({"role": "assistant", "content": answer.text})
     except KeyboardInterrupt:
         print()
-    return 0
 
 
 def _prompts() -> Iterator[str]:
@@ -56,19 +48,11 @@ def _prompts() -> Iterator[str]:
             yield input(prompt)
 
 
-async def _answer(model: str, messages: Sequence[Mapping[str, str]], options: ChatOptions) -> Answer:
+async def _answer(url: str, request: Mapping[str, object]) -> Answer:
     """Stream the answer to stdout; returns all of it."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "stream": True,
-        "return_token_ids": True,
-    }
     pieces: list[Completion] = []
-    async with AsyncFleetClient.connect(options.url, token_from()) as fleet:
-        async for piece in fleet.stream(chat(body)):
+    async with AsyncFleetClient.connect(url, token_from()) as fleet:
+        async for piece in fleet.stream(chat({**request, "stream": True, "return_token_ids": True})):
             pieces.append(piece)
             for answer in piece.answers:
                 print(answer.text, end="", flush=True)

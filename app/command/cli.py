@@ -179,10 +179,9 @@ def chat(
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
 ) -> None:
     """Talk with the fleet. The version of each answer is shown below it."""
-    from app.command.chat import ChatOptions, talk
+    from app.command.chat import talk
 
-    options = ChatOptions(url=url, model=model, max_tokens=max_tokens, temperature=temperature, system=system)
-    raise typer.Exit(talk(options))
+    talk(url, model, system, {"max_tokens": max_tokens, "temperature": temperature})
 
 
 @cli.command()

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from app.client.announcement import QUIET_S, announced, is_redrawn, tell, tell_for_now
+from app.client.announcement import announced, tell
 from app.command import doctor
 from app.command.cluster import ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
@@ -116,13 +116,16 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     for line in lines:
         tell(line)
     cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
+    began = time.monotonic()
     tell(f"Logs: {logs_of(cluster.directory)} (`slipstream logs` shows them)")
     try:
         with announced("Starting Ray"):
             cluster.start()
         with announced(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}"):
             cluster.deploy(file.document)
-        _watch(cluster, file)
+            started = _follow(cluster, file.application, until="RUNNING")
+        tell(f"Slipstream is up: {file.url} (after {time.monotonic() - began:.0f} s; Ctrl-C stops it)")
+        _follow(cluster, file.application, started, until=None)
     except Stop:
         with announced("Stopping (Ctrl-C again to kill)") as say:
             _stop_serve(cluster, Store(file.config.store_path), say)
@@ -145,25 +148,20 @@ def why_not_started(message: str) -> str:
     return message[-4000:]
 
 
-def _watch(cluster: LocalCluster, file: ServeFile) -> None:
-    """Print changes until Stop. Raises ClusterError if the fleet cannot start."""
-    start_s, before, was_up = time.monotonic(), None, False
-    printed_s = start_s
+def _follow(
+    cluster: LocalCluster, application: str, before: ApplicationStatus | None = None, *, until: str | None
+) -> ApplicationStatus:
+    """Print changes until the application has the status `until`. Raises ClusterError if it cannot start."""
     while True:
-        now = _status(cluster, file.application, before)
+        now = _status(cluster, application, before)
         for line in changes(before, now):
             tell(f"  {line}")
-            printed_s = time.monotonic()
-        if now.status == "DEPLOY_FAILED" and not was_up:
+        if now.status == until:
+            return now
+        if until is not None and now.status == "DEPLOY_FAILED":
             raise ClusterError(f"the fleet could not be started:\n{why_not_started(now.message)}")
-        if now.status == "RUNNING" and not was_up:
-            was_up = True
-            tell(f"Slipstream is up: {file.url} (after {time.monotonic() - start_s:.0f} s; Ctrl-C stops it)")
-        elif was_up and now.status != (before.status if before is not None else ""):
-            tell(f"  {file.application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
-        if not was_up and (is_redrawn() or time.monotonic() - printed_s >= QUIET_S):
-            tell_for_now(f"  starting: {time.monotonic() - start_s:.0f} s")
-            printed_s = time.monotonic()
+        if until is None and before is not None and now.status != before.status:
+            tell(f"  {application}: {now.status.lower()}{': ' if now.message else ''}{now.message}")
         before = now
         time.sleep(_POLL_S)
 
