@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import httpx
@@ -75,7 +74,7 @@ class FleetClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.http.close()
 
     def send(self, call: Call[T]) -> T:
@@ -128,9 +127,7 @@ class AsyncFleetClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.http.aclose()
 
     async def send(self, call: Call[T], *, patient: bool = True) -> T:

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import typer
@@ -85,9 +84,7 @@ class RayJobs:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._http.close()
 
     async def list(self) -> list[Job]:

@@ -150,7 +150,7 @@ def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[An
 
 async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
     locations = await asyncio.wait_for(
-        asyncio.gather(*[_result(holder.location.remote()) for holder in holders]), timeout_s
+        asyncio.gather(*[holder.location.remote() for holder in holders]), timeout_s
     )
     host = ray.get_runtime_context().get_node_id()
     other_hosts = {node for node, _ in locations} - {host}
@@ -166,20 +166,16 @@ async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
     """Find the group of a previous process. A group of another size is being replaced; it is removed after
     the timeout."""
     deadline = time.monotonic() + GROUP_TIMEOUT_S
-    while (group := _find_group(plan.name)) is not None:
+    while True:
+        try:
+            group = get_placement_group(plan.name)
+        except ValueError:  # not found
+            return None
         if group.bundle_count == plan.gpus:
             return group
         if time.monotonic() > deadline:
             remove_placement_group(group)
         await asyncio.sleep(_POLL_S)
-    return None
-
-
-def _find_group(name: str) -> PlacementGroup | None:
-    try:
-        return get_placement_group(name)
-    except ValueError:  # not found
-        return None
 
 
 async def _until_free(group: PlacementGroup) -> None:
@@ -189,7 +185,3 @@ async def _until_free(group: PlacementGroup) -> None:
         if ray.available_resources().get(name, 0.0) >= group.bundle_count:
             return
         await asyncio.sleep(_POLL_S)
-
-
-async def _result(reference: Any) -> Any:
-    return await reference
