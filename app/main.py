@@ -31,8 +31,8 @@ from deployments.host.fork_server.use import forked_worker
 from deployments.replica.graceful_shutdown import RELEASE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
+from deployments.router.forwarding import RouterLimits
 from deployments.router.request_router import FleetRequestRouter
-from deployments.router.router_limits import RouterLimits
 from deployments.serve.placement import FREE_TIMEOUT_S, SlotPlan, Slots
 from deployments.serve.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
@@ -219,13 +219,6 @@ def _router(
     controller: Application,
     trainer: Application | None,
 ) -> Application:
-    limits = RouterLimits(
-        max_in_flight=args.router.max_ongoing_requests,
-        max_body_bytes=args.router.max_body_bytes,
-        max_sequences=args.router.max_sequences,
-        find_replica_timeout_s=args.router.request_timeout_s,
-        weight_timeout_s=args.router.request_timeout_s,
-    )
     return serve.deployment(
         serve.ingress()(Ingress),
         name="router",
@@ -237,7 +230,7 @@ def _router(
         rollout,
         controller,
         trainer,
-        limits,
+        RouterLimits(**args.router.model_dump(exclude={"num_replicas"})),
         tokens,
         args.weights.allow_pickled_ipc_over_http,
         args.checkpoint_roots,

@@ -21,15 +21,14 @@ from app.http.auth import Guard
 from app.http.ingress import build_app
 from app.settings.security import Tokens, TokenSource
 from deployments.protocol.routing import Demand
+from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
-from deployments.router.router_limits import RouterLimits
 
 LIMITS = RouterLimits(
-    max_in_flight=100_000,
+    max_ongoing_requests=100_000,
     max_body_bytes=64 << 20,
     max_sequences=4096,
-    find_replica_timeout_s=30.0,
-    weight_timeout_s=30.0,
+    request_timeout_s=30.0,
 )
 
 

@@ -1,6 +1,7 @@
 """The ingress: our routes in FastAPI; vLLM's are forwarded without parsing."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from deployments.protocol.errors import (
     SlipstreamError,
 )
 from deployments.protocol.passed_routes import require_passed, route_path
+from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
-from deployments.router.router_limits import RouterLimits
 
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
@@ -62,9 +63,9 @@ class Ingress:
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
 
-    def reconfigure(self, settings: Mapping[str, float]) -> None:
+    def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Serve's hook for new settings of the section `router`."""
-        self._router.limits = self._limits.with_settings(settings)
+        self._router.limits = replace(self._limits, **settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return build_app(self._routes, self._guard, self._router, self._limits.max_body_bytes)
@@ -204,7 +205,7 @@ async def answer_foreign_error(request: Request, error: Exception) -> Response:
     if is_lost(raised):  # raised while looking up the address; nothing was sent
         text = f"{request.url.path}: the controller or trainer is gone and being restarted; try again"
         return await answer_error(request, FleetUnavailable(text, {"reason": type(raised).__name__}))
-    text = f"{type(raised).__name__}: {str(raised).strip().splitlines()[0] if str(raised).strip() else ''}"
+    text = one_line(raised)
     logger.error("%s %s: %s", request.method, request.url.path, text)
     return await answer_error(request, SlipstreamError(text))
 

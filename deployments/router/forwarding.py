@@ -36,10 +36,10 @@ from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.http_client import ConnectionPool, NotConnected, ReplicaResponse, ResponseLost
 from deployments.router.replica_policy import LOAD_FACTOR, load_of
-from deployments.router.router_limits import RETRY_AFTER_S, RouterLimits
 from deployments.router.scrape import Scraped, scrape
 from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Record, record
 
+RETRY_AFTER_S = 1.0  # minimum, for clients
 RETRY_PAUSE_S = 0.05
 WAITED_S = 0.1  # choosing takes less if a replica is free
 MAX_REFUSALS = 8  # per request
@@ -47,6 +47,16 @@ CENSUS_TIMEOUT_S = 1.0  # no remote call: it returns at once, or no replica is a
 SILENCE_S = 30.0
 PROBE_TIMEOUT_S = 30.0  # tokenizing a long list of prompts takes seconds
 logger = serve_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLimits:
+    """Limits of one router process; see `RouterConfig`, which has the same names."""
+
+    max_ongoing_requests: int  # client requests; a split one counts once
+    max_body_bytes: int
+    max_sequences: int  # per request: prompts times completions
+    request_timeout_s: float  # to find a replica, and to wait for a version without x-weight-timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,9 +145,9 @@ class Forwarder:
     async def forward(
         self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
     ) -> StartedResponse:
-        """The first response that is not a refusal. Raises FleetUnavailable after `find_replica_timeout_s`,
+        """The first response that is not a refusal. Raises FleetUnavailable after `request_timeout_s`,
         or DeadlyRequest."""
-        deadline = time.monotonic() + limits.find_replica_timeout_s
+        deadline = time.monotonic() + limits.request_timeout_s
         reason = "no replica is ready"
         started, tried_s = time.monotonic(), 0.0
         self.deadly.check(request.identity)
@@ -145,7 +155,7 @@ class Forwarder:
             try:
                 replica_id, endpoint = await self._choose(attempts.demand, request.blocks, deadline)
             except (BackPressureError, DeploymentUnavailableError) as error:
-                reason = _one_line(error)
+                reason = one_line(error)
             except TimeoutError:
                 pass  # the last reason stays
             else:
@@ -167,7 +177,7 @@ class Forwarder:
                 tried_s += time.monotonic() - began
             if time.monotonic() > deadline:
                 raise FleetUnavailable(
-                    f"no replica could answer within {limits.find_replica_timeout_s:g} s: {reason}",
+                    f"no replica could answer within {limits.request_timeout_s:g} s: {reason}",
                     {"retry_after_s": RETRY_AFTER_S},
                 )
             await asyncio.sleep(RETRY_PAUSE_S)
@@ -308,5 +318,5 @@ async def detect_stall(
             await asyncio.sleep(silence_s)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -19,10 +19,9 @@ from starlette.responses import Response, StreamingResponse
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import ReplicaUnavailable, SlipstreamError
-from deployments.router.forwarding import AttemptHistory, Forwarder, Outgoing, StartedResponse
+from deployments.router.forwarding import AttemptHistory, Forwarder, Outgoing, RouterLimits, StartedResponse
 from deployments.router.http_client import Headers, ResponseLost
 from deployments.router.prompt_lists import MergedStream, PartFailed, is_stop, merge_responses
-from deployments.router.router_limits import RouterLimits
 
 NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
 MAX_WAITING_EVENTS = 256  # per part, not yet taken by the client

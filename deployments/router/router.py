@@ -27,17 +27,18 @@ from deployments.router.affinity import block_hashes
 from deployments.router.deadly_requests import RequestIdentity
 from deployments.router.forwarding import (
     PROBE_TIMEOUT_S,
+    RETRY_AFTER_S,
     SILENCE_S,
     AttemptHistory,
     Forwarder,
     Outgoing,
+    RouterLimits,
     StartedResponse,
 )
 from deployments.router.http_client import Headers, ResponseLost
 from deployments.router.parts import PartRequest, respond_in_parts, response_of, returned_headers
 from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
 from deployments.router.request_inspection import check_headers, inspect, read_body
-from deployments.router.router_limits import RetryAfterPacing, RouterLimits
 from deployments.router.scrape import Scraped
 from deployments.serve.instruments import REQUESTS, Record, record
 
@@ -48,6 +49,35 @@ NOT_FORWARDED = frozenset(
     | {KEY_HEADER.decode(), PART_HEADER.decode(), ROUTER_HEADER.decode(), "x-weight-timeout"}
 )
 logger = serve_logger()
+
+
+MIN_RETRIES_PER_S = 200.0  # a small load
+RETRIES_PER_ADMITTED = 2.0  # keeps places from staying free
+MAX_PACING_S = 20.0  # OpenAI's clients wait for 60 s at most
+PERIOD_S = 2.0  # for counting admitted requests
+
+
+class RetryAfterPacing:
+    """Spreads the retries of refused clients. If a thousand retried after a second, refusing them would cost
+    more than serving the others."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next_retry = 0.0  # not yet given to a client
+        self._per_s = MIN_RETRIES_PER_S
+        self._admitted = 0
+        self._period_began = clock()
+
+    def admitted(self) -> None:
+        self._admitted += 1
+
+    def retry_after_s(self) -> float:
+        now = self._clock()
+        if (elapsed := now - self._period_began) >= PERIOD_S:
+            self._per_s = max(MIN_RETRIES_PER_S, RETRIES_PER_ADMITTED * self._admitted / elapsed)
+            self._admitted, self._period_began = 0, now
+        self._next_retry = min(max(self._next_retry, now) + 1 / self._per_s, now + MAX_PACING_S)
+        return RETRY_AFTER_S + self._next_retry - now
 
 
 class StreamProxy(Response):
@@ -98,7 +128,7 @@ async def _until_disconnect(receive: Receive, stop: Callable[[], None]) -> None:
 
 
 class Router:
-    """ASGI application that forwards requests to replicas, at most `max_in_flight` at a time."""
+    """ASGI application that forwards requests to replicas, at most `max_ongoing_requests` at a time."""
 
     def __init__(
         self,
@@ -126,10 +156,10 @@ class Router:
             InvalidRequest: wrong headers or body.
         """
         limits = self.limits
-        if self.in_flight >= limits.max_in_flight:
+        if self.in_flight >= limits.max_ongoing_requests:
             self._record(REQUESTS, outcome="busy")
             raise FleetUnavailable(
-                f"the router takes at most {limits.max_in_flight} requests at once; try again",
+                f"the router takes at most {limits.max_ongoing_requests} requests at once; try again",
                 {"retry_after_s": self._pacing.retry_after_s()},
             )
         self._pacing.admitted()
@@ -138,7 +168,7 @@ class Router:
         try:
             request = Request(scope, receive)
             check_headers(request)
-            attempts = AttemptHistory(demand=demand_of(request.headers, limits.weight_timeout_s))
+            attempts = AttemptHistory(demand=demand_of(request.headers, limits.request_timeout_s))
             body = await read_body(request, limits.max_body_bytes)
             path = quote(route_path(scope["path"], scope.get("root_path", "")))
             in_session = attempts.demand.session_id is not None

@@ -17,9 +17,9 @@ from deployments.protocol.errors import Conflict, ReplicaUnavailable, Slipstream
 from deployments.protocol.routing import Demand
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
+from deployments.router.forwarding import RouterLimits
 from deployments.router.replica_policy import Candidate, eligible_loads, order_candidates
 from deployments.router.router import Router
-from deployments.router.router_limits import RouterLimits
 from tests.deployments.fake_completions import FakeCompletions
 
 SPANS = [{"version": 7, "start": 0, "end": 3}]
@@ -197,11 +197,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
 @asynccontextmanager
 async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Router, httpx.AsyncClient]]:
     defaults = {
-        "max_in_flight": 8,
+        "max_ongoing_requests": 8,
         "max_body_bytes": 100,
         "max_sequences": 8,
-        "find_replica_timeout_s": 1.0,
-        "weight_timeout_s": 3.5,
+        "request_timeout_s": 1.0,
     }
     fleet = Fleet()
     router = Router(fleet, RouterLimits(**(defaults | limits)))

@@ -36,18 +36,17 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
     from app.main import build
     from app.settings.config import parse_config
     from app.settings.security import Tokens
-    from deployments.router.router_limits import RouterLimits
+    from deployments.router.forwarding import RouterLimits
 
     config = parse_config({"model": str(tmp_path), "state_dir": str(tmp_path / "state")})
     with pytest.raises(ValueError, match=REASON) as refused:
         build(config)
     assert "'http_options.host' is '0.0.0.0'" in str(refused.value)
     limits = RouterLimits(
-        max_in_flight=1,
+        max_ongoing_requests=1,
         max_body_bytes=1,
         max_sequences=1,
-        find_replica_timeout_s=1,
-        weight_timeout_s=1,
+        request_timeout_s=1,
     )
     # As if it had been built before Serve was started.
     router = serve.deployment(serve.ingress()(Ingress), name="router", max_constructor_retry_count=1)

@@ -10,16 +10,15 @@ from typing import Any
 import httpx
 
 from deployments.protocol.routing import Demand
+from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
-from deployments.router.router_limits import RouterLimits
 from tests.deployments.recorded import Recorded
 
 LIMITS = RouterLimits(
-    max_in_flight=8,
+    max_ongoing_requests=8,
     max_body_bytes=1000,
     max_sequences=8,
-    find_replica_timeout_s=10.0,
-    weight_timeout_s=3.5,
+    request_timeout_s=10.0,
 )
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 REASON = b'{"error": {"message": "it sleeps"}}'
@@ -94,7 +93,7 @@ async def scene(
     """A router with these options in front of replicas; a client of `library`, which is as `httpx`."""
     handle = FakeHandle()
     recorded = Recorded()
-    router = Router(handle, replace(LIMITS, find_replica_timeout_s=timeout_s), record=recorded, **options)
+    router = Router(handle, replace(LIMITS, request_timeout_s=timeout_s), record=recorded, **options)
     replicas = [StubReplica(each) if isinstance(each, bytes) else each for each in responses]
     async with AsyncExitStack() as stack:
         stack.push_async_callback(router.close)

@@ -10,8 +10,7 @@ import pytest
 from ray.serve.exceptions import BackPressureError
 
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable, InvalidRequest
-from deployments.router.forwarding import WAITED_S
-from deployments.router.router_limits import RETRY_AFTER_S
+from deployments.router.forwarding import RETRY_AFTER_S, WAITED_S
 from deployments.serve.instruments import REQUESTS, REROUTED, WAITED, WAITED_SECONDS
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
 
@@ -26,7 +25,7 @@ async def test_request_is_forwarded_as_it_is_without_the_headers_of_its_connecti
         assert received.body == b"hello"
         assert received.headers["x-own"] == "1"
         assert received.headers["x-slipstream-key"] == "key-0", "the client's guess is replaced"
-        assert received.headers["x-weight-timeout"] == "3.5", "the router's default"
+        assert received.headers["x-weight-timeout"] == "10.0", "the router's default"
         assert received.headers["host"] == fleet.handle.metadata["r0"]["address"]
         assert not {"te", "expect", "connection"} & received.headers.keys()
 
@@ -80,7 +79,7 @@ async def test_requests_are_counted_by_outcome_and_by_what_was_tried() -> None:
         await fleet.client.get("/")
         with pytest.raises(InvalidRequest):
             await fleet.client.get("/", headers={"x-min-weight-version": "soon"})
-        fleet.router.limits = replace(LIMITS, max_in_flight=0)
+        fleet.router.limits = replace(LIMITS, max_ongoing_requests=0)
         with pytest.raises(FleetUnavailable):
             await fleet.client.get("/")
         recorded = fleet.recorded
@@ -125,7 +124,7 @@ async def test_replica_death_under_many_requests_retries_all() -> None:
     async with scene(NOTHING, OK) as fleet:
         killed, intact = fleet.replicas
         killed.works_s = 0.1
-        count = LIMITS.max_in_flight
+        count = LIMITS.max_ongoing_requests
         posts = asyncio.gather(*[fleet.client.post("/x", content=b"the same") for _ in range(count)])
         async with asyncio.timeout(5):
             while len(killed.received) < count // 2:

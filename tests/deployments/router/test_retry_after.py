@@ -1,29 +1,11 @@
 import heapq
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
-from deployments.router.router_limits import (
-    MAX_PACING_S,
-    RETRIES_PER_ADMITTED,
-    RetryAfterPacing,
-)
+from deployments.router.router import MAX_PACING_S, RETRIES_PER_ADMITTED, RetryAfterPacing
 from tests.clock import Clock
-from tests.deployments.router.router_scene import LIMITS
-
-
-def test_settings_of_a_live_fleet_replace_their_limits_only() -> None:
-    settings = {
-        "max_ongoing_requests": 10,
-        "request_timeout_s": 60.0,
-    }
-    assert LIMITS.with_settings(settings) == replace(
-        LIMITS,
-        max_in_flight=10,
-        find_replica_timeout_s=60.0,
-        weight_timeout_s=60.0,
-    )
 
 
 @dataclass(slots=True)
