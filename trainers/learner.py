@@ -4,24 +4,17 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from trainers.batching import TokenBatch, collate, plan_micro_batches, share_of_rank
 from trainers.losses import load_loss, policy_loss, token_weights
-from trainers.optimizer import build_optimizer, learning_rate_factor
-from trainers.output_head import TokenScores
-from trainers.settings import DEFAULTS, LearnerConfig, StepSettings
+from trainers.settings import DEFAULTS, LearnerConfig, OptimizerConfig, Schedule, StepSettings
 from trainers.step_metrics import Metrics, StepTotals
-from trainers.trained_policy import TrainedPolicy
+from trainers.trained_policy import BaseOf, TrainedPolicy
 from trainers.trajectory import Trajectory
-
-
-class Reference(Protocol):
-    def scores(self, batch: TokenBatch) -> TokenScores:
-        """As `TrainedPolicy.scores`, called without gradients."""
 
 
 class OutOfMemory(RuntimeError):
@@ -37,7 +30,11 @@ class Learner:
     """
 
     def __init__(
-        self, policy: TrainedPolicy, config: LearnerConfig, *, reference: Reference | None = None
+        self,
+        policy: TrainedPolicy,
+        config: LearnerConfig,
+        *,
+        reference: TrainedPolicy | BaseOf | None = None,
     ) -> None:
         has_penalty = config.loss.kl_coefficient != 0.0
         assert has_penalty == (reference is not None), "a KL penalty needs a reference, and nothing else does"
@@ -51,7 +48,12 @@ class Learner:
         self._published_step: int | None = None
         self._tokens_at_once = 0  # current micro-batch
         self._fitted_tokens = 0  # largest micro-batch that fit
-        self.optimizer, self._schedule = build_optimizer(policy.parameters(), config.optimizer)
+        # AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. Updates set its learning rate.
+        self.optimizer = torch.optim.AdamW(
+            policy.parameters(),
+            weight_decay=config.optimizer.weight_decay,
+            fused=True,  # one pass over the memory; its count of steps lies beside the moments
+        )
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
@@ -73,7 +75,6 @@ class Learner:
         if config.loss != self.config.loss:
             self._loss = load_loss(config.loss)
         self.config = config
-        self._set_learning_rate()
 
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
@@ -95,7 +96,6 @@ class Learner:
                 if update["skipped"]:
                     break
                 metrics = update
-            self._schedule.step()
             self.steps_done += 1
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
@@ -104,19 +104,7 @@ class Learner:
         if not keep_moments:
             self.optimizer.state.clear()
         self.steps_done = steps_done
-        self._set_learning_rate()
         self._published_step = None
-
-    def _set_learning_rate(self) -> None:
-        """What the settings and the schedule make of it after `steps_done` steps."""
-        config, groups = self.config.optimizer, self.optimizer.param_groups
-        rate = config.learning_rate * learning_rate_factor(config)(self.steps_done)
-        for group in groups:
-            group["lr"] = rate
-        self._schedule.base_lrs = [config.learning_rate for _ in groups]
-        self._schedule.load_state_dict(
-            self._schedule.state_dict() | {"last_epoch": self.steps_done, "_last_lr": [rate for _ in groups]}
-        )
 
     def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
@@ -213,21 +201,34 @@ class Learner:
         """FSDP2 averages the gradients of what it shards; an adapter is whole on every rank."""
         if self._world_size == 1 or self.policy.adapter is None:
             return
-        parameters = self.policy.parameters()
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
-        averaged = torch.cat([gradient.flatten() for gradient in gradients])
+        for parameter in (parameters := self.policy.parameters()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in parameters]
+        averaged = parameters_to_vector(gradients)
         dist.all_reduce(averaged)
-        averaged /= self._world_size
-        parts = averaged.split([gradient.numel() for gradient in gradients])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        vector_to_parameters(averaged / self._world_size, gradients)
 
     def _apply(self, metrics: Metrics) -> Metrics:
         self._average_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        learning_rate = float(self._schedule.get_last_lr()[0])
+        learning_rate = learning_rate_at(self.steps_done, self.config.optimizer)
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if not skipped:
+            self.optimizer.param_groups[0]["lr"] = learning_rate
             self.optimizer.step()
         return metrics | {"grad_norm": grad_norm, "learning_rate": learning_rate, "skipped": skipped}
+
+
+def learning_rate_at(step: int, config: OptimizerConfig) -> float:
+    """The learning rate of step 0, 1, ...: a linear warm-up, then the schedule."""
+    total, warmup = config.total_steps, config.warmup_steps
+    factor = 1.0
+    if step < warmup:
+        factor = (step + 1) / (warmup + 1)
+    elif config.schedule is not Schedule.CONSTANT and total is not None:
+        progress = min(1.0, (step - warmup) / (total - warmup))
+        is_cosine = config.schedule is Schedule.COSINE
+        factor = 0.5 * (1.0 + math.cos(math.pi * progress)) if is_cosine else 1.0 - progress
+    return config.learning_rate * factor

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainers.optimizer import zero_moments
 from trainers.trained_policy import TrainedPolicy
 
+STEPS = "step"  # AdamW's name for the number of a parameter's updates
 NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tensor
 
 
@@ -26,11 +26,17 @@ def named_moments(
     return moments
 
 
+@torch.no_grad()
 def empty_moments(
     policy: TrainedPolicy, names: Collection[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """AdamW's state of these parameters before their first step."""
     return {
-        parameter: zero_moments(parameter)
+        parameter: {
+            STEPS: torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
         for name, parameter in policy.model.named_parameters()
         if name in names
     }

@@ -37,6 +37,7 @@ from deployments.host.logs import serve_logger
 from deployments.weights.transports.weight_sender import gather_from_ranks
 from trainers.learner import Learner
 from trainers.learner_state import (
+    STEPS,
     NamedMoments,
     empty_moments,
     local,
@@ -45,7 +46,6 @@ from trainers.learner_state import (
     restore_weights,
     round_to_model,
 )
-from trainers.optimizer import STEPS
 from trainers.settings import Dtype
 from trainers.trained_policy import DTYPES
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from trainers.optimizer import learning_rate_factor
+from trainers.learner import learning_rate_at
 from trainers.settings import OptimizerConfig, Schedule
 
 QUARTER = 0.5 * (1 + math.cos(math.pi / 4))
@@ -18,5 +18,5 @@ QUARTER = 0.5 * (1 + math.cos(math.pi / 4))
     ],
 )
 def test_the_learning_rate_follows_warm_up_and_schedule(config: dict[str, Any], factors: list[float]) -> None:
-    factor = learning_rate_factor(OptimizerConfig(**config))
-    assert [factor(step) for step in range(len(factors))] == pytest.approx(factors)
+    made = OptimizerConfig(learning_rate=1.0, **config)
+    assert [learning_rate_at(step, made) for step in range(len(factors))] == pytest.approx(factors)
