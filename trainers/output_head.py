@@ -59,19 +59,40 @@ class OutputHead:
             targets: int64 [M]: the tokens.
             inputs: of the model's forward; `input_ids` is [R, L].
         """
-        if not self._is_last:
-            logits = logits_at(self._model, positions, **inputs)
-            entropies = self._math.entropies(logits.detach()) if with_entropies else None
-            return TokenScores(logprobs=self._math.chosen(logits, targets), entropies=entropies)
+        entropies: list[torch.Tensor] = []
+
+        def chosen(logits: torch.Tensor, targets: torch.Tensor, part: int) -> torch.Tensor:
+            if with_entropies and part == len(entropies):  # not when the backward pass recomputes it
+                entropies.append(self._math.entropies(logits.detach()))
+            return self._math.chosen(logits, targets)
+
+        if self._is_last:
+            logprobs = self._in_parts(chosen, positions, targets, **inputs)
+        else:
+            logprobs = chosen(logits_at(self._model, positions, **inputs), targets, 0)
+        return TokenScores(logprobs=logprobs, entropies=torch.cat(entropies) if with_entropies else None)
+
+    def _in_parts(
+        self, chosen: _Function, positions: torch.Tensor, targets: torch.Tensor, **inputs: Any
+    ) -> torch.Tensor:
+        """The output layer returns log-probabilities, which it computes for some positions at a time."""
         head = self._model.get_output_embeddings()
-        parts = _Parts(
-            head.forward, targets, self._positions_at_once, self._math, with_entropies=with_entropies
-        )
-        with _replaced(head, lambda hidden: parts(hidden.flatten(0, 1)[positions])[None, :, None]):
-            logprobs = self._model(**inputs, use_cache=False).logits[0, :, 0]
-        return TokenScores(
-            logprobs=logprobs, entropies=torch.cat(parts.entropies) if with_entropies else None
-        )
+        forward, at_once = head.forward, self._positions_at_once
+
+        def part(hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+            return chosen(forward(hidden), targets, number)
+
+        def parts(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden.flatten(0, 1)[positions]
+            if len(hidden) <= at_once:
+                return part(hidden, targets, 0)[None, :, None]
+            pairs = zip(hidden.split(at_once), targets.split(at_once), strict=True)
+            made = [checkpoint(part, *pair, i, use_reentrant=False) for i, pair in enumerate(pairs)]
+            return torch.cat(made)[None, :, None]
+
+        with _replaced(head, parts):
+            logprobs: torch.Tensor = self._model(**inputs, use_cache=False).logits[0, :, 0]
+        return logprobs
 
     @cached_property
     @torch.no_grad()
@@ -93,40 +114,6 @@ class OutputHead:
         ):
             logits = self._model(input_ids=tokens, use_cache=False).logits
         return torch.equal(logits, given)
-
-
-class _Parts:
-    """An output layer that returns log-probabilities, some positions at a time."""
-
-    def __init__(
-        self,
-        forward: _Forward,
-        targets: torch.Tensor,
-        at_once: int,
-        math: "_Math",
-        *,
-        with_entropies: bool,
-    ) -> None:
-        self.entropies: list[torch.Tensor] = []
-        self._math = math
-        self._forward = forward
-        self._targets = targets
-        self._at_once = at_once
-        self._with_entropies = with_entropies
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        if len(hidden) <= self._at_once:
-            return self._part(hidden, self._targets, 0)
-        parts = zip(hidden.split(self._at_once), self._targets.split(self._at_once), strict=True)
-        return torch.cat(
-            [checkpoint(self._part, *part, number, use_reentrant=False) for number, part in enumerate(parts)]
-        )
-
-    def _part(self, hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
-        logits = self._forward(hidden)
-        if self._with_entropies and number == len(self.entropies):  # only in the forward pass
-            self.entropies.append(self._math.entropies(logits.detach()))
-        return self._math.chosen(logits, targets)
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
