@@ -3,6 +3,7 @@
 Imports neither torch nor the job: `slipstream rl` reads them where the user stands.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,10 +13,31 @@ from typing import Annotated
 import typer
 
 from app.client.program_options import LOCAL_URL, Url, json_object
-from app.jobs.extraction import Extraction
 from trainers.settings import AdvantageEstimator, StepSettings
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
+
+
+# In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
+_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
+
+
+class Extraction(StrEnum):
+    """The part of an answer that is graded."""
+
+    LAST_NUMBER = "last-number"
+    WHOLE = "whole"
+    FIRST_LINE = "first-line"
+
+    def of(self, answer: str) -> str:
+        match self:
+            case Extraction.LAST_NUMBER:
+                found = _NUMBER.findall(answer)
+                return found[-1] if found else ""
+            case Extraction.FIRST_LINE:
+                return answer.strip().partition("\n")[0].strip()
+            case Extraction.WHOLE:
+                return answer.strip()
 
 
 class Tracking(StrEnum):

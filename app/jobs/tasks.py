@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from app.client.completions import Answer
-from app.jobs.extraction import Extraction
+from app.jobs.options import Extraction
 from app.jobs.rewards import Reward, checked
 
 Message = dict[str, Any]  # "role" and "content"
@@ -115,15 +115,6 @@ class PromptFileTask:
         return await self._reward(problem.entry, self._extract.of(answer.text), details)
 
 
-_OTHER_FORMATS = {
-    b"PAR1": "parquet",
-    b"\x1f\x8b": "gzip",
-    b"PK": "zip",
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-}
-
-
 def _text(path: Path) -> str:
     try:
         content = path.read_bytes()
@@ -132,10 +123,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path} must be a file that can be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        other = next((name for start, name in _OTHER_FORMATS.items() if content.startswith(start)), None)
-        if other is not None:
-            raise ValueError(f"{path} must be JSON Lines in UTF-8, got {other}") from error
-        raise ValueError(f"{path}:{line} must be in UTF-8: {error}") from error
+        raise ValueError(f"{path}:{line} must be JSON Lines in UTF-8: {error}") from error
 
 
 def _prompt(path: Path, number: int, line: str) -> Problem:

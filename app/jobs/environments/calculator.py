@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from app.jobs.environments.environment import Reply
-from app.jobs.extraction import last_number
+from app.jobs.options import Extraction
 from app.jobs.tasks import Message
 
 _SUM = re.compile(r"\d+(?: ?[+-] ?\d+)+")
@@ -26,7 +26,8 @@ class CalculatorConversation:
     async def reply(self, answer: str) -> Reply:
         """The calculator's line after the first turn, the reward after the second."""
         if self._calculated:
-            return Reply(reward=1.0 if last_number(answer) == str(self.expected) else 0.0, done=True)
+            is_right = Extraction.LAST_NUMBER.of(answer) == str(self.expected)
+            return Reply(reward=float(is_right), done=True)
         self._calculated = True
         told = {"role": "user", "content": f"Calculator: {calculated(answer)}. What is the answer?"}
         return Reply(messages=[told])

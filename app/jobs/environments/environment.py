@@ -10,7 +10,7 @@ A user's environment of several turns is a `TurnEnvironment`; its tools run in `
 import asyncio
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,11 +23,10 @@ from app.jobs.policy import Policy, Unanswered, is_too_long
 from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
 from app.jobs.tasks import Message, Task
-from app.jobs.user_code import blamed, imported
+from app.jobs.user_code import blamed
 
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
 HELD_OUT = 1 << 39  # problems from here on are for evaluation, and never trained on
-BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
 
 class Environment(Protocol):
@@ -184,20 +183,3 @@ class Conversations:
 
 def _said(messages: Sequence[Message]) -> str:
     return " | ".join(f"{each['role']}: {each.get('content')}" for each in messages)
-
-
-def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironment:
-    """A built-in environment, or one by its import path, `package.module:factory`.
-
-    Args:
-        settings: the factory's arguments.
-    """
-    expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
-    factory = imported(BUILT_IN.get(path, path), "--environment", expected)
-    try:
-        made: TurnEnvironment = factory(**settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"--environment {path!r} refuses {dict(settings)}: {error}") from error
-    if not callable(getattr(made, "start", None)):
-        raise ValueError(f"--environment {path!r} must make an object with start(number), got {made!r}")
-    return made

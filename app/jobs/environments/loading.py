@@ -1,20 +1,19 @@
 """The environments that the job's options name."""
 
+from collections.abc import Mapping
+
 from pydantic import ValidationError
 
 from app.client.program_options import json_object
-from app.jobs.environments.environment import (
-    BUILT_IN,
-    Conversations,
-    Environment,
-    Single,
-    load_environment,
-)
+from app.jobs.environments.environment import Conversations, Environment, Single, TurnEnvironment
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.options import JobOptions
 from app.jobs.rewards import load_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask
+from app.jobs.user_code import imported
 from trainers.settings import wrong_fields
+
+BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
 
 def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
@@ -34,6 +33,19 @@ def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
     made = load_environment(options.environment, settings)
     talks = Conversations(made, options.max_turns, options.reward_timeout)
     return talks, talks
+
+
+def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironment:
+    """A built-in environment, or one by its import path; `settings` are arguments of its factory."""
+    expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
+    factory = imported(BUILT_IN.get(path, path), "--environment", expected)
+    try:
+        made: TurnEnvironment = factory(**settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--environment {path!r} refuses {dict(settings)}: {error}") from error
+    if not callable(getattr(made, "start", None)):
+        raise ValueError(f"--environment {path!r} must make an object with start(number), got {made!r}")
+    return made
 
 
 def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:

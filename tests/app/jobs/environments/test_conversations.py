@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from app.jobs.environments.calculator import Calculator, calculated
-from app.jobs.environments.environment import Conversations, Reply, load_environment
+from app.jobs.environments.environment import Conversations, Reply
+from app.jobs.environments.loading import load_environment
 from app.jobs.environments.transcript import between
 from app.jobs.policy import Moved, Policy, Unanswered
 from tests.app.fake_answers import client_of, refusal
