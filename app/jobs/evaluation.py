@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from statistics import pstdev
+from statistics import fmean
 
 from app.jobs.environments.environment import HELD_OUT, Environment
-from app.jobs.groups import Rollout, reward_by_source
+from app.jobs.groups import Rollout, figures
 from app.jobs.policy import Policy, Unanswered
 from app.jobs.task_groups import all_of
 
@@ -82,15 +82,9 @@ def summarized(answered: Sequence[Sequence[Rollout]], version: int, solved_from:
     counts = [(len(made), sum(rollout.reward >= solved_from for rollout in made)) for made in answered]
     most = min(made for made, _ in counts)
     ks = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
-    rollouts = [rollout for made in answered for rollout in made]
-    rewards = [rollout.reward for rollout in rollouts]
     return Evaluation(
         version=version,
         problems=len(answered),
-        reward=sum(rewards) / len(rewards),
-        reward_std=pstdev(rewards),
-        reward_by_source=reward_by_source(rollouts),
-        cut_fraction=sum(rollout.cut for rollout in rollouts) / len(rollouts),
-        answer_tokens_mean=sum(rollout.tokens for rollout in rollouts) / len(rollouts),
-        pass_at={k: sum(pass_at_k(n, c, k) for n, c in counts) / len(counts) for k in ks},
+        pass_at={k: fmean(pass_at_k(n, c, k) for n, c in counts) for k in ks},
+        **figures([rollout for made in answered for rollout in made]),
     )

@@ -4,9 +4,10 @@ producers ── put (waits while full) ──► GroupQueue ── take (drops 
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
+from typing import Any
 
 from trainers.advantages import OF_BATCHES, batch_advantages, has_signal
 from trainers.settings import AdvantageEstimator
@@ -73,13 +74,20 @@ class Group:
         return has_signal(self.shaped_rewards)
 
 
-def reward_by_source(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The mean reward of each source that has a name."""
-    rewards: dict[str, list[float]] = {}
+def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """Fields that the record of a step and an evaluation share."""
+    rewards = [rollout.reward for rollout in rollouts]
+    by_source: dict[str, list[float]] = {}
     for rollout in rollouts:
         if rollout.source:
-            rewards.setdefault(rollout.source, []).append(rollout.reward)
-    return {source: sum(found) / len(found) for source, found in sorted(rewards.items())}
+            by_source.setdefault(rollout.source, []).append(rollout.reward)
+    return {
+        "reward": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "reward_by_source": {source: fmean(found) for source, found in sorted(by_source.items())},
+        "cut_fraction": fmean(rollout.cut for rollout in rollouts),
+        "answer_tokens_mean": fmean(rollout.tokens for rollout in rollouts),
+    }
 
 
 def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:
@@ -98,7 +106,6 @@ def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list
     ]
 
 
-@dataclass
 class GroupQueue:
     """A bounded queue with one consumer and any number of producers.
 
@@ -107,39 +114,26 @@ class GroupQueue:
         max_staleness: a group is dropped when its oldest token is more than this many versions behind.
     """
 
-    capacity: int
-    max_staleness: int
-    dropped: list[int] = field(default_factory=list)  # problem numbers; the learner empties it
-    _waiting: deque[Group] = field(default_factory=deque)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    def __init__(self, capacity: int, max_staleness: int) -> None:
+        self.dropped: list[int] = []  # problem numbers; the learner empties it
+        self._max_staleness = max_staleness
+        self._waiting: asyncio.Queue[Group] = asyncio.Queue(capacity)
+        self._taken: list[Group] = []  # part of a batch
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._taken) + self._waiting.qsize()
 
     async def put(self, group: Group) -> None:
         """Append a group; waits while the queue is full."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self._waiting) < self.capacity)
-            self._waiting.append(group)
-            self._changed.notify_all()
+        await self._waiting.put(group)
 
     async def take(self, count: int, version: int) -> list[Group]:
         """The `count` oldest groups that are fresh enough for `version`; waits until there are that many."""
-        assert count <= self.capacity, "the queue never holds that many"
-        async with self._changed:
-            while True:
-                self._drop_stale(version)
-                if len(self._waiting) >= count:
-                    break
-                await self._changed.wait()
-            taken = [self._waiting.popleft() for _ in range(count)]
-            self._changed.notify_all()
-            return taken
-
-    def _drop_stale(self, version: int) -> None:
-        fresh = [group for group in self._waiting if version - group.oldest_version <= self.max_staleness]
-        if len(fresh) < len(self._waiting):
-            numbers = {group.number for group in fresh}
-            self.dropped += [group.number for group in self._waiting if group.number not in numbers]
-            self._waiting = deque(fresh)
-            self._changed.notify_all()
+        while len(self._taken) < count:
+            group = await self._waiting.get()
+            if version - group.oldest_version <= self._max_staleness:
+                self._taken.append(group)
+            else:
+                self.dropped.append(group.number)
+        taken, self._taken = self._taken, []
+        return taken

@@ -9,13 +9,13 @@ evaluated and recorded, and its problems are consumed; else they are sampled aga
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from app.client import calls
 from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
-from app.jobs.groups import Group, reward_by_source, trajectories
+from app.jobs.groups import Group, figures, trajectories
 from app.jobs.metrics import Pending, StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Positions, Run
@@ -93,12 +93,8 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
     """The next step's record without the trainer's part; `sampled` includes groups without signal."""
     staleness = [run.version - group.oldest_version for group in groups]
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
-    rewards, lengths = [each.reward for each in rollouts], [each.tokens for each in rollouts]
     return StepRecord(
         step=run.step + 1,
-        reward=fmean(rewards),
-        reward_std=pstdev(rewards),
-        reward_by_source=reward_by_source(rollouts),
         version=run.version,
         staleness_mean=fmean(staleness),
         staleness_max=max(staleness),
@@ -107,20 +103,16 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         groups_dropped=len(run.queue.dropped),
         groups_filtered=len(sampled) - len(groups),
         unanswered=run.unanswered,
-        answer_tokens_mean=fmean(lengths),
-        answer_tokens_max=max(lengths),
+        answer_tokens_max=max(each.tokens for each in rollouts),
         turns_mean=fmean(each.turns for each in rollouts),
-        cut_fraction=fmean(each.cut for each in rollouts),
-        tokens_per_s=0.0,
         step_s=waited_s,
         wait_s=waited_s,
-        publish_s=0.0,
         elapsed_s=time.monotonic() - run.started,
         next_problem=run.positions.next_problem,
         consumed_ahead=tuple(sorted(run.positions.ahead)),
         seed=run.options.seed,
-        trainer={},
         example=groups[0].rollouts[0].text,
+        **figures(rollouts),
     )
 
 
@@ -145,13 +137,12 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
         except StepLost as lost:
             run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
             continue
-        if isinstance(step, int):
-            if step <= run.trained and not made.get("skipped"):
-                run.say(
-                    f"the trainer was restarted from an older version: this was its step {step}, and its "
-                    f"step {run.trained} was published before; what it had learned since is lost"
-                )
-            run.trained = step
+        if step <= run.trained and not made.get("skipped"):
+            run.say(
+                f"the trainer was restarted from an older version: this was its step {step}, and its "
+                f"step {run.trained} was published before; what it had learned since is lost"
+            )
+        run.trained = step
         publish_s = time.monotonic() - began
         return replace(record, version=run.version, trainer=made, train_s=began - sent, publish_s=publish_s)
     raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")

@@ -58,8 +58,10 @@ async def test_a_dropped_group_makes_room_for_a_waiting_producer() -> None:
 def test_nothing_too_old_is_ever_taken_and_nothing_fresh_is_lost(
     versions: list[int], max_staleness: int, current: int
 ) -> None:
+    versions = [*versions, current]  # the last one is fresh, so all are looked at
+
     async def run() -> None:
-        queue = GroupQueue(capacity=20, max_staleness=max_staleness)
+        queue = GroupQueue(capacity=21, max_staleness=max_staleness)
         for number, version in enumerate(versions):
             await queue.put(group(number, version))
         fresh = [n for n, v in enumerate(versions) if current - v <= max_staleness]
