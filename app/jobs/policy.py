@@ -60,7 +60,7 @@ class Policy:
         """
         body = self._sampling(count) | {"model": self.name, "messages": list(messages), "logprobs": True}
         try:
-            return await self._sample(completions.chat(body, self._headers()))
+            return await sample(self.client, completions.chat(body, self._headers()), self.version)
         except FleetError as error:
             if is_too_long(error):
                 raise Unanswered(error.message) from error
@@ -69,11 +69,13 @@ class Policy:
     async def complete(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
         """What the model says after these tokens; the turns of a session go to one replica."""
         settings = self._sampling(1) | {"headers": self._headers(session), "logprobs": 0, "ignore_eos": False}
-        return (await self._sample(completions.complete(self.name, prompt_token_ids, **settings))).answer
+        call = completions.complete(self.name, prompt_token_ids, **settings)
+        return (await sample(self.client, call, self.version)).answer
 
     async def forward(self, call: Call[Completion], session: str) -> Completion:
         """The answer to an agent's own request, at the policy's version."""
-        return await self._sample(replace(call, headers={**call.headers, **self._headers(session)}))
+        call = replace(call, headers={**call.headers, **self._headers(session)})
+        return await sample(self.client, call, self.version)
 
     async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation, up to where the model answers."""
@@ -95,14 +97,6 @@ class Policy:
             headers |= {"x-min-weight-version": str(self.version), "x-weight-timeout": VERSION_TIMEOUT_S}
         return headers
 
-    async def _sample(self, call: Call[Completion]) -> Completion:
-        for _ in range(ATTEMPTS):
-            completion = await sample(self.client, call)
-            seen = {v for each in completion.answers for v in (each.oldest_version, each.newest_version)}
-            if self.version is None or seen == {self.version}:
-                return completion
-        raise Moved(f"expected answers of version {self.version}, got {sorted(seen)}, {ATTEMPTS} times")
-
 
 def is_too_long(error: FleetError) -> bool:
     """Whether the model cannot take a prompt, by vLLM's words: any wrong request is a 400."""
@@ -110,16 +104,18 @@ def is_too_long(error: FleetError) -> bool:
     return error.status == 400 and any(each in error.message for each in words)
 
 
-async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion:
-    """A completion without aborted answers.
+async def sample(client: AsyncFleetClient, call: Call[Completion], version: int | None = None) -> Completion:
+    """A completion without aborted answers, all of this version (None: of any).
 
     An update with `in_flight: abort`, a pause or `/abort_requests` cuts answers off. All are then sampled
     again: those that had finished are mostly short ones.
 
     Raises:
-        Unanswered: each attempt was aborted, or the fleet refuses this request for good.
+        Unanswered: the last attempt was aborted, or the fleet refuses this request for good.
+        Moved: the last attempt was of another version.
         FleetError: the fleet refuses, or an answer lacks something that a trainer needs.
     """
+    problem: Unanswered | Moved
     for _ in range(ATTEMPTS):
         try:
             completion = await client.send(call)
@@ -127,10 +123,15 @@ async def sample(client: AsyncFleetClient, call: Call[Completion]) -> Completion
             if error.type == "deadly_request":
                 raise Unanswered(error.message) from error
             raise
-        if not any(answer.aborted for answer in completion.answers):
-            require_complete(completion, with_prompt=call.path == CHAT)
+        if any(answer.aborted for answer in completion.answers):
+            problem = Unanswered(f"the fleet aborted its answers {ATTEMPTS} times")
+            continue
+        require_complete(completion, with_prompt=call.path == CHAT)
+        seen = {v for each in completion.answers for v in (each.oldest_version, each.newest_version)}
+        if version is None or seen == {version}:
             return completion
-    raise Unanswered(f"the fleet aborted its answers {ATTEMPTS} times")
+        problem = Moved(f"expected answers of version {version}, got {sorted(seen)}, {ATTEMPTS} times")
+    raise problem
 
 
 def require_complete(completion: Completion, *, with_prompt: bool = True) -> None:
