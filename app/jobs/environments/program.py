@@ -6,6 +6,7 @@ when its input ends, so also when this process is killed.
 
 import asyncio
 import json
+import tempfile
 import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -26,29 +27,27 @@ class Exited(Exception):
 
 
 class Program:
-    """One process; `exited` is why it answers no more."""
+    """One process; `exited` is why it answers no more. Its log (stderr) is kept if that text names it."""
 
     def __init__(self, process: Process, mark: str, log: Path) -> None:
         self.exited: str | None = None
+        self._log = log
         self._process = process
         self._mark = mark
-        self._log = log
         self._pending: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._last_id = 0
         self._reader: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float, log: Path
-    ) -> Self:
-        """Returns when it has written its first line; its stderr goes to `log`.
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Self:
+        """Returns when it has written its first line.
 
         Raises:
             Exited: it does not start, or its first line has an `error`.
         """
         mark = uuid.uuid4().hex
         try:
-            with log.open("ab") as stderr:
+            with tempfile.NamedTemporaryFile(prefix="verifiers-", suffix=".log", delete=False) as stderr:
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=PIPE,
@@ -59,17 +58,19 @@ class Program:
                     start_new_session=True,  # Ctrl-C is for the job, which stops it in order
                 )
         except OSError as error:
+            Path(stderr.name).unlink()
             raise Exited(f"{command[0]} cannot be run: {error.strerror}") from error
-        program = cls(process, mark, log)
+        program = cls(process, mark, Path(stderr.name))
         try:
             async with asyncio.timeout(timeout_s):
                 first = await program._line()
             if "error" in first:
                 raise Exited(str(first["error"]))
         except (TimeoutError, Exited) as error:
-            await program.close(grace_s=0.0)
             slow = f"it took longer than {timeout_s:g} s to start: {program.last_words()}"
-            raise Exited(str(error) or slow) from None
+            program.exited = program._with_log(str(error) or slow)
+            await program.close(grace_s=0.0)
+            raise Exited(program.exited) from None
         except BaseException:  # also a cancellation: the process must not outlive its caller
             await program.close(grace_s=0.0)
             raise
@@ -110,6 +111,8 @@ class Program:
             if self._reader is not None:
                 await asyncio.wait([self._reader], timeout=LAST_WORDS_S)
                 self._reader.cancel()  # a process that dropped its mark may hold the other end
+            if str(self._log) not in str(self.exited):
+                self._log.unlink()
 
     def last_words(self) -> str:
         """The last line of its log with text; verifiers draws frames around its errors."""
@@ -148,7 +151,10 @@ class Program:
                 if future is not None and not future.done():
                     future.set_result(answer)
         except Exited as error:
-            await self._end(str(error))
+            await self._end(self._with_log(str(error)))
+
+    def _with_log(self, why: str) -> str:
+        return f"{why} (its log: {self._log})" if self._log.stat().st_size else why
 
     async def _end(self, why: str) -> None:
         """Fail all questions, and kill what is left."""

@@ -11,7 +11,6 @@ import asyncio
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -86,8 +85,6 @@ class Verifiers:
     _program: Program | None = field(init=False, default=None)
     _starting: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     _failures: int = field(init=False, default=0)
-    _log: Path = field(init=False)  # stderr of its program; it stays where an error names it
-    _log_is_named: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if not Path(self.settings.python).exists():
@@ -106,8 +103,6 @@ class Verifiers:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """The relay and the program."""
-        with tempfile.NamedTemporaryFile(prefix="verifiers-", suffix=".log", delete=False) as log:
-            self._log = Path(log.name)
         async with self._relay.listening():
             try:
                 with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):
@@ -116,8 +111,6 @@ class Verifiers:
             finally:
                 if self._program is not None:
                     await self._program.close()
-                if not self._log_is_named:
-                    self._log.unlink()
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """`count` rollouts of this task.
@@ -144,10 +137,8 @@ class Verifiers:
             async with self._relay.session(policy) as session:
                 try:
                     return await self._run_agent(number, session)
-                except Failed as error:
+                except (Failed, Exited) as error:
                     reason = str(error)
-                except Exited as error:
-                    reason = self._explained(error)
             if session.refused is not None:
                 break  # the next attempt would be refused too
         raise Unanswered(f"verifiers: {reason}")
@@ -185,20 +176,12 @@ class Verifiers:
                 # -P: without it this directory would shadow packages of the same names
                 command = [self.settings.python, "-P", str(PROGRAM), *self.settings.arguments]
                 try:
-                    self._program = await Program.start(
-                        command, self._environment(), START_TIMEOUT_S, self._log
-                    )
+                    self._program = await Program.start(command, self._environment(), START_TIMEOUT_S)
                 except Exited as error:
-                    raise ValueError(f"verifiers does not start: {self._explained(error)}") from error
+                    raise ValueError(f"verifiers does not start: {error}") from error
             return self._program
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
         direct = {name: ",".join(filter(None, (kept.get(name), "127.0.0.1"))) for name in NO_PROXY}
         return {**kept, **direct, "PYTHONPATH": "", **self.settings.variables}
-
-    def _explained(self, error: Exited) -> str:
-        if not self._log.stat().st_size:
-            return str(error)
-        self._log_is_named = True
-        return f"{error} (its log: {self._log})"

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ ECHO = "import sys\n" + READY + "for line in sys.stdin: sys.stdout.write(line); 
 
 
 @pytest.fixture(autouse=True)
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path / "log"
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where logs are kept."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 async def started(code: str, timeout_s: float = 60.0) -> Program:
-    return await Program.start([sys.executable, "-c", code], os.environ, timeout_s, Path("log"))
+    return await Program.start([sys.executable, "-c", code], os.environ, timeout_s)
 
 
 async def asked(code: str) -> str:
@@ -33,11 +35,18 @@ async def asked(code: str) -> str:
     return str(raised.value)
 
 
-async def test_questions_are_answered_beside_each_other() -> None:
+async def test_the_log_of_a_program_is_kept_where_an_error_names_it(logs: Path) -> None:
+    why = await asked(f"import sys\n{READY}sys.stdin.readline(); sys.stderr.write('no memory')")
+    (log,) = logs.iterdir()
+    assert why == f"its process has ended: no memory (its log: {log})" and log.read_text() == "no memory"
+
+
+async def test_questions_are_answered_beside_each_other(logs: Path) -> None:
     made = await started(ECHO)
     answers = await asyncio.gather(made.ask(task=1), made.ask(task=2))
     assert [answer["task"] for answer in answers] == [1, 2]
     await made.close()
+    assert list(logs.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -73,18 +82,19 @@ async def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
     file = tmp_path / "python"
     file.touch()
     with pytest.raises(Exited, match="python cannot be run: Permission denied"):
-        await Program.start([str(file)], os.environ, 60.0, tmp_path / "log")
+        await Program.start([str(file)], os.environ, 60.0)
 
 
-async def test_a_cancelled_question_is_cancelled_in_the_program_too(log: Path) -> None:
+async def test_a_cancelled_question_is_cancelled_in_the_program_too(tmp_path: Path) -> None:
     code = f"import sys\n{READY}first, second = sys.stdin.readline(), sys.stdin.readline()\n"
-    made = await started(f"{code}sys.stderr.write(second); sys.stderr.flush()\nsys.stdin.readline()")
+    file = tmp_path / "second"
+    made = await started(f"{code}open({str(file)!r}, 'w').write(second)\nsys.stdin.readline()")
     question = asyncio.create_task(made.ask(task=1))
     await asyncio.sleep(0)
     question.cancel()
     await asyncio.wait([question])
     await made.close()
-    assert '"cancel": true' in log.read_text()
+    assert '"cancel": true' in file.read_text()
 
 
 @pytest.mark.slow
