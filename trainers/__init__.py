@@ -1,5 +1,5 @@
-"""How the model learns: trajectories, batches, losses, the optimizer, and its parameters by checkpoint name.
+"""Trajectories, batches, losses, the optimizer, and parameters by checkpoint name. Imports torch and
+transformers, never Ray or vLLM.
 
-Uses torch and transformers, never Ray or vLLM; `settings`, `trajectory` and `trajectory_arrays` import no
-torch. Read first: `learner`, then `losses`; `sources` for what is published.
+Read first: `learner`, then `losses`; `sources` for what is published.
 """

@@ -1,4 +1,4 @@
-"""Advantages, which groups have a signal, and the penalty for length."""
+"""Advantages of rewards, and the penalty for length."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,27 +8,21 @@ from trainers.settings import AdvantageEstimator
 
 
 def group_normalised(rewards: torch.Tensor) -> torch.Tensor:
-    """(r - mean) / (std + 1e-6) within the group; float [G] -> float [G].
+    """(r - mean) / (std + 1e-6), float [G] -> float [G].
 
-    GRPO: Shao et al. 2024, "DeepSeekMath", https://arxiv.org/abs/2402.03300, section 4.1, with the unbiased
-    deviation of the authors' code.
+    GRPO, https://arxiv.org/abs/2402.03300, section 4.1, with the unbiased deviation of the authors' code.
     """
     return centred(rewards) / (rewards.std() + 1e-6)
 
 
 def centred(rewards: torch.Tensor) -> torch.Tensor:
-    """r - mean within the group; float [G] -> float [G].
-
-    Dr. GRPO: Liu et al. 2025, "Understanding R1-Zero-Like Training", https://arxiv.org/abs/2503.20783.
-    """
+    """r - mean, float [G] -> float [G]. Dr. GRPO, https://arxiv.org/abs/2503.20783."""
     return rewards - rewards.mean()
 
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
-    """r minus the mean of the group's other rewards; float [G] -> float [G].
-
-    RLOO: Ahmadian et al. 2024, "Back to Basics", https://arxiv.org/abs/2402.14740.
-    """
+    """r minus the mean of the other rewards, float [G] -> float [G]. RLOO,
+    https://arxiv.org/abs/2402.14740."""
     count = rewards.shape[0]
     return centred(rewards) * count / (count - 1)
 
@@ -40,18 +34,14 @@ ESTIMATORS: dict[AdvantageEstimator, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-# These need the whole batch.
 OF_BATCHES = frozenset({AdvantageEstimator.REINFORCE_PP, AdvantageEstimator.REINFORCE_PP_BASELINE})
 
 
 def group_advantages(
     rewards: Sequence[float], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[float]:
-    """Advantages of one group of completions to one prompt; all zero if all rewards are equal.
-
-    Raises ValueError for fewer than two rewards, one that is not finite, or an estimator that needs the whole
-    batch.
-    """
+    """Advantages of one group, all zero if its rewards are equal. Raises ValueError for fewer than two
+    rewards, one that is not finite, or an estimator of whole batches."""
     if estimator in OF_BATCHES:
         raise ValueError(f"advantages {estimator.value!r} need a batch of groups: call batch_advantages")
     if len(rewards) < 2:
@@ -64,9 +54,8 @@ def group_advantages(
 def batch_advantages(
     groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[list[float]]:
-    """Advantages of all groups of a batch, in order. REINFORCE++ (Hu et al. 2025,
-    https://arxiv.org/abs/2501.03262) normalises over the batch; its variant with a baseline first subtracts
-    the mean of the group. Raises ValueError."""
+    """Advantages of each group of a batch. REINFORCE++ (https://arxiv.org/abs/2501.03262) normalises over the
+    batch; its baseline variant first subtracts the mean of the group. Raises ValueError."""
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
     rewards = [_finite(group) for group in groups]
@@ -75,7 +64,7 @@ def batch_advantages(
     if estimator is AdvantageEstimator.REINFORCE_PP_BASELINE:
         if any(len(group) < 2 for group in rewards):
             raise ValueError("a group needs at least 2 rewards for a baseline, got a group with fewer")
-        # Exact zeros for groups without signal, as above.
+        # Exact zeros without signal.
         rewards = [centred(group) if has_signal(group.tolist()) else group * 0.0 for group in rewards]
     values = torch.cat(rewards)
     if not has_signal(values.tolist()):
@@ -85,16 +74,15 @@ def batch_advantages(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ; DAPO (https://arxiv.org/abs/2503.14476, section 3.2) replaces
-    other groups. Raises ValueError if one is not finite."""
-    # Not by the deviation: equal rewards differ from their mean by rounding errors.
+    """Whether the rewards differ. Raises ValueError if one is not finite."""
+    # Not the deviation: rounding makes it nonzero for equal rewards.
     group = _finite(rewards)
     return len(group) > 0 and not bool((group == group[0]).all())
 
 
 def overlong_penalty(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """What a reward loses for a completion of `length` tokens: 0.0 up to max_tokens - buffer_tokens, then
-    linearly to -1.0 at max_tokens. DAPO: https://arxiv.org/abs/2503.14476, equation 13."""
+    """0.0 up to max_tokens - buffer_tokens, then linearly to -1.0 at max_tokens. DAPO,
+    https://arxiv.org/abs/2503.14476, equation 13."""
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens must lie in [1, {max_tokens}], got {buffer_tokens}")
     excess = length - (max_tokens - buffer_tokens)

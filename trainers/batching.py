@@ -1,14 +1,11 @@
-"""Batching: from trajectories of any length to micro-batches of bounded size.
-
-A row is a prompt and up to G completions side by side, which do not attend to each other and have the
-positions they would have alone.
+"""Micro-batches of bounded size. A row is a prompt and up to G completions side by side.
 
     columns   0 ............ P-1 | P ...... P+T-1 | P+T ... P+2T-1
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
-With G = 1 every attention kernel accepts the mask. Losses and metrics see only the M learned tokens of a
-micro-batch; `predictors` are the positions that predict them.
+Completions do not attend to each other and keep the positions they have alone. With G = 1 every attention
+kernel accepts the mask. Losses see only the M learned tokens.
 """
 
 import math
@@ -24,36 +21,34 @@ from trainers.trajectory import Trajectory
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Row = tuple[int, ...]  # indices of trajectories with one prompt
+Row = tuple[int, ...]  # indices of trajectories that share a prompt
 UNKNOWN_VERSION = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """R rows of L positions, and the M learned tokens of their A completions.
-
-    The tokens of a completion are contiguous and in order. A completion may have none.
-    """
+    """R rows of L positions, and the M learned tokens of A completions, contiguous and in order. A completion
+    may have no learned token."""
 
     input_ids: torch.Tensor  # int64 [R, L]
-    # int64 [R, L] if G is 1, else bool [R, 1, L, L], true where attended; a BlockMask for a packed line
+    # int64 [R, L] if G is 1; else bool [R, 1, L, L], or a BlockMask for packed lines
     attention_mask: "torch.Tensor | BlockMask"
     position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token
-    # int64 [M]: which of the R * L positions predicts the token
+    # int64 [M], into R * L: the position that predicts the token
     predictors: torch.Tensor
-    targets: torch.Tensor  # int64 [M]: the tokens
-    completions: torch.Tensor  # int64 [M]: the completion of each token, 0 to A - 1
-    lengths: torch.Tensor  # int64 [A]: learned tokens of each completion
+    targets: torch.Tensor  # int64 [M]
+    completions: torch.Tensor  # int64 [M], 0 to A - 1
+    lengths: torch.Tensor  # int64 [A], learned tokens
     rollout_logprobs: torch.Tensor  # float32 [M]
     constrained: torch.Tensor  # bool [M]: the rollout's log-probability is not the policy's
     advantages: torch.Tensor  # float32 [M]
-    # int64 [M]: of the weights that sampled the token, or UNKNOWN_VERSION
+    # int64 [M]; UNKNOWN_VERSION where it is not known
     versions: torch.Tensor
 
     def learned(
         self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
     ) -> LearnedTokens:
-        """What a loss is given, float32 [M] each. Without `old` the policy is as the step began."""
+        """The input of a loss, float32 [M] each. `old` None: this is the first update of the step."""
         old = logprobs.detach() if old is None else old
         return LearnedTokens(
             logprobs=logprobs,
@@ -89,8 +84,8 @@ def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_pr
 def plan_micro_batches(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = False
 ) -> list[list[Row]]:
-    """Lists of rows that together have at most `token_budget` padded tokens, longest first; a longer
-    trajectory is alone."""
+    """Lists of rows, at most `token_budget` tokens each with padding, longest first. A trajectory above the
+    budget is alone."""
 
     def measure(row: Row) -> tuple[int, int, int]:
         longest = max(len(trajectories[index].token_ids) for index in row)
@@ -114,9 +109,8 @@ def plan_micro_batches(
 
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
-    """The micro-batches of one rank, each with a flag: false if it must not contribute to the loss. Every
-    rank gets the same number, because a sharded model gathers in every pass; a rank short of one runs a
-    filler."""
+    """The micro-batches of one rank, and whether each counts. All ranks get the same number, because a
+    sharded model gathers in every pass; a filler does not count."""
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
     filler = min(plan, key=len)
@@ -141,7 +135,7 @@ def collate(
             tokens, column = trajectories[index].token_ids, P + g * T
             _write(input_ids[r], real[r], positions[r], tokens, column=column, position=len(prompt))
             before = r * L + column - 1 + torch.arange(len(tokens))
-            before[0] = r * L + P - 1  # the prompt's last column predicts the first token of every completion
+            before[0] = r * L + P - 1  # the last column of the prompt
             predictors.append(before)
     return lay_out(
         [trajectories[index] for row in rows for index in row],
@@ -162,7 +156,7 @@ def lay_out(
     predictors: Sequence[torch.Tensor],
     device: torch.device,
 ) -> TokenBatch:
-    """A layout and what is learned from its completions; `predictors` are int64 [tokens] of each."""
+    """`predictors` are int64 [tokens] of each completion."""
     learned = torch.cat([_booleans(completion, completion.loss_mask, True) for completion in completions])
     lengths = torch.tensor([completion.learned_tokens for completion in completions])
 
@@ -217,10 +211,10 @@ def _write(
 
 
 def _side_by_side(real: torch.Tensor, P: int, G: int, T: int) -> torch.Tensor:
-    """The attention mask, bool [R, 1, L, L]: causal, and completions do not attend to each other."""
+    """bool [R, 1, L, L]: causal, and completions do not attend to each other."""
     length = P + G * T
     segment = torch.cat([torch.zeros(P, dtype=torch.int64), 1 + torch.arange(G).repeat_interleave(T)])
     visible = (segment[:, None] == segment[None, :]) | (segment[None, :] == 0)
     allowed = visible & torch.ones(length, length, dtype=torch.bool).tril()
-    # A padded column attends to itself: a softmax over nothing is NaN, which spreads through gradients.
+    # Padding attends to itself: a softmax over nothing is NaN.
     return (allowed & real[:, None, None, :]) | torch.eye(length, dtype=torch.bool)

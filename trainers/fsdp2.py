@@ -1,9 +1,8 @@
-"""FSDP2: a model's layers sharded over the ranks; each rank reads its own shards.
+"""FSDP2: decoder layers, untied embeddings and output layer, and the rest are units of `fully_shard`.
 
-Units of `fully_shard` are the decoder layers, untied embeddings and output layer, and the rest. Every rank
-must run the same forwards, backwards and parameter reads, because each of them gathers. No process ever has
-the whole model: it is made and sharded on the meta device, and transformers' own loader reads this rank's
-rows.
+Each forward, backward and parameter read gathers, so all ranks must make the same calls. The model is created
+and sharded on the meta device; transformers' loader then reads this rank's rows, so that no process holds the
+whole model.
 """
 
 from pathlib import Path
@@ -32,14 +31,15 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
 
 
 def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that reads a checkpoint: of models that see, the language part alone where there is one."""
+    """The class that loads a checkpoint. Vision-language models load their language part alone where
+    transformers has one."""
     has_language_part = type(config) in AutoModelForCausalLM._model_mapping
     sees = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if sees and not has_language_part else AutoModelForCausalLM
 
 
 def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """The model of a checkpoint directory on the meta device; `options` go to transformers' `from_config`."""
+    """The model of a checkpoint on the meta device; `options` go to `from_config`."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(
@@ -49,12 +49,15 @@ def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: 
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None) -> None:
-    """Shard a model on the meta device in place, over a one-dimensional mesh. Gathered parameters have
-    `compute_dtype` (None: their own); gradients are reduced in float32. Raises ValueError if the model has no
-    list of layers, or a rank would have no expert of a layer."""
+    """Shard a model on the meta device in place over a one-dimensional mesh. Parameters are gathered in
+    `compute_dtype` (None: their own); gradients are reduced in float32.
+
+    Raises:
+        ValueError: there is no list of layers, or a rank would have no expert of a layer.
+    """
     _check_experts(model, mesh.size())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # Before the classes change: transformers looks conversions up by their names.
+    # fully_shard changes the classes, by whose names transformers finds conversions.
     conversions = get_model_conversion_mapping(model)
     for unit in (*decoder_layers(model), *_untied_ends(model), model):
         fully_shard(unit, mesh=mesh, mp_policy=precision)
@@ -62,9 +65,11 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
-    """Read this rank's shards, and buffers whole, onto the mesh's device; returns the names that are missing.
-    (The `distributed_config` of `from_pretrained` has no float32 reductions, and needs a plan that not every
-    family has.)"""
+    """Read this rank's shards and whole buffers onto the mesh's device; returns missing names.
+
+    Not `distributed_config` of `from_pretrained`: it cannot reduce in float32, and needs a plan that some
+    families lack.
+    """
     files, _ = _get_resolved_checkpoint_files(
         str(directory),
         variant=None,
@@ -84,12 +89,12 @@ def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> se
     info, _ = model._load_pretrained_model(model, None, files, config)
     info = model._finalize_model_loading(model, config, info)
     _own_memory(model)
-    model.to(mesh.device_type)  # buffers: shards are there
+    model.to(mesh.device_type)  # buffers
     return set(info.missing_keys)
 
 
 def _own_memory(model: PreTrainedModel) -> None:
-    """On a CPU without a cast a shard is part of the file's memory map, which no checkpoint can copy."""
+    """On CPU, a shard without a cast is part of the file's memory map, which checkpoints cannot copy."""
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         shard = parameter._local_tensor
@@ -98,7 +103,7 @@ def _own_memory(model: PreTrainedModel) -> None:
 
 
 def _untied_ends(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """Embeddings and output layer, a fifth of an 8B model: the root unit would keep them gathered."""
+    """A fifth of an 8B model, which the root unit would keep gathered."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     if any(end is None for end in ends) or ends[0].weight is ends[1].weight:
         return []
@@ -106,7 +111,7 @@ def _untied_ends(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def _check_experts(model: PreTrainedModel, ranks: int) -> None:
-    """transformers cannot make the shard of a rank that has no row of fused experts."""
+    """transformers cannot create a shard without rows of fused experts."""
     fused = {name: len(each) for name, each in model.named_parameters() if each.ndim > 2}
     for name, rows in fused.items():
         each = -(-rows // ranks)

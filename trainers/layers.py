@@ -1,9 +1,9 @@
-"""The decoder layers of a model: what is compiled, and what is kept for the backward pass.
+"""Decoder layers: compilation, and what is kept for the backward pass.
 
 False          everything that the backward pass reads
 True           the layer's input
-"selective"    what is expensive to recompute: chosen by the partitioner of compiled layers, otherwise the
-               results of matrix products and attention
+"selective"    what is expensive to recompute: chosen by the partitioner of compiled layers, else results of
+               matrix products and attention
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from trainers.settings import Checkpointing
 
-MEMORY_BUDGET = 0.5  # 1: keep all that saves work; 0: a layer's input only
+MEMORY_BUDGET = 0.5  # 1 keeps all that saves work, 0 a layer's input only
 
 _aten = torch.ops.aten
 _EXPENSIVE = [
@@ -32,7 +32,7 @@ _EXPENSIVE = [
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of every `layers` list. Raises ValueError if the model has none."""
+    """The members of every `layers` list. Raises ValueError if there is none."""
     layers = [
         layer
         for name, module in model.named_modules()
@@ -45,8 +45,8 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: bool) -> bool:
-    """Checkpoint each layer, and torch.compile it; returns whether checkpointing needs train(). Raises
-    ValueError if the model's layers cannot be checkpointed or compiled."""
+    """Checkpoint and compile each layer; returns whether checkpointing needs train(). Raises ValueError if
+    the model supports neither."""
     by_compiler = compiled and kept == "selective"
     if compiled:
         for layer in decoder_layers(model):
@@ -61,7 +61,7 @@ def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: boo
 
 
 def with_input_gradients(model: PreTrainedModel) -> None:
-    """Else torch compiles the first layer of a model with frozen embeddings separately."""
+    """With frozen embeddings torch would compile the first layer separately."""
 
     def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         if torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""One optimisation step: trajectories in, changed weights and metrics out."""
+"""An optimizer step: trajectories in, new weights and metrics out."""
 
 import math
 import time
@@ -18,15 +18,13 @@ from trainers.trajectory import Trajectory
 
 
 class OutOfMemory(RuntimeError):
-    """A micro-batch did not fit into device memory. The text has its size, one that fit, and the state of
-    the step."""
+    """A micro-batch did not fit. The text has its size, the largest that fit, and the state of the step."""
 
 
 class Learner:
     """A policy and its optimizer. Raises ValueError if the loss cannot be loaded.
 
-    Each rank processes its share of the micro-batches. Every rank must call `step` with the same
-    trajectories, because of the collectives inside.
+    Each rank processes its share of the micro-batches. All ranks must call `step` with the same trajectories.
     """
 
     def __init__(
@@ -40,11 +38,11 @@ class Learner:
         assert has_penalty == (reference is not None), "a KL penalty needs a reference, and nothing else does"
         self.policy = policy
         self._deployed = config
-        self.config = config  # of the current step
+        self.config = config  # current step
         self.steps_done = 0
         self.reference = reference
         self._loss = load_loss(config.loss)
-        self._published: int | None = None  # the version that the policy was after so many steps
+        self._published: int | None = None  # the version that the policy was after `_published_step`
         self._published_step: int | None = None
         self._tokens_at_once = 0  # current micro-batch
         self._fitted_tokens = 0  # largest micro-batch that fit
@@ -52,13 +50,13 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             policy.parameters(),
             weight_decay=config.optimizer.weight_decay,
-            fused=True,  # one pass over the memory; its count of steps lies beside the moments
+            fused=True,  # one pass over memory; the step count lies beside the moments
         )
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
     def apply(self, settings: StepSettings) -> None:
-        """Take these settings for the steps that follow. Raises ValueError, with everything as it was."""
+        """Use these settings from the next step on. Raises ValueError and changes nothing."""
         config = settings.applied(self._deployed)
         if config == self.config:
             return
@@ -77,11 +75,13 @@ class Learner:
         self.config = config
 
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
-        """Run `updates_per_step` optimizer steps on the policy loss of these trajectories.
+        """Run `updates_per_step` optimizer steps on these trajectories.
 
-        An update whose loss or gradient is not finite is not applied, nor those after it; the metrics are of
-        the last one that was. `skipped` is true if none was, and the step is not counted then. Raises
-        OutOfMemory: the update it happened in has changed nothing.
+        An update whose loss or gradient is not finite is not applied, nor are those after it; metrics are of
+        the last applied one. `skipped`: none was applied, and the step does not count.
+
+        Raises:
+            OutOfMemory: the failed update changed nothing.
         """
         assert any(trajectory.learned_tokens for trajectory in trajectories), "there is something to learn"
         started = time.perf_counter()
@@ -100,7 +100,7 @@ class Learner:
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """Continue after `steps_done` optimizer steps of the current weights. Moments are kept, or zeros."""
+        """Continue the current weights after `steps_done` steps, with the moments or with zeros."""
         if not keep_moments:
             self.optimizer.state.clear()
         self.steps_done = steps_done
@@ -110,7 +110,7 @@ class Learner:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
         budget = self.config.max_tokens_per_microbatch
         if self.policy.is_packed:
-            from trainers.packed_lines import pack, plan_lines  # takes a second to import, only for GPUs
+            from trainers.packed_lines import pack, plan_lines  # imports in a second, for GPUs only
 
             plan = plan_lines(trajectories, token_budget=budget, share_prompts=self.config.share_prompts)
             lay_out = partial(pack, token_budget=budget)
@@ -136,7 +136,7 @@ class Learner:
         *,
         done: int,
     ) -> Metrics:
-        """An update, or none: gradients of one that fails must not count in the next."""
+        """An update, or none: gradients of a failed one must not count in the next."""
         self._tokens_at_once = 0
         try:
             return self._update(micro_batches, old, trajectories)
@@ -144,7 +144,7 @@ class Learner:
             problem = self._out_of_memory(done)
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        raise OutOfMemory(problem)  # outside the handler: the cause's frames would keep their tensors alive
+        raise OutOfMemory(problem)  # outside the handler: its traceback would keep tensors alive
 
     def _out_of_memory(self, done: int) -> str:
         fitted, updates = self._fitted_tokens, self.config.updates_per_step
@@ -179,7 +179,7 @@ class Learner:
             made = policy_loss(tokens, self.config.loss, self._loss)
             weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
             loss = (made.values * weights[batch.completions]).sum()
-            # FSDP2 averages gradients over ranks, but the loss is normalised over all ranks: scale it back.
+            # FSDP2 averages over ranks, but the loss is normalised over all ranks.
             (loss * (self._world_size if counts else 0.0)).backward()
             self._fitted_tokens = max(self._fitted_tokens, self._tokens_at_once)
             if counts:
@@ -198,7 +198,7 @@ class Learner:
         return None if self.reference is None else self.reference.scores(batch).logprobs
 
     def _average_gradients(self) -> None:
-        """FSDP2 averages the gradients of what it shards; an adapter is whole on every rank."""
+        """FSDP2 averages gradients of what it shards; an adapter is whole on every rank."""
         if self._world_size == 1 or self.policy.adapter is None:
             return
         for parameter in (parameters := self.policy.parameters()):

@@ -1,8 +1,5 @@
-"""What a restarted learner needs beside its published weights: AdamW's moments, and master weights.
-
-Master weights are the tensors that publishing rounds: smaller updates exist only in them. Both are by
-parameter name and sharded as the model is.
-"""
+"""What a restart needs beside published weights: AdamW's moments, and master weights (tensors that publishing
+rounds). Both are by parameter name, sharded as the model is."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,14 +8,14 @@ from torch.distributed.tensor import DTensor
 
 from trainers.trained_policy import TrainedPolicy
 
-STEPS = "step"  # AdamW's name for the number of a parameter's updates
+STEPS = "step"  # AdamW's count of updates
 NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tensor
 
 
 def named_moments(
     policy: TrainedPolicy, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 ) -> NamedMoments:
-    """AdamW's moments in the optimizer's `state`; nothing is copied."""
+    """The moments in an optimizer's `state`, without a copy."""
     moments: NamedMoments = {}
     for name, parameter in policy.model.named_parameters():
         for kind, tensor in state.get(parameter, {}).items():
@@ -30,7 +27,7 @@ def named_moments(
 def empty_moments(
     policy: TrainedPolicy, names: Collection[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """AdamW's state of these parameters before their first step."""
+    """AdamW's state before the first step."""
     return {
         parameter: {
             STEPS: torch.zeros((), device=parameter.device),
@@ -43,8 +40,8 @@ def empty_moments(
 
 
 def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The tensors that a cast to `wire_dtype` (None: no cast) may change; of an adapter all, because the
-    store has no version of it. Nothing is copied."""
+    """Tensors that a cast to `wire_dtype` (None: no cast) may change, without a copy. All of an adapter's,
+    which the store does not have."""
     return {
         name: tensor.detach()
         for name, tensor in policy.trained().items()
@@ -60,7 +57,7 @@ def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dic
 def round_to_model(
     policy: TrainedPolicy, weights: Mapping[str, torch.Tensor], wire_dtype: torch.dtype
 ) -> bool:
-    """Whether the model has exactly these weights (this rank's shards), rounded to `wire_dtype`."""
+    """Whether these weights (this rank's shards), rounded to `wire_dtype`, are the model's."""
     own = {name: local(tensor) for name, tensor in policy.trained().items()}
     return all(
         name in own

@@ -1,6 +1,6 @@
-"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) with peft: the adapter of a model, and its files.
+"""LoRA (https://arxiv.org/abs/2106.09685) with peft: a model's adapter, and its files.
 
-The adapter is float32 over a base in any dtype, which keeps updates that bfloat16 would round away.
+The adapter is float32 over a base of any dtype: bfloat16 would round small updates away.
 """
 
 import json
@@ -19,23 +19,23 @@ from transformers import PreTrainedModel
 from trainers.settings import LoraConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # peft's names
-PREFIX = "base_model.model."  # peft's files prefix tensor names with it
-_NAME = "default"  # peft's name for the only adapter of a model
-_WRAPPED = ".base_layer."  # part of peft's names for the base's tensors
+PREFIX = "base_model.model."  # prefix of names in peft's files
+_NAME = "default"  # peft's name of the adapter
+_WRAPPED = ".base_layer."  # part of peft's names of base tensors
 _HALVES = tuple(f".lora_{half}.{_NAME}.weight" for half in "AB")
 _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
 
 class LoraAdapter:
-    """The adapter of a model, and the only part of it that is trained from now on. Raises ValueError if the
-    model has no linear layer of a name in `target_modules`.
+    """The adapter of a model, which is the only part that is trained. Raises ValueError if no linear layer
+    has a name in `target_modules`.
 
-    Make it before the first forward pass of a sharded model. All ranks need the same `seed`, which sets the
-    first values.
+    Create it before the first forward pass of a sharded model, with the same `seed` (of its initial values)
+    on all ranks.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
-        # Takes seconds to import, and few trainers need it.
+        # Imports in seconds.
         from peft import LoraConfig as PeftConfig
 
         self._model = model
@@ -68,7 +68,7 @@ class LoraAdapter:
         return list(dict.fromkeys(names))
 
     def base_state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
-        """The base's state under its own names; `keep_vars` as in torch's `state_dict`."""
+        """The base's state under its own names; `keep_vars` as in `state_dict`."""
         state = self._model.state_dict(keep_vars=keep_vars)
         return {
             name.replace(_WRAPPED, "."): tensor
@@ -78,17 +78,17 @@ class LoraAdapter:
 
     @torch.no_grad()
     def delta(self, name: str) -> torch.Tensor | None:
-        """What the adapter adds to a tensor of `base_state`, in float32 and its shape; None: nothing."""
+        """What the adapter adds to a tensor of `base_state`, float32 and of its shape; None: nothing."""
         layer = self._layers.get(name)
         return None if layer is None else layer.get_delta_weight(_NAME)
 
     def reset(self) -> None:
-        """Start from zero: the model is its base again. The same values on all ranks."""
+        """Restore the initial values, the same on all ranks: the model is its base again."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seed)
             for layer in self._layers.values():
                 halves = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
-                first = nn.Linear(halves[0].shape[1], halves[0].shape[0], bias=False)  # as peft begins
+                first = nn.Linear(halves[0].shape[1], halves[0].shape[0], bias=False)  # peft's initial values
                 halves[0].data.copy_(first.weight)
                 halves[1].data.zero_()
 
@@ -98,7 +98,7 @@ class LoraAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Forward passes inside are the base's, and must have no backward pass: peft freezes."""
+        """Forward passes inside are the base's. They have no backward pass: peft freezes."""
         self._model.disable_adapters()
         try:
             yield
@@ -108,8 +108,8 @@ class LoraAdapter:
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The bytes of peft's two files (uint8 [size], on the device of the tensors) by name: equal for equal
-        tensors. `dtype` None: float32."""
+        """Bytes of peft's two files (uint8 [size], on the tensors' device) by name. Equal tensors give equal
+        bytes. `dtype` None: float32."""
         return {
             CONFIG: _as_tensor(json.dumps(self._written(), indent=2, sort_keys=True).encode()),
             TENSORS: safetensors_file(
@@ -125,7 +125,7 @@ class LoraAdapter:
                 os.fsync(file.fileno())
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The tensors of an adapter that was written with these settings; ValueError if it has others."""
+        """The tensors of an adapter with these settings. Raises ValueError for others."""
         written = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         own = self._written()
         for key in ("r", "lora_alpha", "target_modules"):
@@ -142,7 +142,7 @@ class LoraAdapter:
             parameter.copy_(values[name])
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError unless these are the tensors of this adapter, by name and shape."""
+        """Raises ValueError unless names and shapes are this adapter's."""
         own = self.tensors()
         wrong = sorted(own.keys() ^ values.keys())
         wrong += [name for name in own.keys() & values.keys() if own[name].shape != values[name].shape]
@@ -155,7 +155,7 @@ class LoraAdapter:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, bool]:
-    """Names of the linear layers, and whether each is in the decoder, not in a vision tower."""
+    """Linear layers by name, and whether each is in the decoder, not in a vision tower."""
     decoder = {id(module) for module in model.get_decoder().modules()}
     return {
         name: id(module) in decoder
@@ -180,11 +180,11 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
 def safetensors_file(
     tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str]
 ) -> torch.Tensor:
-    """The bytes of a safetensors file (uint8 [size]) of tensors of one device, in the order of names.
+    """A safetensors file (uint8 [size]) of tensors of one device, ordered by name. On a GPU it is written
+    there, and complete on return.
 
-    https://github.com/huggingface/safetensors has the format. `safetensors.torch.save` orders metadata
-    differently in each call, so files of two ranks would differ. On a GPU the file is made there, and
-    complete on return.
+    `safetensors.torch.save` orders metadata randomly, so files of two ranks would differ. Format:
+    https://github.com/huggingface/safetensors.
     """
     names = sorted(tensors)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
@@ -194,7 +194,7 @@ def safetensors_file(
         shape = list(tensors[name].shape)
         header[name] = {"dtype": _WRITTEN[dtype], "shape": shape, "data_offsets": [begin, end]}
     written = json.dumps(header, separators=(",", ":")).encode()
-    written = written.ljust(-(-len(written) // 8) * 8)  # tensors must be aligned
+    written = written.ljust(-(-len(written) // 8) * 8)  # aligns tensors
     start = _as_tensor(len(written).to_bytes(8, "little") + written)
     device = tensors[names[0]].device
     file = torch.empty(len(start) + end, dtype=torch.uint8, device=device)
@@ -204,7 +204,7 @@ def safetensors_file(
         size = tensors[name].numel()
         values[at : at + size].copy_(tensors[name].detach().reshape(-1))
         at += size
-    if device.type == "cuda":  # it is read on other streams
+    if device.type == "cuda":  # other streams read it
         torch.cuda.current_stream(device).synchronize()
     return file
 

@@ -1,8 +1,7 @@
-"""Losses by name. A loss returns a number for each learned token of a micro-batch.
+"""Losses by name, per learned token of a micro-batch.
 
-*current* is the policy being optimised, *old* is it at the beginning of the step, and *rollout* the one that
-the inference engine sampled from: older weights, other kernels. A loss bounds current / old; `policy_loss`
-corrects for old / rollout.
+*current* is the policy being optimised, *old* the policy when the step began, *rollout* the engine that
+sampled (older weights, other kernels). A loss bounds current / old; `policy_loss` corrects for old / rollout.
 """
 
 import importlib
@@ -14,25 +13,24 @@ import torch
 
 from trainers.settings import DEFAULTS, Aggregation, ImportanceLevel, KlEstimator, LossConfig
 
-MAX_LOG_RATIO = 20.0  # far above any clip; a larger one would overflow
+MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedTokens:
-    """The M learned tokens of a micro-batch, of A completions; masked and padded tokens are not among them.
+    """The M learned tokens of a micro-batch of A completions, without masked tokens and padding.
 
-    The tokens of a completion are contiguous, in order, and all in the same micro-batch; a completion may
-    have none.
+    Tokens of a completion are contiguous and ordered, and in one micro-batch. A completion may have none.
     """
 
-    logprobs: torch.Tensor  # the current policy's, with gradient, float32 [M]
+    logprobs: torch.Tensor  # float32 [M], with gradient
     old_logprobs: torch.Tensor  # float32 [M]
-    rollout_logprobs: torch.Tensor  # float32 [M]; the old policy's where a grammar constrained the choice
+    rollout_logprobs: torch.Tensor  # float32 [M]; the old policy's where a grammar constrained it
     advantages: torch.Tensor  # float32 [M]
-    completions: torch.Tensor  # int64 [M]: the completion of each token, 0 to A - 1
-    lengths: torch.Tensor  # int64 [A]: tokens of each completion
-    versions: torch.Tensor  # int64 [M]: of the weights that sampled the token; -1: unknown
-    reference_logprobs: torch.Tensor | None = None  # float32 [M]; None if kl_coefficient is 0
+    completions: torch.Tensor  # int64 [M], 0 to A - 1
+    lengths: torch.Tensor  # int64 [A], tokens
+    versions: torch.Tensor  # int64 [M]; -1: unknown
+    reference_logprobs: torch.Tensor | None = None  # float32 [M]; None without a KL penalty
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -40,37 +38,37 @@ class LearnedTokens:
         return (self.logprobs - self.old_logprobs).clamp(max=MAX_LOG_RATIO)
 
     def of_completions(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of `values`, [M], over each completion, [A]; 0 for one without tokens."""
+        """Sums over completions, [M] -> [A]; 0 for one without tokens."""
         return torch.segment_reduce(values, "sum", lengths=self.lengths, unsafe=True)
 
     def means_of_completions(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token the mean of `values`, [M], over its completion, [M]."""
+        """The mean over each token's completion, [M] -> [M]."""
         return (self.of_completions(values) / self.lengths.clamp(min=1))[self.completions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """What a loss returns."""
+    """The result of a loss."""
 
-    values: torch.Tensor  # float32 [M] with gradient; the lower, the better
-    clipped: torch.Tensor | None = None  # bool [M], for the metrics: the clip holds the token back
+    values: torch.Tensor  # float32 [M], with gradient
+    clipped: torch.Tensor | None = None  # bool [M], for metrics
 
 
 class Loss(Protocol):
-    """A loss, built in or a user's own: a plain function."""
+    """A loss, built in or your own: a function."""
 
     def __call__(self, tokens: LearnedTokens, config: LossConfig, /) -> TokenLosses:
-        """The loss of each token; `config.aggregation` weights tokens against each other."""
+        """Losses of tokens, without the weights of `config.aggregation`."""
 
 
 def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenLosses:
-    """Each token's loss, times min(old / rollout, cap), plus `kl_coefficient` * KL(current || reference)."""
+    """loss * min(old / rollout, cap) + `kl_coefficient` * KL(current || reference) for each token."""
     made = loss(tokens, config)
     values = made.values
     if config.importance_cap is not None:
         values = values * importance_weights(tokens, config).clamp(max=config.importance_cap)
     if config.kl_coefficient != 0.0:
-        assert tokens.reference_logprobs is not None  # Learner checks that there is a reference
+        assert tokens.reference_logprobs is not None
         penalty = k3(tokens.logprobs, tokens.reference_logprobs)
         if config.kl_estimator is KlEstimator.K3_UNBIASED:
             penalty = penalty * tokens.log_ratio.exp()
@@ -81,8 +79,8 @@ def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenL
 def token_weights(
     lengths: torch.Tensor, total_tokens: int, sequences: int, config: LossConfig
 ) -> torch.Tensor:
-    """The weight of each token in the loss, one number per completion of this micro-batch; float32 [A].
-    `total_tokens` and `sequences` are those of the batch, over all micro-batches and ranks."""
+    """The weight of a token of each completion, float32 [A]. `total_tokens` and `sequences` are of the whole
+    batch, over micro-batches and ranks."""
     match config.aggregation:
         case Aggregation.TOKEN:
             return torch.full_like(lengths, 1.0 / total_tokens, dtype=torch.float32)
@@ -93,10 +91,9 @@ def token_weights(
 
 
 def importance_weights(tokens: LearnedTokens, config: LossConfig) -> torch.Tensor:
-    """old / rollout at the configured level, not truncated, without gradient; float [M].
+    """old / rollout at the configured level, not truncated, without gradient, float [M].
 
-    Truncated importance sampling: Espeholt et al. 2018, "IMPALA", https://arxiv.org/abs/1802.01561; for the
-    mismatch of engines: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
+    IMPALA, https://arxiv.org/abs/1802.01561; between engines: https://fengyao.notion.site/off-policy-rl.
     """
     log_weights = (tokens.old_logprobs - tokens.rollout_logprobs).detach().clamp(max=MAX_LOG_RATIO)
     if config.importance_level is ImportanceLevel.ANSWER:
@@ -105,18 +102,16 @@ def importance_weights(tokens: LearnedTokens, config: LossConfig) -> torch.Tenso
 
 
 def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
-    """Per-token estimate of KL(p || q) for tokens sampled from p: q/p - 1 - log(q/p), never negative.
-
-    Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
-    """
+    """KL(p || q) for each token sampled from p: q/p - 1 - log(q/p), never negative.
+    http://joschu.net/blog/kl-approx.html"""
     log_ratio = (other_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
     return log_ratio.exp() - 1.0 - log_ratio
 
 
 def clipped_surrogate(ratio: torch.Tensor, tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- min(r A, clip(r, 1 - low, 1 + high) A) for each token; r is current / old with gradient, float32 [M].
+    """-min(r A, clip(r, 1 - low, 1 + high) A); r is current / old with gradient, float32 [M].
 
-    Schulman et al. 2017, "Proximal Policy Optimization", https://arxiv.org/abs/1707.06347, equation 7.
+    PPO, https://arxiv.org/abs/1707.06347, equation 7.
     """
     plain = ratio * tokens.advantages
     clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * tokens.advantages
@@ -124,31 +119,31 @@ def clipped_surrogate(ratio: torch.Tensor, tokens: LearnedTokens, config: LossCo
 
 
 def ppo_clip(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """The clipped surrogate of each token. The losses that share it differ in `DEFAULTS` and in advantages.
+    """The clipped surrogate. GRPO, Dr. GRPO, DAPO and REINFORCE++ differ in `DEFAULTS` and advantages:
 
-    - GRPO: Shao et al. 2024, https://arxiv.org/abs/2402.03300, equation 3.
-    - Dr. GRPO: Liu et al. 2025, https://arxiv.org/abs/2503.20783. Set `max_tokens` to the longest completion.
-    - DAPO: Yu et al. 2025, https://arxiv.org/abs/2503.14476.
-    - REINFORCE++: Hu et al. 2025, https://arxiv.org/abs/2501.03262.
+    - GRPO, https://arxiv.org/abs/2402.03300, equation 3
+    - Dr. GRPO, https://arxiv.org/abs/2503.20783; set `max_tokens` to the longest completion
+    - DAPO, https://arxiv.org/abs/2503.14476
+    - REINFORCE++, https://arxiv.org/abs/2501.03262
     """
     return clipped_surrogate(tokens.log_ratio.exp(), tokens, config)
 
 
 def gspo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """The clipped surrogate of each token with the geometric mean of its completion's ratios.
+    """The clipped surrogate with the geometric mean of the completion's ratios.
 
-    Zheng et al. 2025, https://arxiv.org/abs/2507.18071, section 4.3, GSPO-token.
+    GSPO-token, https://arxiv.org/abs/2507.18071, section 4.3.
     """
     means = tokens.means_of_completions(tokens.log_ratio.detach())
-    # The value is the completion's ratio, the gradient flows through the token's own log-probability.
+    # The value of the completion's ratio, the gradient of the token's log-probability.
     ratio = (means + tokens.logprobs - tokens.logprobs.detach()).exp()
     return clipped_surrogate(ratio, tokens, config)
 
 
 def cispo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- min(r, 1 + high) A log p for each token; the weight carries no gradient, so no token loses its own.
+    """-min(r, 1 + high) A log p, with the weight detached, so that no token loses its gradient.
 
-    MiniMax 2025, "MiniMax-M1", https://arxiv.org/abs/2506.13585, equations 4 and 5, with an upper bound only.
+    MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5, with an upper bound only.
     """
     ratio = tokens.log_ratio.detach().exp()
     bound = 1.0 + config.clip_high
@@ -157,17 +152,17 @@ def cispo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 
 
 def rloo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- r A log p for each token; r is the ratio of its completion, without gradient and not clipped.
+    """-r A log p, with the completion's ratio r detached and not clipped.
 
-    Ahmadian et al. 2024, "Back to Basics", https://arxiv.org/abs/2402.14740: a completion is one action,
-    whose log-probability is the sum over its tokens.
+    RLOO, https://arxiv.org/abs/2402.14740: a completion is one action, whose log-probability is the sum over
+    tokens.
     """
     ratios = tokens.of_completions(tokens.log_ratio.detach()).clamp(max=MAX_LOG_RATIO).exp()
     return TokenLosses(values=-ratios[tokens.completions] * tokens.advantages * tokens.logprobs)
 
 
 def sft(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """- log p for each token, such as a warm start before RL."""
+    """-log p, as in a warm start before RL."""
     return TokenLosses(values=-tokens.logprobs)
 
 
@@ -186,7 +181,7 @@ assert LOSSES.keys() == DEFAULTS.keys()
 
 
 def load_loss(config: LossConfig) -> Loss:
-    """Raises ValueError if a user's own loss cannot be imported, or fails on three tokens."""
+    """Raises ValueError if your own loss cannot be imported or fails on three tokens."""
     if config.name in LOSSES:
         return LOSSES[config.name]
     module, _, name = config.name.partition(":")
@@ -202,7 +197,7 @@ def _try(loss: Loss, config: LossConfig) -> None:
     tokens = _example()
     try:
         made = loss(tokens, config)
-    except Exception as error:  # it is the user's code, which may raise anything
+    except Exception as error:  # the user's code may raise anything
         raise ValueError(f"the loss {config.name!r} fails on three tokens: {error!r}") from error
     if not isinstance(made, TokenLosses) or made.values.shape != (3,) or not made.values.requires_grad:
         shown = made if not isinstance(made, TokenLosses) else made.values

@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens, whatever a model does before and after its output matrix.
+"""Log-probabilities of chosen tokens, without all logits in memory.
 
-Logits would be the largest tensor of a step: 20 GB in float32 for 32k tokens of a vocabulary of 150k. So the
-output layer gets the hidden states of single positions only, a part of them at a time, and again in the
-backward pass. Families that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are found by a probe;
-their logits are made at once.
+Logits are the largest tensor of a step: 20 GB in float32 for 32k tokens and a vocabulary of 150k. The output
+layer gets the hidden states of the chosen positions only, some at a time, and again in the backward pass.
+Families that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are found by a probe; their logits are
+computed at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 LOGITS_AT_ONCE = 1 << 27  # 512 MiB in float32
 COMPILED_LOGITS_AT_ONCE = 1 << 29  # 1 GiB in bfloat16
-_ENTROPY_TOKENS = 512  # positions at a time, unless compiled
+_ENTROPY_TOKENS = 512  # positions at a time in eager mode
 
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 _Function = Callable[..., torch.Tensor]
@@ -27,14 +27,14 @@ _Function = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """The model's log-probabilities of a batch's learned tokens; both float32 [M]."""
+    """Of learned tokens; both float32 [M]."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor | None  # nats, without gradient
 
 
 class OutputHead:
-    """`at_once` bounds the logits in memory, unless a position has more."""
+    """`at_once` bounds the number of logits, but allows one position."""
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
         if at_once is None:
@@ -52,17 +52,17 @@ class OutputHead:
         with_entropies: bool = False,
         **inputs: Any,
     ) -> TokenScores:
-        """The log-probabilities of M tokens.
+        """Log-probabilities of M tokens.
 
         Args:
             positions: int64 [M], into the R * L positions of the inputs: where each token is predicted.
-            targets: int64 [M]: the tokens.
+            targets: int64 [M], the tokens.
             inputs: of the model's forward; `input_ids` is [R, L].
         """
         entropies: list[torch.Tensor] = []
 
         def chosen(logits: torch.Tensor, targets: torch.Tensor, part: int) -> torch.Tensor:
-            if with_entropies and part == len(entropies):  # not when the backward pass recomputes it
+            if with_entropies and part == len(entropies):  # not in recomputation
                 entropies.append(self._math.entropies(logits.detach()))
             return self._math.chosen(logits, targets)
 
@@ -75,7 +75,7 @@ class OutputHead:
     def _in_parts(
         self, chosen: _Function, positions: torch.Tensor, targets: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
-        """The output layer returns log-probabilities, which it computes for some positions at a time."""
+        """The output layer returns log-probabilities, computed for some positions at a time."""
         head = self._model.get_output_embeddings()
         forward, at_once = head.forward, self._positions_at_once
 
@@ -97,9 +97,9 @@ class OutputHead:
     @cached_property
     @torch.no_grad()
     def _is_last(self) -> bool:
-        """Whether the model returns exactly what its output layer returns. Probed in the first pass, because
-        a forward pass settles which parameters FSDP2 gives gradients; without autocast, which would cache the
-        cast weights."""
+        """Whether the model returns the output layer's result unchanged. Probed in the first pass, because a
+        forward pass settles which parameters FSDP2 gives gradients; without autocast, which would cache cast
+        weights."""
         head = self._model.get_output_embeddings()
         if head is None:
             return False
@@ -117,7 +117,7 @@ class OutputHead:
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """The logits [M, V] of M positions, as in `OutputHead.scores`, in the model's dtype."""
+    """Logits [M, V] of M positions, as in `OutputHead.scores`, in the model's dtype."""
     head = model.get_output_embeddings()
     chosen: list[bool] = []
     if head is None:
@@ -132,15 +132,15 @@ def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) ->
 
         with _replaced(head, choose):
             logits = model(**inputs, use_cache=False).logits
-    # A model without an output layer, or whose forward does not call it, returns all logits.
+    # All logits, if the forward does not call an output layer.
     return logits.flatten(0, 1) if chosen else logits.flatten(0, 1)[positions]
 
 
 @contextmanager
 def _replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
-    """Inside, the layer has another forward; its hooks, such as FSDP2's, run as before."""
+    """Replace the layer's forward; hooks, such as FSDP2's, still run."""
     attributes = vars(layer)
-    before = attributes.get("forward")  # the layer may be wrapped already
+    before = attributes.get("forward")  # it may be wrapped
     attributes["forward"] = forward
     try:
         yield
@@ -158,7 +158,7 @@ def _logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def _gradient(
     logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the log-probabilities of `targets`: [M, V], in the logits' dtype."""
+    """Gradient of the log-probabilities of `targets`, [M, V], in the logits' dtype."""
     made = (logits.float() - sums[:, None]).exp_().mul_(-gradient[:, None])
     return made.scatter_add_(1, targets[:, None], gradient[:, None]).to(logits.dtype)
 
@@ -166,7 +166,7 @@ def _gradient(
 def _gradient_to_compile(
     logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """The same, of operations that fuse into one kernel: a scatter would need [M, V] in float32."""
+    """The same, fused into one kernel: a scatter needs [M, V] in float32."""
     tokens = torch.arange(logits.shape[1], device=logits.device)
     chosen = (tokens[None] == targets[:, None]).float()
     return ((chosen - (logits.float() - sums[:, None]).exp()) * gradient[:, None]).to(logits.dtype)
@@ -192,7 +192,7 @@ class _Math:
 
 
 class _Chosen(torch.autograd.Function):
-    """Keeps the logits, in their own dtype, and no other tensor of their size."""
+    """Keeps the logits in their dtype, and no other tensor of their size."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, math: _Math) -> torch.Tensor:
@@ -213,5 +213,5 @@ _EAGER = _Math(_logsumexp, _gradient, _entropies_of_parts)
 
 @cache
 def _compiled() -> _Math:
-    """Compiled at the first call, and for any number of positions from the second number on."""
+    """Compiled at the first call; from the second number of positions on for any number."""
     return _Math(*map(torch.compile, (_logsumexp, _gradient_to_compile, _entropies)))

@@ -4,9 +4,8 @@
     prompts        0  0    0  0  0    0    1  1  1    1  1    -1
     completions   -1 -1    0  0  0    1   -1 -1 -1    2  2    -1
 
-A token attends to earlier tokens of its own completion and of its prompt. FlexAttention computes only the
-blocks that have such a pair; its backward pass exists on GPUs only. Lines have few different lengths, because
-a kernel is compiled for each.
+Tokens attend to earlier tokens of their completion and prompt. FlexAttention skips blocks without such a
+pair; its backward pass needs a GPU. Lines have few lengths, because each compiles a kernel.
 """
 
 import math
@@ -20,8 +19,8 @@ from trainers.batching import Row, TokenBatch, lay_out, same_prompts
 from trainers.trajectory import Trajectory
 
 _BLOCK = 128  # FlexAttention's
-_LENGTHS = 8  # different lengths of lines within the budget
-_QUERIES = 4 * _BLOCK  # counted at a time: with 64k keys 32 MB a tensor
+_LENGTHS = 8  # lengths within the budget
+_QUERIES = 4 * _BLOCK  # queries at a time: 32 MB for 64k keys
 _NONE = -1
 
 
@@ -33,9 +32,8 @@ class _Line:
     def take(
         self, prompt: int, completions: Sequence[tuple[int, int]], *, must: bool
     ) -> list[tuple[int, int]]:
-        """Take what fits, longest first, of (length, index); returns the rest. A part of a prompt's
-        completions is taken only if it is longer than the prompt, which is then repeated. `must`: take the
-        first one whatever its length."""
+        """Take completions that fit, (length, index), longest first; returns the rest. A prompt is repeated
+        only for completions that are longer together. `must`: take the first one in any case."""
         free, taken, rest = self.free - prompt, [], []
         for position, (length, index) in enumerate(completions):
             if length <= free or (must and position == 0):
@@ -53,8 +51,8 @@ class _Line:
 def plan_lines(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = True
 ) -> list[list[Row]]:
-    """Micro-batches of one line each, of at most `token_budget` tokens (a longer trajectory is alone):
-    prompts with their completions, repeated if those do not fit in one line."""
+    """Micro-batches of one line, at most `token_budget` tokens each. A longer trajectory is alone; a prompt
+    is repeated if its completions do not fit in one line."""
     groups = []
     for members in same_prompts(trajectories, share_prompts=share_prompts):
         completions = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)
@@ -73,7 +71,7 @@ def plan_lines(
 
 
 def line_length(tokens: int, *, token_budget: int) -> int:
-    """The padded length of a line: a multiple of an eighth of the budget."""
+    """The padded length: a multiple of an eighth of the budget."""
     step = _BLOCK * math.ceil(token_budget / (_BLOCK * _LENGTHS))
     return step * math.ceil(tokens / step)
 
@@ -105,7 +103,7 @@ def pack(
         for index in row:
             tokens = trajectories[index].token_ids
             before = torch.arange(len(ids) - 1, len(ids) - 1 + len(tokens))
-            before[0] = last_of_prompt  # it predicts the first token of every completion
+            before[0] = last_of_prompt  # predicts the first token
             predictors.append(before)
             write(tokens, position=len(prompt), prompt=number, completion=index)
 
@@ -127,8 +125,8 @@ def pack(
 def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
     """FlexAttention's mask of a line, in blocks of 128 queries and 128 keys.
 
-    torch's `create_block_mask` would take a tensor [L, L], or a kernel that compiles for minutes. `prompts`
-    and `completions` are int [L], with L a multiple of 128: the number of each token's, or -1.
+    `prompts` and `completions` are int [L], -1 for none; L is a multiple of 128. Not torch's
+    `create_block_mask`, which takes a tensor [L, L], or a kernel that compiles for minutes.
     """
     attends, length = _mask(prompts, completions), len(prompts)
     tokens = torch.arange(length, device=prompts.device)
@@ -152,7 +150,7 @@ def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many there are in each row [1, 1, rows], and their columns first [1, 1, rows, columns]."""
+    """The number of blocks in each row [1, 1, rows], and their columns first [1, 1, rows, columns]."""
     columns = blocks.byte().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
@@ -160,7 +158,7 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _mask(
     prompts: torch.Tensor, completions: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """FlexAttention's `mask_mod`. Padding attends to padding: a softmax over nothing is NaN."""
+    """A `mask_mod`. Padding attends to padding: a softmax over nothing is NaN."""
 
     def attends(
         _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor

@@ -1,4 +1,4 @@
-"""The settings of training, which the application's configuration uses too: no torch here."""
+"""Settings of training, shared with the configuration. Imports no torch."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from pydantic import (
 
 
 class AdvantageEstimator(StrEnum):
-    """The formulas of `trainers.advantages`."""
+    """See `trainers.advantages`."""
 
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
@@ -30,11 +30,11 @@ class AdvantageEstimator(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """The weight of one token in the loss of a batch.
+    """The weight of a token in the loss of a batch.
 
-    TOKEN: all tokens weigh the same (DAPO, https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: all
-    completions weigh the same (GRPO, https://arxiv.org/abs/2402.03300). CONSTANT: the sum is divided by
-    completions times `max_tokens` (Dr. GRPO, https://arxiv.org/abs/2503.20783).
+    TOKEN: one over tokens (DAPO, https://arxiv.org/abs/2503.14476, section 3.3). SEQUENCE: all completions
+    weigh the same (GRPO, https://arxiv.org/abs/2402.03300). CONSTANT: one over completions times `max_tokens`
+    (Dr. GRPO, https://arxiv.org/abs/2503.20783).
     """
 
     TOKEN = "token"
@@ -43,25 +43,21 @@ class Aggregation(StrEnum):
 
 
 class ImportanceLevel(StrEnum):
-    """What has an importance weight, old / rollout: each token, or a completion (the geometric mean of its
-    tokens')."""
+    """What has an importance weight, old / rollout: a token, or a completion (geometric mean)."""
 
     TOKEN = "token"
     ANSWER = "answer"
 
 
 class KlEstimator(StrEnum):
-    """How the KL penalty is estimated for each token.
-
-    K3: as in GRPO; its gradient is that of KL(reference || current). K3_UNBIASED: times current / old, whose
-    gradient is that of KL(current || reference): "DeepSeek-V3.2", https://arxiv.org/abs/2512.02556.
-    """
+    """K3: as in GRPO; its gradient is that of KL(reference || current). K3_UNBIASED: times current / old,
+    with the gradient of KL(current || reference), https://arxiv.org/abs/2512.02556."""
 
     K3 = "k3"
     K3_UNBIASED = "k3_unbiased"
 
 
-# What each loss has instead of the defaults of `LossConfig`, from its paper.
+# Defaults from each loss's paper.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ppo_clip": {},
     "grpo": {"aggregation": Aggregation.SEQUENCE},
@@ -78,7 +74,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "reinforce_pp": {"aggregation": Aggregation.SEQUENCE},
     "sft": {"importance_cap": None},
 }
-# Settings that a loss does not read, and which are therefore refused.
+# Refused, because the loss does not read them.
 UNREAD: Mapping[str, frozenset[str]] = {
     "cispo": frozenset({"clip_low"}),
     "rloo": frozenset({"clip_low", "clip_high"}),
@@ -87,10 +83,12 @@ UNREAD: Mapping[str, frozenset[str]] = {
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
-class LossConfig(BaseModel):
-    """The loss: which one, clipping, importance weights, the KL penalty."""
-
+class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class LossConfig(_Settings):
+    """The loss: which one, clipping, importance weights, the KL penalty."""
 
     name: str = "ppo_clip"
     """One of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp and sft, which have defaults of
@@ -117,7 +115,6 @@ class LossConfig(BaseModel):
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether the log-probabilities of rollouts count."""
         return self.name != "sft"
 
     @model_validator(mode="before")
@@ -147,7 +144,7 @@ class LossConfig(BaseModel):
 
 
 def wrong_fields(error: ValidationError) -> str:
-    """What is wrong, field by field, in a line."""
+    """What is wrong, by field, in a line."""
     return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
@@ -164,10 +161,6 @@ class Schedule(StrEnum):
 
 Dtype = Literal["float32", "bfloat16"]
 Checkpointing = bool | Literal["selective"]
-
-
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class OptimizerConfig(_Settings):
@@ -220,7 +213,7 @@ class LearnerConfig(_Settings):
 
 
 class StepSettings(_Settings):
-    """What a step may have instead of the deployment's settings, for itself alone; None: the deployment's."""
+    """Settings of one step; None: the deployment's."""
 
     learning_rate: PositiveFloat | None = None  # before the schedule's factor
     loss: LossConfig | None = None
@@ -238,7 +231,6 @@ class StepSettings(_Settings):
             raise ValueError(wrong_fields(error)) from error
 
     def applied(self, config: LearnerConfig) -> LearnerConfig:
-        """The settings of this step."""
         given = {name: value for name, value in self if value is not None and name != "learning_rate"}
         if self.learning_rate is not None:
             given["optimizer"] = config.optimizer.model_copy(update={"learning_rate": self.learning_rate})
@@ -310,7 +302,7 @@ class TrainerConfig(LearnerConfig):
 
     @property
     def published_adapter(self) -> LoraConfig | None:
-        """The adapter that is published alone; None: versions of all weights are published."""
+        """The adapter that is published alone; None: versions of all weights are."""
         return None if self.lora is None or self.lora.publish == "merged" else self.lora
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
-"""A model's parameters under the names and shapes of its checkpoint, which vLLM loads.
+"""A model's parameters with the names and shapes of its checkpoint, which vLLM loads.
 
-transformers 5 fuses experts and renames modules. Here one layer is converted back at a time, or none where
-the result is a view of the model's own tensors.
+transformers 5 fuses experts and renames modules. Layers are converted back one at a time, or not at all where
+the result is a view of the model's memory.
 """
 
 import re
@@ -19,34 +19,34 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trainers.lora import LoraAdapter
 
-# Tensors by their names in the model's state -> tensors by their names in its checkpoint.
+# State tensors by name -> checkpoint tensors by name.
 Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A checkpoint tensor inside a contiguous tensor of the model's state."""
+    """A checkpoint tensor inside a contiguous tensor of the state."""
 
-    name: str  # checkpoint name
-    state_name: str  # the containing tensor's
+    name: str
+    state_name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # elements
-    offset: int  # elements, from the first of the containing tensor
+    offset: int  # elements
 
     def of(self, containing: torch.Tensor) -> torch.Tensor:
         return containing.as_strided(self.shape, self.stride, containing.storage_offset() + self.offset)
 
 
 def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> list[View] | None:
-    """The views of one layer's checkpoint tensors, in the order of `convert`; None if one is computed. Only
-    dtypes and shapes of `state` are read."""
+    """Views of a layer's checkpoint tensors, in the order of `convert`; None if one is computed. Reads only
+    dtypes and shapes of `state`."""
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
     tracer = _SkipCopies()
     try:
         with tracer:
             converted = convert(meta)
-    except RuntimeError:  # a later operation needs the copy that was skipped
+    except RuntimeError:  # an operation needed the skipped copy
         return None
     if tracer.has_writes or any(_storage(tensor) not in names for tensor in converted.values()):
         return None
@@ -63,7 +63,7 @@ def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> lis
 
 
 class _SkipCopies(TorchDispatchMode):
-    """Returns the tensor itself where it would be cloned; records whether anything is written in place."""
+    """Returns the tensor itself for a clone; records in-place writes."""
 
     has_writes = False
 
@@ -95,22 +95,23 @@ class _Layer:
     """Tensors that are read together."""
 
     state_names: list[str]
-    parts: list[tuple[ParameterSpec, View | None]]  # what is yielded, and its place in the state
-    is_converted: bool  # there are no views
+    parts: list[tuple[ParameterSpec, View | None]]  # yielded, and where it lies
+    is_converted: bool  # without views
 
 
 class ParameterSource:
-    """The parameters of a plain or sharded (FSDP2) model; each iteration reads the current values, layer by
-    layer, so every rank must iterate to the end. A yielded tensor may be the model's own memory.
+    """The parameters of a plain or sharded (FSDP2) model. Each iteration reads current values layer by layer,
+    so all ranks must iterate to the end. A yielded tensor may be the model's memory.
 
     Args:
         adapter: added to what is yielded.
         dtype: floating-point tensors are cast to it on their device; None: no cast.
-        convert: tensors of one layer's state to those of its checkpoint; by default transformers' conversion.
-        stored: names in the model's checkpoint; aliases of tied weights among them are yielded too.
-        frozen: what the checkpoint has beside the model's tensors; yielded last.
+        convert: a layer's state to its checkpoint tensors; default: transformers' conversion.
+        stored: names in the checkpoint; aliases of tied weights among them are yielded too.
+        frozen: tensors that only the checkpoint has; yielded last.
 
-    Raises ValueError if an iteration would not yield all of the model's parameters.
+    Raises:
+        ValueError: some parameters would not be yielded.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ParameterSource:
         return next(iter(self._model.parameters())).device
 
     def storages(self) -> frozenset[int]:
-        """Storage addresses of the model's own tensors; a yielded tensor in another storage is temporary."""
+        """Storage addresses of the model; tensors in other storages are temporary."""
         plain = [t for t in self._model.state_dict().values() if not isinstance(t, DTensor)]
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in plain)
 
@@ -151,17 +152,17 @@ class ParameterSource:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        # Not cached: loading a state or sharding the model replaces tensors.
+        # Not cached: sharding and loading replace tensors.
         state = self._state()
         for layer in self._layers:
             held = {name: self._whole(name, state[name], layer) for name in layer.state_names}
             if layer.is_converted:
                 held = self._convert(held)
             for spec, view in layer.parts:
-                # pop: a converted tensor is freed as soon as its reader drops it.
+                # pop: frees a converted tensor once its reader drops it
                 tensor = held.pop(spec.name) if view is None else view.of(held[view.state_name].contiguous())
                 yield spec.name, tensor.to(spec.dtype).contiguous()
-            held.clear()  # before the next layer is gathered
+            held.clear()  # before the next gather
         for name, tensor in self._frozen.items():
             yield name, tensor.to(self.device)
 
@@ -173,17 +174,17 @@ class ParameterSource:
 
     def _whole(self, name: str, tensor: torch.Tensor, layer: _Layer) -> torch.Tensor:
         delta = None if self._adapter is None else self._adapter.delta(name)
-        if delta is not None:  # rounded once, after the sum
+        if delta is not None:  # rounded once
             return (full_tensor(tensor) + delta).to(self._wire_dtype(tensor))
         if isinstance(tensor, DTensor) and not layer.is_converted:
-            tensor = tensor.to(self._wire_dtype(tensor))  # before the gather, which then moves less
+            tensor = tensor.to(self._wire_dtype(tensor))  # gathers fewer bytes
         return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """The tensors of an iteration before the cast, in the model's own memory; None if any is gathered,
-        converted or copied. The list is the same object as long as no tensor has moved."""
+        """The tensors before the cast, in the model's memory; None if any is gathered, converted or copied.
+        The same list while no tensor has moved."""
         if self._adapter is not None:
-            return None  # its sums are new in each iteration
+            return None  # sums are temporary
         state = self._state()
         held = [state[name] for layer in self._layers for name in layer.state_names]
         if any(isinstance(tensor, DTensor) for tensor in held):
@@ -244,8 +245,7 @@ def check_complete(
     *,
     besides: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Raises ValueError unless every number of every parameter is yielded. `besides`: parameters that are not
-    in the checkpoint."""
+    """Raises ValueError unless all numbers of all parameters, except `besides`, are yielded."""
     yielded = {id(state[name]) for layer in layers for name in layer.state_names}
     yielded |= {id(parameter) for parameter in besides}
     wrong = [name for name, parameter in model.named_parameters() if id(parameter) not in yielded]
@@ -258,8 +258,8 @@ def check_complete(
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names of the parameters that are others under a second name. transformers decides by the configuration
-    of the whole model: that of its text part may say otherwise, or nothing (Qwen3-VL)."""
+    """Second names of parameters. transformers decides by the whole model's configuration, not the text
+    part's, which may differ (Qwen3-VL)."""
     return frozenset(model.all_tied_weights_keys)
 
 
@@ -268,13 +268,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def names_without_aliases(model: PreTrainedModel, state: Iterable[str] | None = None) -> list[str]:
-    """Names of the model's state (or of `state`) that its checkpoint has, under these names or converted."""
+    """Names of the state that the checkpoint has, perhaps after conversion."""
     left_out = tied_names(model) | frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return [name for name in (model.state_dict() if state is None else state) if name not in left_out]
 
 
 def layer_groups(names: list[str]) -> list[list[str]]:
-    """Names grouped by layer, in order of first appearance; a name outside of any layer is its own group."""
+    """Names by layer, in order; a name outside of layers is its own group."""
     groups: dict[str, list[str]] = {}
     for name in names:
         match = _LAYER.match(name)
@@ -287,8 +287,8 @@ def load_parameters(
     values: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Copy tensors, whole or sharded like the model, into a model in place; `state` is the model's without
-    its adapter. Raises ValueError if one is missing or has another shape: nothing has changed then."""
+    """Copy tensors, whole or sharded like the model, into a model; `state` is the model's without its
+    adapter. Raises ValueError and changes nothing if one is missing or has another shape."""
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [

@@ -1,6 +1,6 @@
-"""The metrics of a step, from sums over the learned tokens of all micro-batches and ranks.
+"""Metrics of a step, from sums over learned tokens of all micro-batches and ranks.
 
-A token's *staleness* is the newest published version minus the version that sampled it.
+Staleness is the newest published version minus the version that sampled a token.
 """
 
 import torch
@@ -22,8 +22,8 @@ _MAXIMA = ("staleness", "difference")
 
 
 class StepTotals:
-    """Sums and maxima of one update, on the device, so that only reading them waits for it. `is_published`:
-    the policy is the version `published`, so differences from its rollouts are the engines'."""
+    """Sums and maxima of an update, on the device: only reading them synchronizes. `is_published`: the policy
+    is version `published`, so differences from rollouts are the engines'."""
 
     def __init__(
         self, config: LossConfig, *, published: int | None, is_published: bool, device: torch.device
@@ -44,7 +44,7 @@ class StepTotals:
         clipped: torch.Tensor | None,
         constrained: torch.Tensor,
     ) -> None:
-        """Count a micro-batch; its loss is 0-d, the others are [M]."""
+        """Add a micro-batch; `loss` is 0-d, the others are [M]."""
         none = torch.zeros_like(tokens.logprobs)
         importance = importance_weights(tokens, self._config)
         kl = k3(tokens.rollout_logprobs, tokens.old_logprobs)
@@ -84,7 +84,7 @@ class StepTotals:
             self._maxima = torch.maximum(self._maxima, largest)
 
     def metrics(self) -> Metrics:
-        """Means over tokens; a collective if there are ranks. Metrics without any token are left out."""
+        """Means over tokens, reduced over ranks; metrics without tokens are left out."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
             dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)
@@ -130,7 +130,7 @@ def _by_version(sums: dict[str, float], maxima: dict[str, float]) -> Metrics:
 
 
 def drift(metrics: Metrics) -> str | None:
-    """A warning if rollout engine and trainer disagree by more than `DRIFT_BOUND` about the same weights."""
+    """A warning if rollout engine and trainer differ by more than `DRIFT_BOUND` for the same weights."""
     mean = metrics.get("logprob_difference_mean")
     if mean is None or mean <= DRIFT_BOUND:
         return None

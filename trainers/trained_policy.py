@@ -1,4 +1,4 @@
-"""The causal language model that is trained: loading, log-probabilities of completions, saving."""
+"""The causal language model that is trained: loading, log-probabilities, new weights."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,10 +21,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 
 
 class TrainedPolicy:
-    """A Hugging Face causal language model and the directory it was loaded from.
+    """A Hugging Face causal language model, and the directory it was loaded from.
 
-    Log-probabilities are those at temperature 1, as vLLM reports them (`logprobs_mode: raw_logprobs`).
-    Rollouts must sample at temperature 1 to match.
+    Log-probabilities are at temperature 1, as vLLM reports them (`logprobs_mode: raw_logprobs`), so rollouts
+    must sample at temperature 1.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class TrainedPolicy:
         self._trust_remote_code = trust_remote_code
         self._mesh = mesh
         self.device = next(model.parameters()).device
-        self.adapter: LoraAdapter | None = None  # the part that is trained; None: all
-        self.compute_dtype = compute_dtype  # matrix products' (autocast); None: the parameters' own
+        self.adapter: LoraAdapter | None = None  # trained alone; None: all weights
+        self.compute_dtype = compute_dtype  # autocast dtype; None: the parameters' own
         self._compiled = compiled
         self._head = OutputHead(model, compiled=compiled)
 
@@ -68,10 +68,11 @@ class TrainedPolicy:
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: see `trainers.layers`.
             packed: attention for `trainers.packed_lines`, which needs a GPU to train.
-            mesh: ranks that the model is sharded over, on its device. Each must make this call.
+            mesh: ranks and device of a sharded model; each rank makes this call.
 
-        Raises ValueError if there is no such directory, the model's layers cannot be sharded, checkpointed,
-        compiled or packed, or the checkpoint lacks parameters or has two tensors for tied names.
+        Raises:
+            ValueError: no such directory, layers that cannot be sharded, checkpointed, compiled or packed,
+                missing parameters, or two tensors for tied names.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
@@ -93,8 +94,8 @@ class TrainedPolicy:
             shard_model(model, mesh, compute_dtype=computed)
             _check_complete(read_shards(model, directory, mesh), directory)
         _check_ties(model, directory)
-        # No dropout: log-probabilities of different passes are compared. Checkpointing needs train(), which
-        # changes nothing but dropout in these models.
+        # No dropout: passes are compared. Checkpointing needs train(), which changes only
+        # dropout in these models.
         _disable_dropout(model)
         model.train(checkpointed)
         return cls(
@@ -117,11 +118,11 @@ class TrainedPolicy:
     @property
     def pad_token_id(self) -> int:
         pad = getattr(self.model.config.get_text_config(), "pad_token_id", None)
-        return pad if pad is not None and pad >= 0 else 0  # masked everywhere, so any valid id works
+        return pad if pad is not None and pad >= 0 else 0  # masked everywhere
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether the attention accepts a separate mask per row, see `trainers.batching`."""
+        """Whether attention accepts a mask per row, see `trainers.batching`."""
         return self._attention == "sdpa" and _attends_to_all(self.model)
 
     @property
@@ -133,7 +134,7 @@ class TrainedPolicy:
         return str(self.model.config.get_text_config()._attn_implementation)
 
     def adapt(self, config: LoraConfig, *, seed: int) -> LoraAdapter:
-        """From now on train an adapter only; call it before the first forward pass."""
+        """Train an adapter only; call it before the first forward pass."""
         self.adapter = LoraAdapter(self.model, config, seed=seed)
         if self._compiled:
             with_input_gradients(self.model)
@@ -149,7 +150,7 @@ class TrainedPolicy:
         return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
-        """Log-probabilities of every learned token, with gradient unless gradients are disabled."""
+        """Log-probabilities of the learned tokens, with gradient unless disabled."""
         with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             return self._head.scores(
                 batch.predictors,
@@ -161,8 +162,8 @@ class TrainedPolicy:
             )
 
     def load_weights(self, directory: Path) -> None:
-        """Copy the weights of another checkpoint of this model, in place; an adapter starts from zero. Raises
-        ValueError if it is of another model: nothing has changed then."""
+        """Copy another checkpoint of this model in place; an adapter starts from zero. Raises ValueError and
+        changes nothing if it is of another model."""
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:
             other = _whole(directory, options)
@@ -177,20 +178,19 @@ class TrainedPolicy:
 
 
 class BaseOf:
-    """The model under a policy's adapter, as a reference that takes no memory of its own."""
+    """The model under a policy's adapter, a reference without memory of its own."""
 
     def __init__(self, policy: TrainedPolicy) -> None:
         self._policy = policy
 
     def scores(self, batch: TokenBatch) -> TokenScores:
-        """As `TrainedPolicy.scores`."""
         assert self._policy.adapter is not None, "the base of a policy without an adapter is itself"
         with self._policy.adapter.disabled():
             return self._policy.scores(batch)
 
 
 def _attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether each layer attends to all earlier tokens, so that a mask may restrict it."""
+    """Whether all layers attend to all earlier tokens, so that a mask may restrict them."""
     config = model.config.get_text_config()
     if kinds := getattr(config, "layer_types", None):
         return all(kind == "full_attention" for kind in kinds)
@@ -207,7 +207,7 @@ def _whole(directory: Path, options: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def _check_complete(missing: Collection[str], directory: Path) -> None:
-    """transformers gives missing parameters random numbers, with a warning."""
+    """transformers initialises missing parameters randomly, with a warning."""
     if missing:
         raise ValueError(
             f"{directory} lacks {len(missing)} of the parameters that its config.json asks for, first "
@@ -216,7 +216,7 @@ def _check_complete(missing: Collection[str], directory: Path) -> None:
 
 
 def _check_ties(model: PreTrainedModel, directory: Path) -> None:
-    """transformers unties such weights with a warning, and vLLM ignores the second one: they would differ."""
+    """transformers unties such weights with a warning; vLLM ignores the second one."""
     output = model.get_output_embeddings()
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     if tied and output is not None and output.weight is not model.get_input_embeddings().weight:

@@ -1,4 +1,4 @@
-"""Trajectories: sampled completions with their advantages, validated before a step uses them."""
+"""Sampled completions with advantages, validated before a step."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Strict, TypeAdapter, ValidationError
 
-MAX_NAMED = 3  # problems that an error message names; it counts the rest
+MAX_NAMED = 3  # problems in a message
 Integer: TypeAlias = Annotated[int, Strict()]
 Number: TypeAlias = Annotated[float, Strict()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Completion tokens [start, end) were sampled from this version of the weights."""
+    """This version of the weights sampled tokens [start, end)."""
 
     version: Integer
     start: Integer
@@ -25,27 +25,26 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sampled completion and its advantage within its group.
+    """A sampled completion and its advantage.
 
-    A completion of several turns is one trajectory: tokens of tools and users in between are part of
-    `token_ids`, and masked.
+    A conversation is one trajectory; tokens of users and tools are in `token_ids`, and masked.
     """
 
     prompt_token_ids: tuple[Integer, ...]
     token_ids: tuple[Integer, ...]
-    # Of token_ids, as the rollout engine computed them when it sampled; any number where the mask is false.
+    # From the rollout engine's sampling; any number where the mask is false.
     logprobs: tuple[Number, ...]
-    advantage: Number | tuple[Number, ...]  # one for the completion, or one per token
+    advantage: Number | tuple[Number, ...]  # one number, or one per token
     weight_versions: tuple[VersionSpan, ...] = ()
-    loss_mask: tuple[bool, ...] | None = None  # whether each of token_ids is learned from; None: all are
-    # Whether a grammar (a tool_choice, a regular expression) left fewer tokens to choose from. vLLM reports
-    # the log-probability among those, which is not the policy's. None: no token was constrained.
+    loss_mask: tuple[bool, ...] | None = None  # whether each token is learned from; None: all are
+    # Whether a grammar (tool_choice, a regular expression) limited the choice: vLLM then reports the
+    # log-probability among fewer tokens, which is not the policy's. None: no token.
     constrained: tuple[bool, ...] | None = None
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
-        """Read the JSON form: the same names, lists instead of tuples. Raises ValueError, which names a wrong
-        field. `sampled` false, a completion to imitate: `logprobs` and `advantage` may be missing."""
+        """Read the JSON form: the same names, with lists. `sampled` False: `logprobs` and `advantage` may be
+        missing. Raises ValueError, which names the field."""
         if not sampled:
             tokens = entry.get("token_ids")
             count = len(tokens) if isinstance(tokens, Sequence) else 0
@@ -73,8 +72,8 @@ def _reader() -> TypeAdapter[Trajectory]:
 def parse_trajectories(
     entries: Any, *, vocabulary_size: int, max_length: int, sampled: bool = True
 ) -> list[Trajectory]:
-    """Read a whole batch of trajectories or their JSON form. Raises one ValueError for all problems, with
-    expected and actual of the first."""
+    """Read and check a batch of trajectories or their JSON. Raises one ValueError for all problems, with
+    expected and actual of the first three."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) == 0:
         raise ValueError(f"trajectories must be a non-empty list, got {_describe(entries)}")
     trajectories, found = [], []
@@ -127,7 +126,7 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -
         learned = tuple(compress(learned, mask))
     if not all(math.isfinite(value) for value in learned):
         found.append("logprobs must be finite numbers, got NaN or infinity")
-    elif any(value > 1e-3 for value in learned):  # a little above 0 is rounding
+    elif any(value > 1e-3 for value in learned):  # allows rounding
         found.append(f"logprobs must not be above 0, got {max(learned)}")
     advantages = trajectory.advantage if isinstance(trajectory.advantage, tuple) else (trajectory.advantage,)
     if wrong := [value for value in advantages if not math.isfinite(value)]:

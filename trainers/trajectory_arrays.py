@@ -1,17 +1,12 @@
-"""A batch of trajectories as arrays in the safetensors format, for HTTP and Ray's object store.
+"""Trajectories as arrays in the safetensors format, for HTTP and Ray's object store.
 
-prompt_lengths     integers [N]       tokens of each prompt
-prompt_token_ids   integers [P]       all prompts, one after the other
-lengths            integers [N]       tokens of each completion
-token_ids          integers [T]       all completions, one after the other
-logprobs           floats [T]
-advantages         floats [N] or [T]  of each completion, or of each token
-loss_mask          booleans or integers [T]; optional
-constrained        booleans or integers [T]; optional
-weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
+prompt_lengths integers [N] tokens of each prompt prompt_token_ids integers [P] all prompts, concatenated
+lengths integers [N] tokens of each completion token_ids integers [T] all completions, concatenated logprobs
+floats [T] advantages floats [N] or [T] of completions, or of tokens loss_mask booleans or integers [T];
+optional constrained booleans or integers [T]; optional weight_versions integers [S, 4]; optional: trajectory,
+version, start and end of each span
 
-The metadata may have `settings`: JSON of `trainers.settings.StepSettings`, what this step has instead of the
-deployment's learning rate, loss and so on.
+The metadata may have `settings`, JSON of `trainers.settings.StepSettings`.
 """
 
 import json
@@ -27,7 +22,7 @@ from safetensors.numpy import load, save
 from trainers.trajectory import Trajectory, VersionSpan
 
 MEDIA_TYPE = "application/x-safetensors"
-SETTINGS = "settings"  # in the metadata
+SETTINGS = "settings"  # metadata key
 
 Array = npt.NDArray[np.generic]
 _KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
@@ -38,11 +33,7 @@ _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": 
 
 
 def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) -> bytes:
-    """The arrays of a batch; fractions are rounded to float32.
-
-    Args:
-        settings: JSON of the step's `StepSettings`.
-    """
+    """Arrays of a batch; fractions become float32. `settings` is JSON of `StepSettings`."""
     lengths = [len(each.token_ids) for each in trajectories]
     arrays: dict[str, Array] = {
         "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
@@ -78,7 +69,7 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
 
 
 def settings_of(content: bytes) -> str | None:
-    """The settings beside a batch. Raises ValueError."""
+    """The settings in the metadata. Raises ValueError."""
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     try:
         found: str | None = json.loads(header).get("__metadata__", {}).get(SETTINGS)
@@ -88,8 +79,8 @@ def settings_of(content: bytes) -> str | None:
 
 
 def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
-    """The trajectories of a batch; `parse_trajectories` checks each of them. `sampled` as in
-    `Trajectory.from_json`. Raises ValueError."""
+    """The trajectories; `parse_trajectories` checks them. `sampled` as in `Trajectory.from_json`. Raises
+    ValueError."""
     try:
         arrays: Mapping[str, Array] = load(content)
     except KeyError as error:
@@ -98,7 +89,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
         raise ValueError(f"expected trajectories as arrays in the safetensors format: {error}") from error
     _check(arrays, sampled=sampled)
     prompt_lengths, lengths = arrays["prompt_lengths"], arrays["lengths"]
-    count, tokens = len(lengths), sum(lengths.tolist())  # numpy's own sum could wrap
+    count, tokens = len(lengths), sum(lengths.tolist())  # numpy could overflow
     sizes = {"prompt_lengths": count, "prompt_token_ids": sum(prompt_lengths.tolist())}
     sizes |= dict.fromkeys(("token_ids", "logprobs", *_MASKS), tokens)
     for name, expected in sizes.items():
@@ -158,7 +149,7 @@ def _check(arrays: Mapping[str, Array], *, sampled: bool) -> None:
         if array.ndim != (2 if name == "weight_versions" else 1) or array.shape[1:] not in ((), (4,)):
             raise ValueError(f"{name}: expected {expected}, got {list(array.shape)}")
     for name in ("prompt_lengths", "lengths"):
-        if (arrays[name].astype(np.int64) < 0).any():  # numpy would count from the end
+        if (arrays[name].astype(np.int64) < 0).any():
             raise ValueError(f"{name}: expected numbers of tokens, got {arrays[name].min()}")
 
 
