@@ -1,6 +1,6 @@
-"""The RL job: prompts, rewards, rollouts, a queue that bounds staleness, and a record of its steps.
+"""The RL job: prompts, rewards, rollouts, a queue that bounds staleness, a record of steps.
 
-Runs in any Python process that reaches the fleet over HTTP. Losses, optimizers and models are in `trainers`.
+It reaches the fleet over HTTP only. Losses, optimizers and models are in `trainers`.
 
 Read first: `app.jobs.grpo`.
 """

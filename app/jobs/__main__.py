@@ -1,4 +1,4 @@
-"""`python -m app.jobs [options]`: the RL job. It prints a line before it loads anything large."""
+"""`python -m app.jobs [options]`. Prints a line before it loads anything large."""
 
 import os
 import sys
@@ -11,18 +11,18 @@ from app.jobs.options import JobOptions
 
 
 def run() -> int:
-    """The exit status of the job."""
+    """Returns the exit status."""
     began = time.monotonic()
     try:
         os.chdir(os.environ.get(WORKING_DIR, "."))
         if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())  # rewards and environments; not before our own packages
+            sys.path.append(os.getcwd())  # rewards and environments, after our own packages
         options = parse(JobOptions)
         options.check()
     except (OSError, ValueError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
-    # torch, reasoning-gym: seconds, and a minute from a cold disk
+    # seconds; a minute from a cold disk
     with announced("RL job: loading its programs", STATUS_S):
         from app.jobs import grpo
     return grpo.run(options, began)

@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems, at one version of the weights."""
+"""Evaluation of one version on held-out problems."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,17 @@ from app.jobs.task_groups import all_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The result of one version; a part of the run's record."""
+    """The result; a part of the run's record."""
 
     version: int
-    problems: int  # that were answered
-    reward: float  # the mean over all rollouts
-    pass_at: dict[int, float]  # k -> the share of problems that k attempts solve
+    problems: int  # answered
+    reward: float  # mean over rollouts
+    pass_at: dict[int, float]  # k -> share of problems solved in k attempts
     reward_std: float = 0.0
-    reward_by_source: Mapping[str, float] = field(default_factory=dict)  # see `Rollout.source`
+    reward_by_source: Mapping[str, float] = field(default_factory=dict)
     cut_fraction: float = 0.0
     answer_tokens_mean: float = 0.0
-    kept_in: str | None = None  # the directory of the version, if it was the best so far
+    kept_in: str | None = None  # a directory, if it was the best so far
 
     def line(self) -> str:
         shares = "  ".join(f"pass@{k} {value:.3f}" for k, value in self.pass_at.items())
@@ -34,10 +34,9 @@ class Evaluation:
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """The probability that one of k attempts is right, where `solved` of `attempts` were.
+    """The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k).
 
-    The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al. 2021, https://arxiv.org/abs/2107.03374,
-    section 2.1.
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, section 2.1.
     """
     assert 0 <= solved <= attempts and 1 <= k <= attempts
     return 1.0 - comb(attempts - solved, k) / comb(attempts, k)
@@ -52,7 +51,7 @@ async def evaluate(
     in_flight: int,
     solved_from: float,
 ) -> Evaluation:
-    """Attempts at held-out problems by the policy, which must have a version.
+    """Attempts at held-out problems by a policy with a version.
 
     Raises:
         Moved: the fleet serves another version.
@@ -78,7 +77,7 @@ async def evaluate(
 
 
 def summarized(answered: Sequence[Sequence[Rollout]], version: int, solved_from: float) -> Evaluation:
-    """The evaluation of these rollouts of each problem; k are powers of two, and the number of rollouts."""
+    """k are powers of two, and the number of rollouts."""
     counts = [(len(made), sum(rollout.reward >= solved_from for rollout in made)) for made in answered]
     most = min(made for made, _ in counts)
     ks = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})

@@ -1,4 +1,4 @@
-"""Rollouts on their way from the fleet to the trainer, and how stale they may be.
+"""Rollouts from the fleet to the trainer, and their staleness.
 
 producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► learner
 """
@@ -16,14 +16,14 @@ from trainers.trajectory import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What the model said about a problem, over one turn or more, and its reward.
+    """An attempt at a problem, and its reward.
 
     Attributes:
-        trajectories: their advantages come with the batch.
-        penalty: added to the reward before advantages, 0.0 or less; see `overlong_penalty`.
+        trajectories: without advantages, which come with the batch.
+        penalty: added to the reward before advantages; see `overlong_penalty`.
         text: for logs.
         cut: whether an answer ended at `max_tokens`.
-        source: the data set or environment that the problem is from, for figures by it.
+        source: the data set or environment.
     """
 
     trajectories: Sequence[Trajectory]
@@ -36,7 +36,7 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the model sampled."""
+        """Sampled tokens."""
         return sum(trajectory.learned_tokens for trajectory in self.trajectories)
 
 
@@ -44,12 +44,11 @@ class Rollout:
 class Group:
     """The rollouts of one problem."""
 
-    number: int  # the problem's
+    number: int
     rollouts: Sequence[Rollout]
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weights behind any of its tokens."""
         return min(
             span.version
             for rollout in self.rollouts
@@ -75,7 +74,7 @@ class Group:
 
 
 def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Fields that the record of a step and an evaluation share."""
+    """Fields that records of steps and evaluations share."""
     rewards = [rollout.reward for rollout in rollouts]
     by_source: dict[str, list[float]] = {}
     for rollout in rollouts:
@@ -91,10 +90,7 @@ def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:
-    """The batch that the trainer learns from; groups with equal rewards are left out.
-
-    Where advantages are relative to the whole batch, all groups are in it, unless all rewards are equal.
-    """
+    """The trainer's batch, without groups of equal rewards, unless advantages are relative to the batch."""
     advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
     whole = estimator in OF_BATCHES and any(any(of_group) for of_group in advantages)
     return [
@@ -107,28 +103,27 @@ def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list
 
 
 class GroupQueue:
-    """A bounded queue with one consumer and any number of producers.
+    """A bounded queue with one consumer.
 
     Args:
         capacity: in groups; a producer waits while it is full.
-        max_staleness: a group is dropped when its oldest token is more than this many versions behind.
+        max_staleness: a group is dropped when its oldest token is more versions behind.
     """
 
     def __init__(self, capacity: int, max_staleness: int) -> None:
         self.dropped: list[int] = []  # problem numbers; the learner empties it
         self._max_staleness = max_staleness
         self._waiting: asyncio.Queue[Group] = asyncio.Queue(capacity)
-        self._taken: list[Group] = []  # part of a batch
+        self._taken: list[Group] = []
 
     def __len__(self) -> int:
         return len(self._taken) + self._waiting.qsize()
 
     async def put(self, group: Group) -> None:
-        """Append a group; waits while the queue is full."""
         await self._waiting.put(group)
 
     async def take(self, count: int, version: int) -> list[Group]:
-        """The `count` oldest groups that are fresh enough for `version`; waits until there are that many."""
+        """The `count` oldest groups that are fresh enough for `version`; waits for them."""
         while len(self._taken) < count:
             group = await self._waiting.get()
             if version - group.oldest_version <= self._max_staleness:

@@ -6,8 +6,8 @@
     put the group into the queue            POST /train/publish   the fleet moves to the new version
        waits only while the queue is full      running requests continue across the change
 
-Generation never waits for the trainer, so a rollout may span versions; truncated importance weights in the
-loss account for the weights behind each token.
+Generation never waits for the trainer, so rollouts may span versions; truncated importance weights account
+for that.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ STATUS_CHECK_S = 0.5
 
 
 async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
-    """The model or adapter that is trained, and its version; an adapter without one is published first.
+    """The model or adapter that is trained, and its version. Publishes an adapter that has none.
 
     Raises:
-        FleetError: there is no fleet, or its trainer has not the version that it serves.
+        FleetError: there is no fleet, or its trainer lacks the version that it serves.
     """
     try:
         await client.send(calls.health(), patient=False)
@@ -55,7 +55,7 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
             f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url"
         ) from error
     trainer = await client.send(calls.train_status())
-    version = (await client.send(calls.health())).weight_version  # after what the trainer has published
+    version = (await client.send(calls.health())).weight_version  # after its trainer has published
     _require_served(trainer, version)
     if trainer.adapter is not None:
         model, version = trainer.adapter, trainer.adapter_version
@@ -97,7 +97,7 @@ async def prepared(
     output: Output,
     began: float,
 ) -> Run:
-    """A new run, or the one to resume, against this fleet."""
+    """A new or resumed run."""
     with announced("RL job: asking the fleet for its model and its trainer", STATUS_S):
         policy, version = await require_fleet(client, options)
     run = Run(options, *environments, policy, path, version, output, began)
@@ -118,7 +118,7 @@ async def loop(run: Run, trackers: Trackers) -> None:
 
 
 async def show_status(run: Run) -> None:
-    """Show where the run is; runs until cancelled."""
+    """Runs until cancelled."""
     while True:
         run.output.status(run.status())
         await asyncio.sleep(STATUS_CHECK_S)
@@ -167,7 +167,7 @@ def connected(options: JobOptions, out: Output) -> AsyncFleetClient:
 
 
 def configured(run: Run) -> Configuration:
-    """Everything that this run was started with."""
+    """All settings of this run."""
     address, _ = without_credentials(run.options.url)
     options = {**asdict(run.options), "url": address}
     prompts = run.options.prompts
@@ -209,7 +209,7 @@ def differences(before: Configuration, now: Configuration) -> list[str]:
 async def try_out(
     client: AsyncFleetClient, options: JobOptions, environment: Environment, out: Output
 ) -> None:
-    """Show the options as a run file, try a problem and its reward, and ask the fleet; changes nothing."""
+    """Show the options as a run file, try a problem and its reward, ask the fleet; changes nothing."""
     for each in fields(options):
         value = getattr(options, each.name)
         if value is not None and each.name not in ("url", "dry_run"):
@@ -224,13 +224,13 @@ async def try_out(
 
 
 def summary(path: Path) -> str:
-    """The rewards of a run as a curve, and where its record is."""
+    """A curve of rewards, and the path of the record."""
     curve = reward_curve(metrics.records(path)) if path.exists() else ""
     return f"{curve}\nmetrics in {path}" if curve else f"metrics in {path}"
 
 
 def end_on_signals() -> None:
-    """SIGTERM and SIGHUP end this task as Ctrl-C does; under `nohup` SIGHUP stays ignored."""
+    """SIGTERM and SIGHUP cancel this task as Ctrl-C does; under `nohup` SIGHUP stays ignored."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -239,10 +239,10 @@ def end_on_signals() -> None:
 
 
 def run(options: JobOptions, began: float) -> int:
-    """The job, as the program of a process; its exit status."""
+    """The exit status of the job."""
     try:
         asyncio.run(main(options, began))
-    except (FleetError, ValueError, OSError) as error:  # OSError: from the record, or a tracker
+    except (FleetError, ValueError, OSError) as error:  # OSError: the record, a tracker
         print(f"slipstream: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -1,8 +1,8 @@
-"""The learner: take a batch, step, publish, evaluate, record; and what a killed job left behind.
+"""The learner: take a batch, step, publish, evaluate, record.
 
     write_pending ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
 
-After a kill between any two of them the next job asks the trainer: a step that was done is published,
+After a kill between any two of them the next job asks the trainer. A step that was done is published,
 evaluated and recorded, and its problems are consumed; else they are sampled again.
 """
 
@@ -23,8 +23,8 @@ from app.jobs.trackers import Trackers
 from app.jobs.training import StepLost, Training, last_publish
 from trainers.trajectory import Trajectory
 
-SHOWN = 3  # rollouts of each step on the page
-STEP_ATTEMPTS = 3  # when the trainer loses a step before its round
+SHOWN = 3  # rollouts of a step on the page
+STEP_ATTEMPTS = 3  # if the trainer loses a step before its publish
 
 
 async def learn(run: Run, trackers: Trackers) -> None:
@@ -43,7 +43,7 @@ async def learn(run: Run, trackers: Trackers) -> None:
 
 
 async def show(run: Run, record: StepRecord) -> None:
-    """Have the fleet's page show the step."""
+    """Show the step on the fleet's page."""
     of_problems = {row["problem"]: row for row in run.rows}
     samples = [metrics.sample(row) for row in list(of_problems.values())[:SHOWN]]
     call = calls.report_step(run.path.stem, record.step, record.values(), samples)
@@ -64,7 +64,7 @@ async def learn_once(run: Run) -> StepRecord:
     run.rows = metrics.rows(record.step, sampled)
     metrics.append_rollouts(run.path, run.rows)
     run.filtered, run.queue.dropped, run.unanswered = [], [], 0
-    if batch:  # else there is nothing to learn or publish
+    if batch:  # else nothing to learn
         record = await trained(run, batch, record)
     record = await finished(run, record)
     wall_s = time.monotonic() - began
@@ -78,7 +78,7 @@ async def learn_once(run: Run) -> StepRecord:
 
 
 async def finished(run: Run, record: StepRecord) -> StepRecord:
-    """The record of a step whose version is published, with its evaluation."""
+    """Evaluate a published step."""
     if record.step >= run.options.steps:
         run.sampling.clear()
     began = time.monotonic()
@@ -90,7 +90,7 @@ async def finished(run: Run, record: StepRecord) -> StepRecord:
 
 
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
-    """The next step's record without the trainer's part; `sampled` includes groups without signal."""
+    """The next step's record before training; `sampled` includes groups without signal."""
     staleness = [run.version - group.oldest_version for group in groups]
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     return StepRecord(
@@ -117,23 +117,20 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
 
 
 async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> StepRecord:
-    """The record after a step and a round; a step that the trainer loses before its round is repeated."""
+    """The record after a step and a publish. A step that the trainer loses before is repeated."""
     training = Training(run.policy.client, run.say)
     for _ in range(STEP_ATTEMPTS):
         run.doing = f"the trainer learns from {len(batch)} answers"
         status = await training.idle()
         metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
         sent = time.monotonic()
-        made = await training.step(batch, run.step_settings)
+        made = await training.step(batch, status.step, run.step_settings)
         began = time.monotonic()
         run.doing = "the fleet is updated"
-        step = made.get("step")
+        step = made["step"]
+        assert isinstance(step, int), "the trainer counts its steps"
         try:
-            run.version = await training.publish(
-                f"step {record.step}",
-                newer_than=run.version,
-                step=step if isinstance(step, int) else None,
-            )
+            run.version = await training.publish(f"step {record.step}", newer_than=run.version, step=step)
         except StepLost as lost:
             run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
             continue
@@ -149,11 +146,11 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
 
 
 async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:
-    """The evaluation of the step's version, if one is due; the best version is kept."""
+    """The evaluation, if one is due; keeps the best version."""
     step, every = record.step, run.options.eval_every
     if every == 0 or (step % every and step != run.options.steps):
         return None
-    if record.version != run.version:  # of a job that was killed
+    if record.version != run.version:  # the step of a killed job
         run.say(f"no evaluation after step {step}: version {record.version} gave way to {run.version}")
         return None
     problems = min(run.options.eval_problems, run.held_out.problems)
@@ -179,10 +176,10 @@ async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:
 
 
 async def keep(run: Run, best: Evaluation, step: int) -> str | None:
-    """Save the version in its own directory below `--keep-best`; the directory."""
+    """Save the version below `--keep-best`; returns the directory."""
     if run.options.keep_best is None:
         return None
-    # The time: a job that was killed may have left a part of this version.
+    # The time: a killed job may have left a part of this version.
     name = f"{run.path.stem}-step-{step}-{time.strftime('%H%M%S')}"
     place = run.options.keep_best.absolute() / name
     run.doing = "saving the best version"
@@ -196,7 +193,6 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
 
 
 async def publish_best(run: Run) -> None:
-    """Move the fleet to the best version, labelled with its reward."""
     best = run.best
     if not run.options.publish_best or best is None or best.kept_in is None:
         return
@@ -207,7 +203,7 @@ async def publish_best(run: Run) -> None:
 
 
 async def resume(run: Run, past: Sequence[StepRecord]) -> None:
-    """Continue after the last step of a run's record, and after one that was done and not recorded."""
+    """Continue a run after its last recorded step, and after one that was done and not recorded."""
     if past:
         continue_after(run, past[-1])
         run.step = past[-1].step
@@ -251,7 +247,7 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
         train_s=train_s,
         publish_s=publish_s,
         step_s=step_s,
-        tokens_per_s=tokens / step_s,  # its own; what was generated for the next ones is not known
+        tokens_per_s=tokens / step_s,  # excludes tokens of the next steps
         elapsed_s=left.record.elapsed_s + train_s + publish_s,
         ended=time.time(),
     )
@@ -264,4 +260,4 @@ def continue_after(run: Run, last: StepRecord) -> None:
     if last.seed != run.options.seed:
         raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
     run.positions = Positions(last.next_problem, set(last.consumed_ahead))
-    run.started = time.monotonic() - last.elapsed_s  # the time between the jobs does not count
+    run.started = time.monotonic() - last.elapsed_s  # without the time between jobs

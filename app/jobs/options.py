@@ -1,6 +1,6 @@
-"""The RL job's options: each one is a field of `JobOptions`, and typer makes the command line of them.
+"""The RL job's options: fields of `JobOptions`, from which typer makes the command line.
 
-Imports neither torch nor the job: `slipstream rl` reads them where the user stands.
+Imports neither torch nor the job: `slipstream rl` reads them locally.
 """
 
 import re
@@ -170,11 +170,11 @@ class JobOptions:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model may sample in a rollout."""
+        """Sampled tokens of a rollout, at most."""
         return self.max_tokens * (1 if self.environment is None else self.max_turns)
 
     def check(self) -> None:
-        """Raises ValueError: options that do not go together."""
+        """Raises ValueError for options that do not go together."""
         if self.eval_every == 0 and (self.keep_best is not None or self.publish_best):
             raise ValueError("--keep-best and --publish-best need --eval-every")
         if self.publish_best and self.keep_best is None:
@@ -195,7 +195,7 @@ class JobOptions:
         self.step_settings()
 
     def step_settings(self) -> StepSettings:
-        """What this run's steps have instead of the trainer's settings. Raises ValueError."""
+        """Settings of this run's steps. Raises ValueError."""
         given = {
             "learning_rate": self.learning_rate,
             "updates_per_step": self.updates_per_step,

@@ -1,4 +1,4 @@
-"""How the job samples from the model behind the fleet's address, and what a trainer needs of each answer."""
+"""Sampling from the fleet, and what a trainer needs of each answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from app.client.completions import Answer, Completion
 from app.client.connection import AsyncFleetClient, Call, FleetError
 
 CHAT = "/v1/chat/completions"
-ATTEMPTS = 3  # per request
-VERSION_TIMEOUT_S = "120"  # how long a replica may take to reach a version
-# The model's own distribution: log-probabilities must be the policy's. Every setting that changes it is
-# explicit, because vLLM takes defaults from the model's generation_config.json.
+ATTEMPTS = 3  # attempts per request
+VERSION_TIMEOUT_S = "120"  # limit for a replica to reach a version
+# Log-probabilities must be the policy's. All settings are explicit, because vLLM takes
+# defaults from the model's generation_config.json.
 DISTRIBUTION = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -26,7 +26,7 @@ DISTRIBUTION = {
 
 
 class Unanswered(Exception):
-    """The fleet does not answer this prompt, though it may answer others; the text has the reason."""
+    """The fleet does not answer this prompt; the text has the reason."""
 
 
 class Moved(Exception):
@@ -35,12 +35,12 @@ class Moved(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The model that is sampled from, always with `DISTRIBUTION`.
+    """The model, sampled with `DISTRIBUTION`.
 
     Args:
         max_tokens: per completion.
-        is_adapter: whether `model` is an adapter's name.
-        version: completions must be of exactly this version; None: any.
+        is_adapter: whether `model` is an adapter.
+        version: of completions; None: any.
     """
 
     client: AsyncFleetClient
@@ -56,7 +56,7 @@ class Policy:
         Raises:
             Unanswered: as `sample`, or the conversation exceeds the model's context.
             FleetError: as `sample`.
-            Moved: the policy's version is no longer served.
+            Moved: as `sample`.
         """
         body = self._sampling(count) | {"model": self.name, "messages": list(messages), "logprobs": True}
         try:
@@ -67,23 +67,23 @@ class Policy:
             raise
 
     async def complete(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
-        """What the model says after these tokens; the turns of a session go to one replica."""
+        """The next tokens; turns of a session go to one replica."""
         settings = self._sampling(1) | {"headers": self._headers(session), "logprobs": 0, "ignore_eos": False}
         call = completions.complete(self.name, prompt_token_ids, **settings)
         return (await sample(self.client, call, self.version)).answer
 
     async def forward(self, call: Call[Completion], session: str) -> Completion:
-        """The answer to an agent's own request, at the policy's version."""
+        """An agent's own request, at the policy's version."""
         call = replace(call, headers={**call.headers, **self._headers(session)})
         return await sample(self.client, call, self.version)
 
     async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to where the model answers."""
+        """The tokens of a conversation, up to the answer."""
         return await self.client.send(tokenize_chat(self.name, messages))
 
     @property
     def name(self) -> str:
-        """The model's name in requests; an adapter's has the version in it."""
+        """The model in requests; an adapter's version is a part of it."""
         pinned = self.is_adapter and self.version is not None
         return f"{self.model}@{self.version}" if pinned else self.model
 
@@ -99,16 +99,16 @@ class Policy:
 
 
 def is_too_long(error: FleetError) -> bool:
-    """Whether the model cannot take a prompt, by vLLM's words: any wrong request is a 400."""
+    """Whether a prompt exceeds the context, by vLLM's words: every wrong request is a 400."""
     words = ("maximum context length", "maximum model length")
     return error.status == 400 and any(each in error.message for each in words)
 
 
 async def sample(client: AsyncFleetClient, call: Call[Completion], version: int | None = None) -> Completion:
-    """A completion without aborted answers, all of this version (None: of any).
+    """A completion without aborted answers, of this version (None: any).
 
-    An update with `in_flight: abort`, a pause or `/abort_requests` cuts answers off. All are then sampled
-    again: those that had finished are mostly short ones.
+    `in_flight: abort`, a pause or `/abort_requests` abort answers. All are then sampled again: finished ones
+    are mostly short.
 
     Raises:
         Unanswered: the last attempt was aborted, or the fleet refuses this request for good.
@@ -135,7 +135,7 @@ async def sample(client: AsyncFleetClient, call: Call[Completion], version: int 
 
 
 def require_complete(completion: Completion, *, with_prompt: bool = True) -> None:
-    """Check that each answer has everything that a trainer needs."""
+    """Raises FleetError if an answer lacks something that a trainer needs."""
     if with_prompt and not completion.prompt_token_ids:
         raise FleetError("the fleet's answer has no prompt_token_ids")
     for answer in completion.answers:

@@ -1,8 +1,8 @@
-"""Rewards of the user: `function(entry, answer)` by its import path, with what else it asks for by name.
+"""Your own rewards, `function(entry, answer)` by import path, and what else they ask for by name.
 
-An `async def` runs in the job's event loop. Any other function runs in processes of its own, one answer at a
-time in each, in the main thread: in other threads `signal.alarm` fails, with which math-verify limits its
-time, and some callers turn that error into a reward of 0 (verl's pull request 5635).
+An `async def` runs in the job's event loop. Other functions run in processes, one answer at a time, in the
+main thread: elsewhere `signal.alarm` fails, with which math-verify limits its time, and some callers turn
+that error into a reward of 0 (verl's pull request 5635).
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from app.jobs.policy import Unanswered
 from app.jobs.user_code import blamed, imported
 from deployments.host.fork_server.server import die_with
 
-# What a function may take by name, beside an entry and an answer.
-# messages: the conversation, the whole answer included; token_ids: of the answer; finish_reason: vLLM's
+# Arguments that a function may take by name. messages: the conversation with the whole answer; token_ids:
+# the answer's; finish_reason: vLLM's
 DETAILS = ("messages", "token_ids", "finish_reason")
 # (one line of the prompt file; the graded part of the answer; DETAILS by name) -> the reward
 Reward = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable[float]]
-TIMEOUT_S = 600.0  # for one answer
-EXIT_S = 1.0  # between the end of its pipe and its exit
+TIMEOUT_S = 600.0
+EXIT_S = 1.0  # limit from the end of its pipe to its exit
 
 
 def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) -> Reward:
     """A reward by its import path, `package.module:function`.
 
-    Its calls raise ValueError, with a sentence, when the function raises or returns no finite number, and
-    Unanswered when it takes too long.
+    It raises ValueError when the function raises or returns no finite number, and Unanswered when it takes
+    too long.
 
     Args:
-        processes: of a function that is not `async def`; they start when they are needed.
+        processes: of a function that is not `async def`; they start on demand.
         timeout_s: for one answer.
     """
     function = imported(path, "--reward")
@@ -97,7 +97,7 @@ async def awaited(
 
 
 class RewardPool:
-    """A function in processes, each of which has one answer at a time."""
+    """Processes with one answer at a time each."""
 
     def __init__(self, path: str, processes: int, timeout_s: float) -> None:
         self._path = path
@@ -115,7 +115,7 @@ class RewardPool:
 
 
 class RewardProcess:
-    """A function in a process of its own, which begins with the first answer, and anew when it was ended."""
+    """A process that starts with the first answer, and again after it was killed."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self._path = path
@@ -138,7 +138,7 @@ class RewardProcess:
             process.join(EXIT_S)
             self._end()
             raise ValueError(f"the reward's process exited with {process.exitcode}") from error
-        except asyncio.CancelledError:  # what it would answer is not for the next question
+        except asyncio.CancelledError:  # its reply would answer the next question
             self._end()
             raise
         if isinstance(made, str):
@@ -174,7 +174,7 @@ async def _readable(pipe: Connection) -> None:
 
 
 def _answer(path: str, pipe: Connection) -> None:
-    """The process: for each entry, answer and its details the reward, or the sentence of a ValueError."""
+    """Runs in the process: replies with the reward, or the text of a ValueError."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     die_with(parent.sentinel)

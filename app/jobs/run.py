@@ -1,4 +1,4 @@
-"""The state of a run, and the producers that fill its queue."""
+"""The state of a run, and its producers."""
 
 import asyncio
 import time
@@ -16,16 +16,15 @@ from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
 from trainers.advantages import overlong_penalty
 
-LEFT_OUT = 50  # batches of problems without an answer, after which the job gives up
-FRUITLESS = 50  # batches of groups without signal, after which dynamic sampling gives up
+LEFT_OUT = 50  # batches of unanswered problems, at most
+FRUITLESS = 50  # batches of groups without signal, at most
 
 
 @dataclass
 class Positions:
     """Problem numbers: handed out in order, consumed in any order.
 
-    A problem is consumed when the trainer has learned from it, or its rollouts were dropped. Those that were
-    only handed out are handed out again by the next job.
+    A problem is consumed when it was learned from or dropped. The next job gets the others again.
 
     Args:
         next_problem: all problems before it are consumed.
@@ -40,7 +39,7 @@ class Positions:
         self._handed_out = self.next_problem - 1
 
     def hand_out(self) -> int:
-        """The next problem that is neither consumed nor in flight."""
+        """The next problem, neither consumed nor in flight."""
         self._handed_out += 1
         while self._handed_out in self.ahead:
             self._handed_out += 1
@@ -62,25 +61,25 @@ class Run:
     held_out: Environment
     policy: Policy
     path: Path  # the record
-    version: int  # the newest that the learner knows to be served
+    version: int  # the newest known to be served
     output: Output
     started: float = field(default_factory=time.monotonic)
     step: int = 0
-    trained: int = 0  # the trainer's newest step that this job has published
-    unrecorded: StepRecord | None = None  # the next step, if a job that was killed has published it
+    trained: int = 0  # the newest published step
+    unrecorded: StepRecord | None = None  # a step that a killed job has published
     positions: Positions = field(default_factory=Positions)
-    filtered: list[Group] = field(default_factory=list)  # groups without signal since the last step
+    filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
     rows: Sequence[Row] = ()  # rollouts of the last step
-    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))  # of this process
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))  # steps of this process
     left_out: int = 0  # problems in a row
-    unanswered: int = 0  # problems left out since the last step
+    unanswered: int = 0  # problems since the last step
     generated_tokens: int = 0
     in_flight: int = 0  # problems
     doing: str = "waiting for answers"
     best: Evaluation | None = None
     queue: GroupQueue = field(init=False)
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
-    sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared once no step is left
+    sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared after the last batch
 
     def __post_init__(self) -> None:
         self.queue = GroupQueue(self.options.groups_per_step, self.options.max_staleness)
@@ -92,7 +91,7 @@ class Run:
         self.output.line(line)
 
     def left_s(self) -> float | None:
-        """Until the last step, at the pace of the recent ones; None before the first."""
+        """Time to the last step at the recent pace; None before the first."""
         if not self.recent:
             return None
         pace_s = sum(record.step_s for record in self.recent) / len(self.recent)
@@ -120,7 +119,7 @@ class Run:
 
 
 async def produce(run: Run) -> None:
-    """Sample, score and put; runs until cancelled."""
+    """Sample, score and queue, until cancelled."""
     while True:
         await run.sampling.wait()
         number = run.positions.hand_out()

@@ -1,4 +1,4 @@
-"""asyncio's task groups, with the first error raised as it is, not in an exception group."""
+"""asyncio.TaskGroup with the first error raised alone."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order, run concurrently; when one fails the others are cancelled."""
+    """The results in order, run concurrently; an error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in coroutines]
@@ -18,7 +18,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def run_beside(main: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, object]]) -> T:
-    """The result of `main`; the others are cancelled when it ends, and `main` when one of them fails."""
+    """The result of `main`. Its end cancels the others, and an error of theirs cancels it."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in others]

@@ -1,7 +1,7 @@
-"""Tasks: where prompts come from, and how their answers are scored.
+"""Tasks: prompts, and scores of answers.
 
-The default is reasoning-gym's `chain_sum` with two one-digit terms, of which the small built-in model solves
-one in ten. Solved examples in the prompt would make all answers of a group alike.
+The default is reasoning-gym's `chain_sum` with two one-digit terms; the built-in model solves one in ten.
+Examples in the prompt would make answers of a group alike.
 """
 
 import json
@@ -21,30 +21,30 @@ Message = dict[str, Any]  # "role" and "content"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A prompt, and what its score depends on."""
+    """A prompt and its entry."""
 
     messages: list[Message]
-    entry: Mapping[str, Any]  # reasoning-gym's entry, or a line of the prompt file
-    source: str = ""  # the data set, for figures by it
+    entry: Mapping[str, Any]  # reasoning-gym's, or a line of the file
+    source: str = ""  # the data set
 
 
 class Task(Protocol):
-    """A source of problems that scores their answers."""
+    """Problems, and scores of answers."""
 
     @property
     def problems(self) -> int:
-        """How many differ; then they repeat."""
+        """How many differ before they repeat."""
 
     def problem(self, number: int) -> Problem:
-        """The same problem for the same number, in every process."""
+        """The same for the same number, in every process."""
 
     async def score(self, problem: Problem, answer: Answer) -> float:
-        """The reward of an answer. Raises Unanswered: there is none."""
+        """Raises Unanswered: there is no reward."""
         ...
 
 
 class ReasoningGymTask:
-    """A data set of reasoning-gym; an empty `instruction` leaves the system message to the chat template."""
+    """A data set of reasoning-gym; without `instruction` the chat template sets the system message."""
 
     def __init__(
         self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extraction
@@ -53,7 +53,7 @@ class ReasoningGymTask:
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym
 
-        # reasoning-gym draws problem i from Random(seed + i): adjacent seeds give the same problems, shifted.
+        # reasoning-gym draws problem i from Random(seed + i): adjacent seeds would share problems.
         spread = (seed + 1) * 1_000_003
         try:
             self._entries = reasoning_gym.create_dataset(name, seed=spread, size=1 << 40, **settings)
@@ -79,19 +79,19 @@ class ReasoningGymTask:
 
 
 class PromptFileTask:
-    """Prompts from a JSON Lines file, which repeats, scored by the user's own function.
+    """Prompts of a JSON Lines file, repeated, with your own reward.
 
-    Each line has `messages`, or `prompt` (a conversation as well, or a user's message), and whatever the
-    reward needs. `source`, a text, divides the figures of the record.
+    A line has `messages`, or `prompt` (a text, or a conversation), whatever the reward needs, and a `source`
+    for figures by it.
 
     Raises:
-        ValueError: names the file, and the line that is wrong.
+        ValueError: names the file and the line.
     """
 
     def __init__(self, path: Path, reward: Reward, *, extract: Extraction) -> None:
         self._reward = reward
         self._extract = extract
-        # Not `splitlines`: U+2028 and its like are allowed inside a JSON string.
+        # Not `splitlines`: JSON strings may have U+2028.
         lines = [
             (number, line) for number, line in enumerate(_text(path).split("\n"), start=1) if line.strip()
         ]

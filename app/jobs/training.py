@@ -1,10 +1,9 @@
-"""Steps and rounds of the trainer, each done once although its answer may be lost.
+"""Steps and publishes of the trainer, each done once although its answer may be lost.
 
-the trainer dies     Serve starts another, which resumes from the committed version; if it died between a
-                     step and its round, repeat the step with the same batch; if it has not got that
-                     version, it refuses everything, and the job ends
-the router dies      the call continues: the trainer's status says whether it was done
-a round is aborted   publish again
+trainer dies      Serve starts another one, which resumes from the committed version. A step without its
+                  publish is repeated. Without the version it refuses everything, and the job ends.
+router dies       the trainer's status says whether the call was done
+round aborted     publish again
 """
 
 import asyncio
@@ -20,35 +19,34 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import AdapterReport, TrainerStatus
 from trainers.trajectory import Trajectory
 
-PATIENCE_S = 300.0  # how long calls are repeated: the fleet may be replacing a replica
+PATIENCE_S = 300.0  # limit of repeated calls: a replica may be replaced
 PUBLISH_ATTEMPTS = 3
 POLL_S = 1.0
-BUSY_S = 3600.0  # the trainer's own limits (`step_timeout_s`) end its work long before
+BUSY_S = 3600.0  # `step_timeout_s` ends its work before
 
 Result = TypeVar("Result")
 Say = Callable[[str], object]
 
 
 class StepLost(Exception):
-    """A new trainer resumed from a version before its predecessor's last step."""
+    """The trainer resumed from a version before its last step."""
 
 
 class Training:
-    """The trainer behind a fleet's address."""
+    """The trainer of a fleet."""
 
     def __init__(self, client: AsyncFleetClient, say: Say) -> None:
         self._client = client
         self._say = say
 
     async def step(
-        self, trajectories: Sequence[Trajectory], settings: str | None = None
+        self, trajectories: Sequence[Trajectory], before: int, settings: str | None = None
     ) -> dict[str, JsonValue]:
-        """One optimizer step; its metrics. `settings` as in `calls.step`.
+        """One optimizer step after `before` steps; its metrics. `settings` as in `calls.step`.
 
         Raises:
             FleetError: the fleet refuses, or does not answer for too long.
         """
-        before = (await self._client.send(calls.train_status())).step
 
         async def metrics() -> dict[str, JsonValue] | None:
             status = await self.idle()
@@ -57,14 +55,14 @@ class Training:
         return await self._once(calls.step(trajectories, settings), metrics)
 
     async def publish(self, label: str, newer_than: int, step: int | None = None) -> int:
-        """One round, or the next version of the trained adapter; the version that the fleet serves after it.
+        """Publish weights or adapter; returns the new version.
 
         Args:
             newer_than: the version before.
             step: optimizer steps that the trainer must have done; None: any number.
 
         Raises:
-            StepLost: the trainer has done another number of steps.
+            StepLost: it has done another number.
             FleetError: the fleet refuses, every attempt was aborted, or nothing answers for too long.
         """
 
@@ -83,7 +81,7 @@ class Training:
         raise AssertionError("unreachable")
 
     async def _once(self, call: Call[Result], outcome: Callable[[], Awaitable[Result | None]]) -> Result:
-        """Send a call that must be carried out once; `outcome` finds its result, None if it was not."""
+        """Send a call; `outcome` finds the result of one whose answer was lost, None if it was not done."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -98,7 +96,7 @@ class Training:
                 return found
 
     async def idle(self) -> TrainerStatus:
-        """The trainer's status once it is idle."""
+        """The status of the trainer once it is idle."""
         deadline = time.monotonic() + BUSY_S
         while True:
             status = await self._client.send(calls.train_status())
@@ -113,6 +111,6 @@ class Training:
 
 
 def last_publish(status: TrainerStatus, label: str, newer_than: int) -> RoundReport | AdapterReport | None:
-    """The trainer's last publish if it has this label and made a newer version."""
+    """The last publish with this label and a newer version."""
     last = status.last_round if status.adapter is None else status.last_adapter
     return last if last is not None and last.label == label and last.version > newer_than else None

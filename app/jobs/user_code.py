@@ -1,4 +1,4 @@
-"""Code of others (rewards, environments, trackers): imported by its path, and named when it fails."""
+"""Foreign code (rewards, environments, trackers): imports, and errors that name it."""
 
 import importlib
 import traceback
@@ -11,7 +11,7 @@ SHOWN_FRAMES = 3
 
 
 def imported(path: str, option: str, expected: str = "package.module:function") -> Any:
-    """The object at an import path that a command-line option gave; ValueError where there is none."""
+    """The object at an import path of an option. Raises ValueError."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{option} must look like {expected}, got {path!r}")
@@ -21,11 +21,11 @@ def imported(path: str, option: str, expected: str = "package.module:function") 
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """Turn an error of such code into a ValueError with its place, without our own frames."""
+    """Turn an error into a ValueError with its place, without our own frames."""
     try:
         yield
-    except Exception as error:  # other people's code may raise anything
-        _, _, *frames = traceback.extract_tb(error.__traceback__)  # this one, and its caller's
+    except Exception as error:  # foreign code may raise anything
+        _, _, *frames = traceback.extract_tb(error.__traceback__)  # this one and its caller's
         theirs = [frame for frame in frames if "importlib" not in frame.filename]
         places = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in theirs[-SHOWN_FRAMES:])
         where = f" ({places})" if places else ""

@@ -1,7 +1,6 @@
-"""Environments of the RL job: what a model is asked and told, over one turn or more, and its reward.
+"""Environments: prompts, replies and rewards over one turn or more.
 
-That of `verifiers` has its own process (`program` runs `verifiers_program`), which asks the fleet through
-`relay`.
+`program` runs `verifiers_program` in a process of its own, which asks the fleet through `relay`.
 
 Read first: `app.jobs.environments.environment`.
 """

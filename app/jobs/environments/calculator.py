@@ -1,7 +1,5 @@
-"""A small environment with a tool: sums that are too large for the model, and a calculator.
-
-The model writes a sum in its first turn and is told the result; only its second turn is rewarded.
-"""
+"""An example with a tool: sums too large for the model, and a calculator. The model writes a sum and reads
+its result; its second turn is rewarded."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +22,6 @@ class CalculatorConversation:
     _calculated: bool = False
 
     async def reply(self, answer: str) -> Reply:
-        """The calculator's line after the first turn, the reward after the second."""
         if self._calculated:
             is_right = Extraction.LAST_NUMBER.of(answer) == str(self.expected)
             return Reply(reward=float(is_right), done=True)
@@ -35,7 +32,7 @@ class CalculatorConversation:
 
 @dataclass(frozen=True)
 class Calculator:
-    """Sums of two numbers with so many digits."""
+    """Sums of two numbers of `digits` digits."""
 
     digits: int = 3
     seed: int = 0
@@ -53,7 +50,7 @@ class Calculator:
 
 
 def calculated(text: str) -> str:
-    """The result of the last sum in a text, as the calculator writes it."""
+    """The result of the last sum in a text."""
     found = _SUM.findall(text)
     if not found:
         return "no sum was given"

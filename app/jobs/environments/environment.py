@@ -1,15 +1,16 @@
-"""Environments: what a model is asked, what it is told in between, and the reward.
+"""Environments: prompts, replies and rewards.
 
     Environment.rollouts(number, count) ──► rollouts of one problem
         Single         one prompt, `count` answers in one request, scored by a task
         Conversations  `count` concurrent conversations, each a session of the fleet
 
-A user's environment of several turns is a `TurnEnvironment`; its tools run in `Conversation.reply`.
+Your own environment of several turns is a `TurnEnvironment`; its tools run in `Conversation.reply`.
 """
 
 import asyncio
 import sys
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,24 +27,28 @@ from app.jobs.tasks import Message, Task
 from app.jobs.user_code import blamed
 
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
-HELD_OUT = 1 << 39  # problems from here on are for evaluation, and never trained on
+HELD_OUT = 1 << 39  # problems from here on are for evaluation only
 
 
-class Environment(Protocol):
-    """A source of problems that the model attempts."""
+class Environment(ABC):
+    """A source of problems."""
 
     @property
     def problems(self) -> int:
-        """How many differ; then they repeat."""
+        """How many differ before they repeat."""
+        return sys.maxsize
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Holds what it needs; `rollouts` is called only inside."""
+        """Resources that `rollouts` needs."""
+        return nullcontext()
 
+    @abstractmethod
     async def sample(self) -> str:
-        """What a person should see of it before a run, which tries its first problem without the fleet."""
+        """The first problem, for `--dry-run`; does not ask the fleet."""
 
+    @abstractmethod
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
-        """`count` rollouts of this problem, which is the same for the same number in every process.
+        """`count` rollouts of this problem, the same for the same number in every process.
 
         Raises:
             Unanswered: the fleet does not answer this problem.
@@ -54,7 +59,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What follows something that the model said.
+    """What follows the model's turn.
 
     Attributes:
         messages: for its next turn, of users or tools; not learned from.
@@ -67,14 +72,14 @@ class Reply:
 
 
 class Conversation(Protocol):
-    """One rollout of several turns."""
+    """A rollout of several turns."""
 
     @property
     def messages(self) -> Sequence[Message]:
-        """Those that it begins with."""
+        """The first messages."""
 
     async def reply(self, answer: str) -> Reply:
-        """Carry out what the model said."""
+        """Run tools, and reply to the model's turn."""
 
 
 class TurnEnvironment(Protocol):
@@ -85,17 +90,14 @@ class TurnEnvironment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Single:
-    """The environment of a task: one prompt, one answer."""
+class Single(Environment):
+    """One prompt, one answer."""
 
     task: Task
 
     @property
     def problems(self) -> int:
         return self.task.problems
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
 
     async def sample(self) -> str:
         problem = self.task.problem(0)
@@ -119,19 +121,12 @@ class Single:
 
 
 @dataclass(frozen=True, slots=True)
-class Conversations:
-    """The environment of conversations of at most `max_turns` turns."""
+class Conversations(Environment):
+    """Conversations of at most `max_turns` turns."""
 
     environment: TurnEnvironment
     max_turns: int
-    reply_timeout_s: float = 600.0  # per reply, tools included
-
-    @property
-    def problems(self) -> int:
-        return sys.maxsize
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
+    reply_timeout_s: float = 600.0  # includes tools
 
     async def sample(self) -> str:
         with blamed("the environment"):
@@ -154,7 +149,7 @@ class Conversations:
                     raise Unanswered(error.message) from error
                 if turn == 1 or error.status != 400:
                     raise
-                break  # the conversation exceeds the engine's context
+                break  # it exceeds the engine's context
             transcript.append_answer(answer)
             texts.append(answer.text)
             cut = cut or answer.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""The environments that the job's options name."""
+"""Environments from the job's options."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
 
 def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
-    """The environment that is learned from, and that of the held-out problems. Raises ValueError."""
+    """The environments of training and of evaluation. Raises ValueError."""
     options.check()
     if options.environment is None:
         return _single_turn(options)
@@ -36,7 +36,7 @@ def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
 
 
 def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironment:
-    """A built-in environment, or one by its import path; `settings` are arguments of its factory."""
+    """An environment by name or import path; `settings` are arguments of its factory."""
     expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
     factory = imported(BUILT_IN.get(path, path), "--environment", expected)
     try:

@@ -1,7 +1,7 @@
-"""A child process that answers lines of JSON, and is stopped with everything that it started.
+"""A child process that answers lines of JSON.
 
-If it hangs, crashes or writes garbage, every pending question raises `Exited` with its last words. It stops
-when its input ends, so also when this process is killed.
+If it hangs, crashes or writes garbage, every pending question raises `Exited`. It stops with everything that
+it started when its input ends, also when this process is killed.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from app.jobs.environments.verifiers_program import MARK, STOP_TIMEOUT_S, kill_m
 
 MAX_LINE_BYTES = 1 << 24
 LAST_WORDS_BYTES = 1 << 16
-GRACE_S = STOP_TIMEOUT_S + 5.0  # it stops itself before
-LAST_WORDS_S = 1.0  # between the end of its output and its exit
+GRACE_S = STOP_TIMEOUT_S + 5.0  # longer than its own limit
+LAST_WORDS_S = 1.0  # limit from the end of its output to its exit
 
 
 class Exited(Exception):
-    """The program answers no more; the text has the reason."""
+    """The program cannot answer; the text has the reason."""
 
 
 class Program:
-    """One process; `exited` is why it answers no more. Its log (stderr) is kept if that text names it."""
+    """One process; `exited` is why it cannot answer. Its log (stderr) is kept if that text names it."""
 
     def __init__(self, process: Process, mark: str, log: Path) -> None:
         self.exited: str | None = None
@@ -40,7 +40,7 @@ class Program:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Self:
-        """Returns when it has written its first line.
+        """Returns after its first line.
 
         Raises:
             Exited: it does not start, or its first line has an `error`.
@@ -55,7 +55,7 @@ class Program:
                     stderr=stderr,
                     limit=MAX_LINE_BYTES,
                     env={**environment, MARK: mark},
-                    start_new_session=True,  # Ctrl-C is for the job, which stops it in order
+                    start_new_session=True,  # Ctrl-C is for the job
                 )
         except OSError as error:
             Path(stderr.name).unlink()
@@ -71,17 +71,17 @@ class Program:
             program.exited = program._with_log(str(error) or slow)
             await program.close(grace_s=0.0)
             raise Exited(program.exited) from None
-        except BaseException:  # also a cancellation: the process must not outlive its caller
+        except BaseException:  # also a cancellation
             await program.close(grace_s=0.0)
             raise
         program._reader = asyncio.create_task(program._read())
         return program
 
     async def ask(self, **question: Any) -> Mapping[str, Any]:
-        """The program's answer; a question that is cancelled here is cancelled there.
+        """The answer to a question; cancellation is passed on.
 
         Raises:
-            Exited: there will be none.
+            Exited: there is no answer.
         """
         if self.exited is not None:
             raise Exited(self.exited)
@@ -98,7 +98,7 @@ class Program:
             del self._pending[number]
 
     async def close(self, grace_s: float = GRACE_S) -> None:
-        """Stop the program and everything that it started; it is killed after `grace_s`."""
+        """Stop it and everything that it started; kill it after `grace_s`."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -110,12 +110,12 @@ class Program:
             await self._end("it was closed")
             if self._reader is not None:
                 await asyncio.wait([self._reader], timeout=LAST_WORDS_S)
-                self._reader.cancel()  # a process that dropped its mark may hold the other end
+                self._reader.cancel()  # an unmarked process may hold the other end
             if str(self._log) not in str(self.exited):
                 self._log.unlink()
 
     def last_words(self) -> str:
-        """The last line of its log with text; verifiers draws frames around its errors."""
+        """The last line of text in its log; verifiers draws frames around errors."""
         with self._log.open("rb") as stream:
             stream.seek(max(0, self._log.stat().st_size - LAST_WORDS_BYTES))
             end = stream.read().decode(errors="replace")
@@ -157,12 +157,12 @@ class Program:
         return f"{why} (its log: {self._log})" if self._log.stat().st_size else why
 
     async def _end(self, why: str) -> None:
-        """Fail all questions, and kill what is left."""
+        """Fail all questions and kill what is left."""
         self.exited = self.exited or why
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(Exited(self.exited))
-        try:  # its output ends a moment before it exits
+        try:  # its output ends before it exits
             async with asyncio.timeout(LAST_WORDS_S):
                 await self._process.wait()
         except TimeoutError:

@@ -1,12 +1,12 @@
-"""An address for agents of other programs: their requests pass through to the fleet, and tokens are recorded.
+"""An HTTP server for agents of other programs: requests pass to the fleet, and tokens are recorded.
 
     agent ── http://127.0.0.1:PORT/SESSION/v1/chat/completions ──► Relay ──► fleet
                                                                      │
                                        AgentSession.turns  ◄─────────┘
 
-Requests are sampled from the policy's own distribution and version, whatever the agent sets. Constraints such
-as a `tool_choice` pass. vLLM applies their grammar before it computes log-probabilities
-(`GPUModelRunner.sample_tokens`), so those are not the policy's: such turns are marked.
+Requests get the policy's distribution and version, whatever the agent sets. Constraints such as a
+`tool_choice` pass. vLLM applies their grammar before it computes log-probabilities
+(`GPUModelRunner.sample_tokens`), so such turns are marked.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ GENERATE = "/inference/v1/generate"
 SESSION = "x-session-id"
 MAX_BODY_BYTES = 32 << 20
 DROPPED = (
-    # they change the distribution, or make all rollouts alike; DISTRIBUTION overrides the others
+    # change the distribution, or make rollouts alike
     *("seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens"),
-    *("stream", "stream_options"),  # the fleet is asked for a whole answer, which can be sampled again
+    *("stream", "stream_options"),  # a whole answer can be sampled again
 )
 
 T = TypeVar("T")
@@ -40,21 +40,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One request of an agent and its answer, as tokens."""
+    """A request of an agent and its answer."""
 
-    session: str  # the agent's own; empty if it sent none
+    session: str  # the agent's; empty if it sent none
     prompt_token_ids: Sequence[int]
     answer: Answer
-    constrained: bool = False  # by a grammar
+    constrained: bool = False  # whether a grammar limited the choice
 
 
 @dataclass(slots=True, kw_only=True)
 class AgentSession:
-    """What one run of an agent has requested.
+    """Requests of one run of an agent.
 
     Attributes:
-        failure: why a request got no answer, which says nothing about the model.
-        refused: why the fleet refused a request: mostly a conversation that exceeds the engine's context.
+        failure: why a request got no answer, through no fault of the model.
+        refused: why the fleet refused one, mostly a conversation that exceeds the engine's context.
         over: the agent sends no more requests, so the address can be reused.
     """
 
@@ -67,16 +67,11 @@ class AgentSession:
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fail(self, error: Exception) -> None:
-        """A reward of this run would say nothing about the model."""
         self.failure = self.failure or error
         self._failed.set()
 
     async def unless_failed(self, agent: Coroutine[Any, Any, T]) -> T:
-        """The agent's result; it is cancelled as soon as a request has failed.
-
-        Raises:
-            Exception: the failure.
-        """
+        """The agent's result. Cancels the agent and raises the failure when a request fails."""
 
         async def failing() -> NoReturn:
             await self._failed.wait()
@@ -87,7 +82,7 @@ class AgentSession:
 
 
 class Relay:
-    """The server of all agents of an environment, on this host only.
+    """The server of all agents of an environment, on this host.
 
     Addresses cannot be guessed, and are reused: agents keep a client for each.
     """
@@ -99,10 +94,9 @@ class Relay:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Serve agents while the block runs."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_post("/{name}{path:/.*}", self._respond)
-        # handler_cancellation: the answer to an agent that hung up must not be learned from.
+        # handler_cancellation: do not learn from an answer to an agent that hung up.
         runner = web.AppRunner(
             application,
             access_log=None,
@@ -121,7 +115,7 @@ class Relay:
 
     @asynccontextmanager
     async def session(self, policy: Policy) -> AsyncIterator[AgentSession]:
-        """An address that answers with this policy while the block runs."""
+        """An address that answers with this policy."""
         name = self._free.pop() if self._free else uuid.uuid4().hex
         self._sessions[name] = session = AgentSession(url=f"{self._address}/{name}", policy=policy)
         try:
@@ -163,7 +157,7 @@ class Relay:
 async def _ask(
     session: AgentSession, path: str, body: Mapping[str, Any], name: str, *, constrained: bool
 ) -> bytes | web.Response:
-    """The fleet's answer, which is recorded; or the error for the agent."""
+    """The fleet's answer, which is recorded, or an error for the agent."""
     content = b""
 
     def read(answer: bytes, headers: Mapping[str, str]) -> Completion:
@@ -193,7 +187,7 @@ def trajectories(turns: Sequence[Turn]) -> list[Trajectory]:
     """One trajectory for each conversation whose tokens were only appended to.
 
     A prompt that begins with all tokens of an earlier turn continues it. An agent that renders earlier turns
-    anew begins a trajectory with each turn.
+    again begins a trajectory with each turn.
     """
     transcripts: list[Transcript] = []
     for turn in turns:
@@ -233,7 +227,7 @@ def _at_most(limit: int | None, policy: Policy) -> int:
 
 
 def _is_constrained(body: Mapping[str, Any]) -> bool:
-    """Whether vLLM samples under a grammar for this request (`Parser.adjust_request`)."""
+    """Whether vLLM samples under a grammar (`Parser.adjust_request`)."""
     sampling = body.get("sampling_params") or body
     response_format = (body.get("response_format") or {}).get("type", "text")
     if sampling.get("structured_outputs") or response_format != "text":
@@ -246,7 +240,7 @@ def _is_constrained(body: Mapping[str, Any]) -> bool:
 
 
 def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
-    """The stream of a whole chat answer, in one event: agents' clients mostly stream."""
+    """The stream of a whole chat answer, in one event, for clients that stream."""
     common = {name: value for name, value in answer.items() if name not in ("choices", "usage", "object")}
     common["object"] = "chat.completion.chunk"
     choices = []

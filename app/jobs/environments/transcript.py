@@ -1,4 +1,4 @@
-"""Conversations as tokens: what the model sampled stays as it is, and only new messages are rendered."""
+"""Conversations as tokens: only new messages are rendered."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from app.client.completions import Answer
 from app.jobs.tasks import Message
 from trainers.trajectory import Trajectory, VersionSpan
 
-WORDS = ("1", "2")  # each is one token, or both are equally many
+WORDS = ("1", "2")  # equally many tokens
 
 
 def probes(told: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Two conversations that differ in the assistant's word and end with the new messages, for `between`."""
+    """Two conversations with different assistant's words and these last messages, for `between`."""
     first, second = (
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}, *told] for word in WORDS
     )
@@ -23,7 +23,7 @@ def between(first: Sequence[int], second: Sequence[int]) -> list[int]:
     """The tokens that follow the assistant's word in both renderings.
 
     Raises:
-        ValueError: the chat template rewrites earlier messages, so no conversation can be continued.
+        ValueError: the chat template rewrites earlier messages.
     """
     pairs = zip(reversed(first), reversed(second), strict=False)
     common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -39,7 +39,7 @@ def between(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 @dataclass
 class Transcript:
-    """The tokens of a conversation; they are only appended to."""
+    """The tokens of a conversation."""
 
     prompt_token_ids: Sequence[int]
     token_ids: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Transcript:
         return [*self.prompt_token_ids, *self.token_ids]
 
     def append_answer(self, answer: Answer, *, constrained: bool = False) -> None:
-        """Append what the model said; `constrained`: a grammar left it fewer tokens to choose from."""
+        """Append sampled tokens; `constrained`: by a grammar."""
         start = len(self.token_ids)
         self._spans += [
             VersionSpan(version=span.version, start=start + span.start, end=start + span.end)
@@ -63,13 +63,12 @@ class Transcript:
         self._append(answer.token_ids, answer.logprobs, sampled=True, constrained=constrained)
 
     def append_messages(self, token_ids: Sequence[int]) -> None:
-        """Append what `between` found: its first token ends the turn, and the model may have sampled it."""
+        """Append the result of `between`. The model may have sampled its first token, which ends the turn."""
         if self.token_ids and token_ids and self.token_ids[-1] == token_ids[0]:
             token_ids = token_ids[1:]
         self.append_masked(token_ids)
 
     def append_masked(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the model did not sample."""
         self._append(token_ids, [0.0] * len(token_ids), sampled=False, constrained=False)
 
     def _append(
@@ -81,7 +80,7 @@ class Transcript:
         self.constrained += [constrained] * len(token_ids)
 
     def trajectory(self) -> Trajectory:
-        """The conversation up to the last sampled token; the advantage comes with its group."""
+        """The conversation up to the last sampled token, without an advantage."""
         end = max((i + 1 for i, sampled in enumerate(self.mask) if sampled), default=0)
         return Trajectory(
             prompt_token_ids=tuple(self.prompt_token_ids),

@@ -1,16 +1,15 @@
-"""Environments of verifiers, rolled out in a Python of its own, since its pins conflict with ours.
+"""Environments of verifiers, in a Python of its own, because its pins conflict with ours.
 
     Verifiers ── task, address ──► verifiers_program.py ── chat, generate ──► Relay ──► fleet
         ▲                                │                                      │
         └──────── reward, session ───────┘        tokens, versions, values ─────┘
 
-verifiers plays the agent and judges it. The job learns from the tokens that the relay recorded.
+verifiers runs the agent and its judge. The job learns from the tokens that the relay recorded.
 """
 
 import asyncio
 import os
 import shlex
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from app.client.announcement import announced
-from app.jobs.environments.environment import HELD_OUT
+from app.jobs.environments.environment import HELD_OUT, Environment
 from app.jobs.environments.program import Exited, Program
 from app.jobs.environments.relay import AgentSession, Relay, trajectories
 from app.jobs.groups import Rollout
@@ -29,9 +28,9 @@ from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
-START_TIMEOUT_S = 600.0  # imports, and data sets that are downloaded
-MAX_FAILURES = 20  # consecutive failed problems that end the run
-# An environment runs other people's code, and what a model wrote: only the relay has the fleet's token.
+START_TIMEOUT_S = 600.0  # includes downloads of data sets
+MAX_FAILURES = 20  # consecutive failed problems
+# Environments run foreign code, and code of a model: only the relay has the fleet's token.
 SECRETS = ("SLIPSTREAM_TOKEN", "SLIPSTREAM_TOKEN_FILE", "SLIPSTREAM_USER_TOKEN")
 NO_PROXY = ("no_proxy", "NO_PROXY")  # the relay is on this host
 
@@ -41,9 +40,9 @@ class VerifiersSettings(BaseModel):
 
     Attributes:
         command: what `vf-eval` takes, such as `gsm8k @ config.toml --select.limit 100`.
-        eval_command: the same for the held-out tasks.
+        eval_command: the same for held-out tasks.
         python: an interpreter that has verifiers.
-        rollout_timeout_s: per rollout; verifiers has its own limits.
+        rollout_timeout_s: per rollout, beside verifiers' own limits.
         variables: added to the program's environment.
     """
 
@@ -73,11 +72,11 @@ class VerifiersSettings(BaseModel):
 
 
 class Failed(Exception):
-    """A rollout failed, which says nothing about the model."""
+    """A rollout failed, through no fault of the model."""
 
 
 @dataclass(slots=True)
-class Verifiers:
+class Verifiers(Environment):
     """Rollouts of a verifiers environment."""
 
     settings: VerifiersSettings
@@ -92,10 +91,6 @@ class Verifiers:
                 "verifiers runs in a Python of its own (docs/guides/environments.md says how to make it): "
                 f"expected one at 'python', got {self.settings.python!r}"
             )
-
-    @property
-    def problems(self) -> int:
-        return sys.maxsize
 
     async def sample(self) -> str:
         return f"verifiers plays: vf-eval {' '.join(self.settings.arguments)}"
@@ -140,7 +135,7 @@ class Verifiers:
                 except (Failed, Exited) as error:
                     reason = str(error)
             if session.refused is not None:
-                break  # the next attempt would be refused too
+                break
         raise Unanswered(f"verifiers: {reason}")
 
     async def _run_agent(self, number: int, session: AgentSession) -> Rollout:
@@ -163,7 +158,7 @@ class Verifiers:
                 turns=len(turns),
             )
         if turns and session.refused is not None:
-            # The conversation exceeds the engine's context: that is the model's doing.
+            # The conversation exceeds the engine's context.
             text = " | ".join(turn.answer.text for turn in turns)
             return Rollout(
                 trajectories=trajectories(turns), reward=0.0, text=text, cut=True, turns=len(turns)
@@ -173,7 +168,7 @@ class Verifiers:
     async def _started(self) -> Program:
         async with self._starting:
             if self._program is None or self._program.exited is not None:
-                # -P: without it this directory would shadow packages of the same names
+                # -P: modules of this directory would shadow packages
                 command = [self.settings.python, "-P", str(PROGRAM), *self.settings.arguments]
                 try:
                     self._program = await Program.start(command, self._environment(), START_TIMEOUT_S)

@@ -2,10 +2,9 @@
 
     python verifiers_program.py [what vf-eval takes: TASKSET @ FILE.toml --select... --client...]
 
-stdin has lines of JSON: `id`, `task` (its position in the task set), `url` and `model`, or `id` and `cancel`.
-stdout has one for each: `id`, and `reward`, `sessions` and `text`, or `error`; before them `{}` when it is
-ready, or an `error`. When stdin ends, so also when the job is killed, it kills everything that it started and
-exits.
+Lines of JSON on stdin: `id`, `task` (its position in the task set), `url` and `model`, or `id` and `cancel`.
+Lines on stdout: first `{}` when ready, or an `error`; then `id` with `reward`, `sessions` and `text`, or with
+an `error`. When stdin ends, also because the job was killed, it kills everything that it started and exits.
 """
 
 import asyncio
@@ -22,20 +21,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-MARK = "SLIPSTREAM_ROLLOUTS"  # an environment variable that all processes of the program inherit
-STOP_TIMEOUT_S = 20.0  # for verifiers' servers, once stdin has ended
-KILL_TIMEOUT_S = 5.0  # until killed processes are gone
+MARK = "SLIPSTREAM_ROLLOUTS"  # an environment variable of all its processes
+STOP_TIMEOUT_S = 20.0  # limit for servers to stop after stdin has ended
+KILL_TIMEOUT_S = 5.0
 
 
 class RolloutRunner(Protocol):
-    """Runs rollouts of one environment."""
+    """Rollouts of one environment."""
 
     async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The answer to a line, without its `id`."""
 
 
 class VerifiersRunner:
-    """Rollouts of a verifiers environment that is being served."""
+    """Rollouts of a running verifiers environment."""
 
     def __init__(self, environment: Any, config: Any) -> None:
         self._environment = environment
@@ -64,7 +63,7 @@ class VerifiersRunner:
 
 @asynccontextmanager
 async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
-    """The environment that these arguments of `vf-eval` name, with its servers."""
+    """The environment of these arguments of `vf-eval`, with its servers."""
     from pydantic_config import cli
     from verifiers.v1.cli.resolve import narrow_config, with_positional_taskset
     from verifiers.v1.configs.cli.eval import EvalConfig
@@ -81,7 +80,7 @@ async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
 
 
 class Tasks:
-    """The tasks of a set by position, read on demand; a bounded set repeats."""
+    """Tasks by position, read on demand; a bounded set repeats."""
 
     def __init__(self, taskset: Any) -> None:
         self._iterator: Iterator[Any] = iter(taskset)
@@ -100,11 +99,11 @@ Opened = Callable[[list[str]], AbstractAsyncContextManager[RolloutRunner]]
 
 
 def run(opened: Opened) -> None:
-    """The program, with rollouts of this environment."""
+    """The program."""
     asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # a tool that reads stdin would take the job's lines
-    os.dup2(2, 1)  # what the environment prints is no answer
+        os.dup2(nothing.fileno(), 0)  # tools must not read the job's lines
+    os.dup2(2, 1)  # prints of the environment
     try:
         asyncio.run(serve(asked, answers, opened))
     except Exception as error:
@@ -116,7 +115,7 @@ def run(opened: Opened) -> None:
 
 
 async def serve(asked: TextIO, answers: TextIO, opened: Opened) -> None:
-    """Answer all lines concurrently until stdin ends."""
+    """Answer lines concurrently until stdin ends."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     _read_lines(asked, asyncio.get_running_loop(), lines.put_nowait)
     running: dict[int, asyncio.Task[None]] = {}
@@ -143,7 +142,7 @@ def _forget(running: dict[int, asyncio.Task[None]], number: int, task: asyncio.T
 async def _respond(answers: TextIO, asked: dict[str, Any], runner: RolloutRunner) -> None:
     try:
         result = await runner.roll_out(asked)
-    except Exception as error:  # the environment's code may raise anything
+    except Exception as error:  # foreign code may raise anything
         result = {"error": _one_line(error)}
     write(answers, {"id": asked["id"], **result})
 
@@ -152,7 +151,7 @@ def _read_lines(asked: TextIO, loop: asyncio.AbstractEventLoop, put: Callable[[s
     def read() -> None:
         for line in asked:
             loop.call_soon_threadsafe(put, line)
-        # The job may be gone: a write to its pipes would fail and end the clean-up.
+        # The job may be gone: writes to its pipes would fail.
         with open(os.devnull, "w") as nothing:
             for descriptor in (1, 2):
                 os.dup2(nothing.fileno(), descriptor)
@@ -170,7 +169,7 @@ def _exit_now() -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the processes that inherited this mark, except this one; they may start others meanwhile."""
+    """Kill the other processes with this mark; they may start more meanwhile."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while mark and (found := list(_marked(mark))) and time.monotonic() < deadline:
         for pid in found:
@@ -184,7 +183,7 @@ def _marked(mark: str) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
-        with suppress(OSError):  # it has exited, or belongs to another user and is none of ours
+        with suppress(OSError):  # it has exited, or is another user's
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 yield int(entry.name)
 
