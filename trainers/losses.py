@@ -27,9 +27,9 @@ class LearnedTokens:
     old_logprobs: torch.Tensor  # float32 [M]
     rollout_logprobs: torch.Tensor  # float32 [M]; the old policy's where a grammar constrained it
     advantages: torch.Tensor  # float32 [M]
-    completions: torch.Tensor  # int64 [M], 0 to A - 1
+    completions: torch.Tensor  # int64 [M], the completion of each token, 0 to A - 1
     lengths: torch.Tensor  # int64 [A], tokens
-    versions: torch.Tensor  # int64 [M]; -1: unknown
+    versions: torch.Tensor  # int64 [M], the version that sampled the token; -1: unknown
     reference_logprobs: torch.Tensor | None = None  # float32 [M]; None without a KL penalty
 
     @property
@@ -48,10 +48,8 @@ class LearnedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """The result of a loss."""
-
     values: torch.Tensor  # float32 [M], with gradient
-    clipped: torch.Tensor | None = None  # bool [M], for metrics
+    clipped: torch.Tensor | None = None  # bool [M], for metrics: the clip holds the token back
 
 
 class Loss(Protocol):

@@ -92,8 +92,6 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """Tensors that are read together."""
-
     state_names: list[str]
     parts: list[tuple[ParameterSpec, View | None]]  # yielded, and where it lies
     is_converted: bool  # without views

@@ -1,10 +1,14 @@
 """Trajectories as arrays in the safetensors format, for HTTP and Ray's object store.
 
-prompt_lengths integers [N] tokens of each prompt prompt_token_ids integers [P] all prompts, concatenated
-lengths integers [N] tokens of each completion token_ids integers [T] all completions, concatenated logprobs
-floats [T] advantages floats [N] or [T] of completions, or of tokens loss_mask booleans or integers [T];
-optional constrained booleans or integers [T]; optional weight_versions integers [S, 4]; optional: trajectory,
-version, start and end of each span
+prompt_lengths     integers [N]       tokens of each prompt
+prompt_token_ids   integers [P]       all prompts, concatenated
+lengths            integers [N]       tokens of each completion
+token_ids          integers [T]       all completions, concatenated
+logprobs           floats [T]
+advantages         floats [N] or [T]  of completions, or of tokens
+loss_mask          booleans or integers [T]; optional
+constrained        booleans or integers [T]; optional
+weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
 
 The metadata may have `settings`, JSON of `trainers.settings.StepSettings`.
 """

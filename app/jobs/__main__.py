@@ -11,7 +11,6 @@ from app.jobs.options import JobOptions
 
 
 def run() -> int:
-    """Returns the exit status."""
     began = time.monotonic()
     try:
         os.chdir(os.environ.get(WORKING_DIR, "."))

@@ -14,8 +14,6 @@ from app.jobs.task_groups import all_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The result; a part of the run's record."""
-
     version: int
     problems: int  # answered
     reward: float  # mean over rollouts
@@ -51,12 +49,8 @@ async def evaluate(
     in_flight: int,
     solved_from: float,
 ) -> Evaluation:
-    """Attempts at held-out problems by a policy with a version.
-
-    Raises:
-        Moved: the fleet serves another version.
-        Unanswered: no problem was answered.
-    """
+    """Attempts at held-out problems by a policy with a version. Raises Moved; Unanswered if no problem was
+    answered."""
     assert policy.version is not None
     free = asyncio.Semaphore(in_flight)
     reasons: list[str] = []

@@ -42,8 +42,6 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The rollouts of one problem."""
-
     number: int
     rollouts: Sequence[Rollout]
 

@@ -42,11 +42,8 @@ STATUS_CHECK_S = 0.5
 
 
 async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
-    """The model or adapter that is trained, and its version. Publishes an adapter that has none.
-
-    Raises:
-        FleetError: there is no fleet, or its trainer lacks the version that it serves.
-    """
+    """The model or adapter that is trained, and its version; publishes an adapter that has none. Raises
+    FleetError without a fleet, or if its trainer lacks the version that it serves."""
     try:
         await client.send(calls.health(), patient=False)
         model = await client.send(calls.model(), patient=False)
@@ -97,7 +94,6 @@ async def prepared(
     output: Output,
     began: float,
 ) -> Run:
-    """A new or resumed run."""
     with announced("RL job: asking the fleet for its model and its trainer", STATUS_S):
         policy, version = await require_fleet(client, options)
     run = Run(options, *environments, policy, path, version, output, began)
@@ -167,7 +163,6 @@ def connected(options: JobOptions, out: Output) -> AsyncFleetClient:
 
 
 def configured(run: Run) -> Configuration:
-    """All settings of this run."""
     address, _ = without_credentials(run.options.url)
     options = {**asdict(run.options), "url": address}
     prompts = run.options.prompts
@@ -239,7 +234,6 @@ def end_on_signals() -> None:
 
 
 def run(options: JobOptions, began: float) -> int:
-    """The exit status of the job."""
     try:
         asyncio.run(main(options, began))
     except (FleetError, ValueError, OSError) as error:  # OSError: the record, a tracker

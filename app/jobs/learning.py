@@ -43,7 +43,6 @@ async def learn(run: Run, trackers: Trackers) -> None:
 
 
 async def show(run: Run, record: StepRecord) -> None:
-    """Show the step on the fleet's page."""
     of_problems = {row["problem"]: row for row in run.rows}
     samples = [metrics.sample(row) for row in list(of_problems.values())[:SHOWN]]
     call = calls.report_step(run.path.stem, record.step, record.values(), samples)

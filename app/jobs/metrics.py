@@ -26,8 +26,6 @@ SHOWN = 60  # characters of an answer in the log; the record has all of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One step."""
-
     step: int
     reward: float  # mean over the batch
     version: int  # served after the step

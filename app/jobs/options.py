@@ -41,8 +41,6 @@ class Extraction(StrEnum):
 
 
 class Tracking(StrEnum):
-    """Trackers by name."""
-
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     TRACKIO = "trackio"
@@ -195,7 +193,6 @@ class JobOptions:
         self.step_settings()
 
     def step_settings(self) -> StepSettings:
-        """Settings of this run's steps. Raises ValueError."""
         given = {
             "learning_rate": self.learning_rate,
             "updates_per_step": self.updates_per_step,

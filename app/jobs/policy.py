@@ -51,13 +51,8 @@ class Policy:
     version: int | None = None
 
     async def chat(self, messages: Sequence[Mapping[str, str]], count: int) -> Completion:
-        """`count` answers to one conversation.
-
-        Raises:
-            Unanswered: as `sample`, or the conversation exceeds the model's context.
-            FleetError: as `sample`.
-            Moved: as `sample`.
-        """
+        """`count` answers to one conversation. Raises as `sample`; Unanswered also for a conversation that
+        exceeds the model's context."""
         body = self._sampling(count) | {"model": self.name, "messages": list(messages), "logprobs": True}
         try:
             return await sample(self.client, completions.chat(body, self._headers()), self.version)
@@ -78,7 +73,6 @@ class Policy:
         return await sample(self.client, call, self.version)
 
     async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation, up to the answer."""
         return await self.client.send(tokenize_chat(self.name, messages))
 
     @property

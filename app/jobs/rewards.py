@@ -64,11 +64,7 @@ def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) 
 
 
 def checked(reward: Any, source: str) -> float:
-    """The reward as a number; a scalar of numpy or torch is one.
-
-    Raises:
-        ValueError: it is not a finite number.
-    """
+    """The reward as a number; a scalar of numpy or torch is one. Raises ValueError if it is not finite."""
     value = reward
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
@@ -97,8 +93,6 @@ async def awaited(
 
 
 class RewardPool:
-    """Processes with one answer at a time each."""
-
     def __init__(self, path: str, processes: int, timeout_s: float) -> None:
         self._path = path
         self._timeout_s = timeout_s

@@ -54,8 +54,6 @@ class Positions:
 
 @dataclass
 class Run:
-    """The state of the loop."""
-
     options: JobOptions
     environment: Environment
     held_out: Environment

@@ -21,16 +21,12 @@ Message = dict[str, Any]  # "role" and "content"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A prompt and its entry."""
-
     messages: list[Message]
     entry: Mapping[str, Any]  # reasoning-gym's, or a line of the file
     source: str = ""  # the data set
 
 
 class Task(Protocol):
-    """Problems, and scores of answers."""
-
     @property
     def problems(self) -> int:
         """How many differ before they repeat."""

@@ -33,8 +33,6 @@ class StepLost(Exception):
 
 
 class Training:
-    """The trainer of a fleet."""
-
     def __init__(self, client: AsyncFleetClient, say: Say) -> None:
         self._client = client
         self._say = say
@@ -42,11 +40,8 @@ class Training:
     async def step(
         self, trajectories: Sequence[Trajectory], before: int, settings: str | None = None
     ) -> dict[str, JsonValue]:
-        """One optimizer step after `before` steps; its metrics. `settings` as in `calls.step`.
-
-        Raises:
-            FleetError: the fleet refuses, or does not answer for too long.
-        """
+        """One optimizer step after `before` steps; its metrics. `settings` as in `calls.step`. Raises
+        FleetError."""
 
         async def metrics() -> dict[str, JsonValue] | None:
             status = await self.idle()
@@ -55,14 +50,10 @@ class Training:
         return await self._once(calls.step(trajectories, settings), metrics)
 
     async def publish(self, label: str, newer_than: int, step: int | None = None) -> int:
-        """Publish weights or adapter; returns the new version.
-
-        Args:
-            newer_than: the version before.
-            step: optimizer steps that the trainer must have done; None: any number.
+        """Publish weights or adapter; returns the new version, above `newer_than`.
 
         Raises:
-            StepLost: it has done another number.
+            StepLost: the trainer has not done `step` steps (None: any number).
             FleetError: the fleet refuses, every attempt was aborted, or nothing answers for too long.
         """
 
@@ -96,7 +87,6 @@ class Training:
                 return found
 
     async def idle(self) -> TrainerStatus:
-        """The status of the trainer once it is idle."""
         deadline = time.monotonic() + BUSY_S
         while True:
             status = await self._client.send(calls.train_status())

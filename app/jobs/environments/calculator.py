@@ -15,8 +15,6 @@ _SUM = re.compile(r"\d+(?: ?[+-] ?\d+)+")
 
 @dataclass
 class CalculatorConversation:
-    """One problem."""
-
     messages: Sequence[Message]
     expected: int
     _calculated: bool = False
@@ -50,7 +48,6 @@ class Calculator:
 
 
 def calculated(text: str) -> str:
-    """The result of the last sum in a text."""
     found = _SUM.findall(text)
     if not found:
         return "no sum was given"

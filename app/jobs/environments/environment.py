@@ -50,10 +50,7 @@ class Environment(ABC):
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """`count` rollouts of this problem, the same for the same number in every process.
 
-        Raises:
-            Unanswered: the fleet does not answer this problem.
-            Moved: the policy's version is no longer served.
-            FleetError: the fleet refuses.
+        Raises Unanswered, Moved or FleetError, as `Policy.chat`.
         """
 
 
@@ -72,8 +69,6 @@ class Reply:
 
 
 class Conversation(Protocol):
-    """A rollout of several turns."""
-
     @property
     def messages(self) -> Sequence[Message]:
         """The first messages."""
@@ -83,8 +78,6 @@ class Conversation(Protocol):
 
 
 class TurnEnvironment(Protocol):
-    """Conversations about problems."""
-
     def start(self, number: int) -> Conversation:
         """A new attempt at this problem."""
 

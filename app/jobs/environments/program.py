@@ -40,11 +40,7 @@ class Program:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Self:
-        """Returns after its first line.
-
-        Raises:
-            Exited: it does not start, or its first line has an `error`.
-        """
+        """Returns after its first line. Raises Exited if it does not start, or that line has an `error`."""
         mark = uuid.uuid4().hex
         try:
             with tempfile.NamedTemporaryFile(prefix="verifiers-", suffix=".log", delete=False) as stderr:
@@ -78,11 +74,7 @@ class Program:
         return program
 
     async def ask(self, **question: Any) -> Mapping[str, Any]:
-        """The answer to a question; cancellation is passed on.
-
-        Raises:
-            Exited: there is no answer.
-        """
+        """The answer to a question; cancellation is passed on. Raises Exited."""
         if self.exited is not None:
             raise Exited(self.exited)
         self._last_id += 1
@@ -157,7 +149,6 @@ class Program:
         return f"{why} (its log: {self._log})" if self._log.stat().st_size else why
 
     async def _end(self, why: str) -> None:
-        """Fail all questions and kill what is left."""
         self.exited = self.exited or why
         for future in self._pending.values():
             if not future.done():

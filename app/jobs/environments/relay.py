@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A request of an agent and its answer."""
-
     session: str  # the agent's; empty if it sent none
     prompt_token_ids: Sequence[int]
     answer: Answer
@@ -115,7 +113,6 @@ class Relay:
 
     @asynccontextmanager
     async def session(self, policy: Policy) -> AsyncIterator[AgentSession]:
-        """An address that answers with this policy."""
         name = self._free.pop() if self._free else uuid.uuid4().hex
         self._sessions[name] = session = AgentSession(url=f"{self._address}/{name}", policy=policy)
         try:

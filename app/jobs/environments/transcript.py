@@ -39,8 +39,6 @@ def between(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 @dataclass
 class Transcript:
-    """The tokens of a conversation."""
-
     prompt_token_ids: Sequence[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

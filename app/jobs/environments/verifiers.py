@@ -77,8 +77,6 @@ class Failed(Exception):
 
 @dataclass(slots=True)
 class Verifiers(Environment):
-    """Rollouts of a verifiers environment."""
-
     settings: VerifiersSettings
     _relay: Relay = field(init=False, default_factory=Relay)
     _program: Program | None = field(init=False, default=None)
@@ -97,7 +95,6 @@ class Verifiers(Environment):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """The relay and the program."""
         async with self._relay.listening():
             try:
                 with announced(f"RL job: starting verifiers' {self.settings.arguments[0]}"):
@@ -108,12 +105,8 @@ class Verifiers(Environment):
                     await self._program.close()
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
-        """`count` rollouts of this task.
-
-        Raises:
-            Unanswered: a rollout failed each time, or the fleet did not answer it.
-            ValueError: the program does not restart, or too many problems in a row failed.
-        """
+        """Raises Unanswered if a rollout failed each time, and ValueError if the program does not restart or
+        too many problems in a row failed."""
         try:
             made = await all_of(self._rollout(number, policy) for _ in range(count))
         except Unanswered as error:

@@ -27,15 +27,11 @@ KILL_TIMEOUT_S = 5.0
 
 
 class RolloutRunner(Protocol):
-    """Rollouts of one environment."""
-
     async def roll_out(self, asked: dict[str, Any]) -> dict[str, Any]:
         """The answer to a line, without its `id`."""
 
 
 class VerifiersRunner:
-    """Rollouts of a running verifiers environment."""
-
     def __init__(self, environment: Any, config: Any) -> None:
         self._environment = environment
         self._config = config
@@ -99,7 +95,6 @@ Opened = Callable[[list[str]], AbstractAsyncContextManager[RolloutRunner]]
 
 
 def run(opened: Opened) -> None:
-    """The program."""
     asked, answers = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # tools must not read the job's lines
