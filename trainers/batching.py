@@ -11,7 +11,7 @@ kernel accepts the mask. Losses see only the M learned tokens.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -157,7 +157,8 @@ def lay_out(
     device: torch.device,
 ) -> TokenBatch:
     """`predictors` are int64 [tokens] of each completion."""
-    learned = torch.cat([_booleans(completion, completion.loss_mask, True) for completion in completions])
+    masks = [True if each.loss_mask is None else each.loss_mask for each in completions]
+    learned = torch.cat([_per_token(*pair, torch.bool) for pair in zip(completions, masks, strict=True)])
     lengths = torch.tensor([completion.learned_tokens for completion in completions])
 
     def of_learned(values: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -173,19 +174,16 @@ def lay_out(
         lengths=lengths.to(device),
         rollout_logprobs=of_learned(torch.tensor(completion.logprobs) for completion in completions),
         constrained=of_learned(
-            _booleans(completion, completion.constrained, False) for completion in completions
+            _per_token(each, each.constrained or False, torch.bool) for each in completions
         ),
-        advantages=of_learned(_advantages(completion) for completion in completions),
+        advantages=of_learned(_per_token(each, each.advantage, torch.float32) for each in completions),
         versions=of_learned(_versions(completion) for completion in completions),
     )
 
 
-def _booleans(completion: Trajectory, values: Sequence[bool] | None, default: bool) -> torch.Tensor:
-    return torch.full((len(completion.token_ids),), default) if values is None else torch.tensor(values)
-
-
-def _advantages(completion: Trajectory) -> torch.Tensor:
-    return torch.tensor(completion.advantage, dtype=torch.float32).expand(len(completion.token_ids))
+def _per_token(completion: Trajectory, values: Any, dtype: torch.dtype) -> torch.Tensor:
+    """One value, or one per token, as [tokens]."""
+    return torch.tensor(values, dtype=dtype).expand(len(completion.token_ids))
 
 
 def _versions(completion: Trajectory) -> torch.Tensor:

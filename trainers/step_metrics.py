@@ -48,14 +48,10 @@ class StepTotals:
         none = torch.zeros_like(tokens.logprobs)
         importance = importance_weights(tokens, self._config)
         kl = k3(tokens.rollout_logprobs, tokens.old_logprobs)
-        cap = self._config.importance_cap
-        dated = tokens.versions != UNKNOWN_VERSION
-        if self._published is None:
-            dated = torch.zeros_like(dated)
-        age = ((self._published or 0) - tokens.versions).clamp(min=0)
-        same = dated & (tokens.versions == self._published) & ~constrained
-        if not self._is_published:
-            same = torch.zeros_like(dated)
+        cap, published = self._config.importance_cap, self._published or 0
+        dated = (tokens.versions != UNKNOWN_VERSION) & (self._published is not None)
+        age = (published - tokens.versions).clamp(min=0)
+        same = dated & (tokens.versions == published) & ~constrained & self._is_published
         difference = torch.where(same, (tokens.old_logprobs - tokens.rollout_logprobs).abs(), 0.0)
         staleness = torch.where(dated, age, 0)
         columns = {

@@ -15,8 +15,8 @@ The metadata may have `settings`, JSON of `trainers.settings.StepSettings`.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -47,21 +47,13 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
         "logprobs": _joined([each.logprobs for each in trajectories], np.float32),
     }
     by_token = any(isinstance(each.advantage, tuple) for each in trajectories)
-    advantages = [
-        each.advantage
-        if isinstance(each.advantage, tuple)
-        else (each.advantage,) * (length if by_token else 1)
-        for each, length in zip(trajectories, lengths, strict=True)
-    ]
-    arrays["advantages"] = _joined(advantages, np.float32)
+    advantages = [each.advantage for each in trajectories]
+    arrays["advantages"] = _joined(map(_filled, advantages, lengths if by_token else repeat(1)), np.float32)
     for name, default in _MASKS.items():
         masks = [getattr(each, name) for each in trajectories]
         if any(mask is not None for mask in masks):
-            filled = [
-                (default,) * length if mask is None else mask
-                for mask, length in zip(masks, lengths, strict=True)
-            ]
-            arrays[name] = _joined(filled, np.bool_)
+            masks = [default if mask is None else mask for mask in masks]
+            arrays[name] = _joined(map(_filled, masks, lengths), np.bool_)
     spans = [
         (index, span.version, span.start, span.end)
         for index, each in enumerate(trajectories)
@@ -123,7 +115,11 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     ]
 
 
-def _joined(parts: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> Array:
+def _filled(value: float | Sequence[float], length: int) -> Sequence[float]:
+    return (value,) * length if isinstance(value, float | int) else value
+
+
+def _joined(parts: Iterable[Sequence[float]], dtype: npt.DTypeLike) -> Array:
     return np.concatenate([np.array(part, dtype) for part in parts] or [np.zeros(0, dtype)])
 
 
