@@ -11,6 +11,8 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTra
 
 from app.client import calls
 from app.client.connection import Call, FleetClient, FleetError
+from deployments.calls import publish_session
+from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.base_checkpoint import BaseCheckpoint
@@ -19,8 +21,6 @@ from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
 from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
 from trainers.sources import ParameterSource
-
-ASK_AGAIN_S = 0.1
 
 
 class Publisher:
@@ -128,26 +128,19 @@ def outcome(
     assert opened.round is not None, "a round was open"
     round_id, until = opened.round.round_id, time.monotonic() + limit_s
     while True:
+        problem: object = "it has not ended yet"
         try:
             now, ended = fleet.send(calls.fleet()), fleet.send(calls.rounds())
+            report = publish_session.outcome(round_id, opened.fleet_id, now, ended)
+        except SlipstreamError as error:  # it was aborted, or nothing is known of it
+            raise FleetError(error.message) from lost
         except FleetError as silent:
-            if time.monotonic() >= until:
-                raise FleetError(f"round {round_id} may be committed: {silent}") from lost
-        else:
-            report = next((each for each in ended if each.round_id == round_id), None)
-            is_open = now.round is not None and now.round.round_id == round_id
-            if now.fleet_id != opened.fleet_id or (report is None and not is_open):
-                raise FleetError(
-                    f"whether round {round_id} of fleet {opened.fleet_id} was committed is not known: fleet "
-                    f"{now.fleet_id}, which has no record of it, is at version {now.committed_version}"
-                ) from lost
-            if report is not None and report.phase == "committed":
-                return report
-            if report is not None:
-                raise FleetError(f"round {round_id} was aborted: {report.reason}") from lost
-            if time.monotonic() >= until:
-                raise FleetError(f"round {round_id} may be committed: it has not ended yet") from lost
-        time.sleep(ASK_AGAIN_S)
+            report, problem = None, silent
+        if report is not None:
+            return report
+        if time.monotonic() >= until:
+            raise FleetError(f"round {round_id} may be committed: {problem}") from lost
+        time.sleep(publish_session.ASK_AGAIN_S)
 
 
 class _Client(HTTPVLLMWeightSyncClient):

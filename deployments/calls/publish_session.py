@@ -6,13 +6,13 @@ a slow call                              the lease is renewed until it returns
 any exception before the report          the round is aborted at once, not when its lease expires
 the controller dies before the close     TransferAborted, {"send_again": true}: the round died with it
 the controller dies during the close     the successor answers: it knows a decided round by its number
-nothing answers the close                AnswerLost; `settle` learns later what became of the round
+nothing answers the close                AnswerLost; `settle` looks for the round in the record
 another publisher took the lease         StalePublisher
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,6 +24,7 @@ from deployments.protocol.errors import (
     AnswerLost,
     Conflict,
     FleetUnavailable,
+    RoundAborted,
     SlipstreamError,
     StalePublisher,
     TransferAborted,
@@ -34,9 +35,30 @@ from deployments.protocol.responses import FleetStatus
 
 CALL_TIMEOUT_S = 600.0  # the controller hangs: its own deadlines are shorter
 CLEAN_UP_TIMEOUT_S = 10.0  # the lease's expiry cleans up the rest
+ASK_AGAIN_S = 0.1
 
 Result = TypeVar("Result")
 logger = serve_logger()
+
+
+def outcome(
+    round_id: int, fleet_id: str, fleet: FleetStatus, ended: Sequence[RoundReport]
+) -> RoundReport | None:
+    """What became of a round whose close was not answered, by the fleet's status and its newest rounds. None:
+    it has not ended. Raises RoundAborted, or Conflict: the fleet has no record of it."""
+    if fleet.fleet_id == fleet_id:  # another fleet has numbers of its own
+        for report in ended:
+            if report.round_id == round_id and report.phase == "committed":
+                return report
+            if report.round_id == round_id:
+                raise RoundAborted(f"round {round_id} was aborted: {report.reason}", {"round_id": round_id})
+        if fleet.round is not None and fleet.round.round_id == round_id:
+            return None
+    raise Conflict(
+        f"whether round {round_id} of fleet {fleet_id} was committed is not known: fleet {fleet.fleet_id}, "
+        f"which has no record of it, is at version {fleet.committed_version}",
+        {"round_id": round_id, "version": fleet.committed_version},
+    )
 
 
 class PublishSession:
@@ -60,7 +82,7 @@ class PublishSession:
         self._lease = None if joined is None else joined.lease
         self.round_id = None if joined is None else joined.round_id
         self.remaining_s = 0.0 if joined is None else joined.remaining_s
-        self._unanswered: tuple[int, int, str | None] | None = None  # the close: token, round, label
+        self._unanswered: int | None = None  # the round whose close was not answered
 
     async def __aenter__(self) -> Self:
         return self
@@ -98,53 +120,43 @@ class PublishSession:
     async def close(self, label: str | None = None) -> RoundReport:
         """Commit the open round. Raises AnswerLost: it may be committed, or be committed later."""
         assert self._lease is not None and self.round_id is not None, "open a round first"
-        closing = self._lease.token, self.round_id, label
+        token, round_id = self._lease.token, self.round_id
         try:
-            report = await self._closed(*closing)
+            report: RoundReport = await retried(
+                lambda: self._controller.close_round.remote(token, round_id, label),
+                f"close_round of round {round_id}",
+                limit_s=CALL_TIMEOUT_S,
+            )
         except FleetUnavailable as error:
-            self._unanswered = closing
+            self._unanswered = round_id
             raise AnswerLost(
-                f"round {self.round_id} may be committed, see /fleet/rounds: {error.message}",
-                {"round_id": self.round_id},
+                f"round {round_id} may be committed, see /fleet/rounds: {error.message}",
+                {"round_id": round_id},
             ) from error
         self.round_id = None
         return report
 
     async def settle(self, fleet_id: str) -> RoundReport | None:
         """The report of the round whose close was not answered; None: every close was. Raises RoundAborted,
-        Conflict (the fleet has no record of it) or FleetUnavailable (nothing answers; ask again)."""
-        closing, report = self._unanswered, None
-        if closing is None:
+        Conflict (the fleet has no record of it) or FleetUnavailable (it has not ended; nothing answers)."""
+        round_id, loop = self._unanswered, asyncio.get_running_loop()
+        if round_id is None:
             return None
-        fleet: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
-        reason = f"this is fleet {fleet.fleet_id}, and the round was of {fleet_id}"
-        try:
-            if fleet.fleet_id == fleet_id:  # another fleet has numbers of its own
-                report = await self._closed(*closing)
-        except FleetUnavailable:
-            raise
-        except StalePublisher as error:  # it is not in the record, and cannot be closed any more
-            reason = error.message
-        except SlipstreamError:
-            self._unanswered = None
-            raise
-        self._unanswered = None
-        if report is None:
-            raise Conflict(
-                f"whether round {closing[1]} was committed is not known: its close was not answered, and the "
-                f"fleet has no record of it ({reason}). Version {fleet.committed_version} is committed",
-                {"round_id": closing[1], "version": fleet.committed_version},
-            )
-        return report
-
-    async def _closed(self, token: int, round_id: int, label: str | None) -> RoundReport:
-        """Needs no live lease if the round was closed before."""
-        report: RoundReport = await retried(
-            lambda: self._controller.close_round.remote(token, round_id, label),
-            f"close_round of round {round_id}",
-            limit_s=CALL_TIMEOUT_S,
-        )
-        return report
+        until = loop.time() + CALL_TIMEOUT_S
+        while True:
+            fleet = await retried(lambda: self._controller.fleet.remote(), "fleet")
+            ended = await retried(lambda: self._controller.rounds.remote(), "rounds")
+            try:
+                report = outcome(round_id, fleet_id, fleet, ended)
+            except SlipstreamError:
+                self._unanswered = None
+                raise
+            if report is not None:
+                self._unanswered = None
+                return report
+            if loop.time() >= until:
+                raise FleetUnavailable(f"round {round_id} has not ended yet")
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def abort(self, reason: str) -> None:
         """Abort the open round, if any, and release the lease."""

@@ -230,10 +230,10 @@ async def test_a_close_that_nothing_answers_is_settled_later(controller: FakeCon
     with pytest.raises(AnswerLost, match="round 4 may be committed") as caught:
         await one_round(session)
     assert caught.value.detail == {"round_id": 4} and controller.lease is None
-    controller.fail_next["close_round"] = FleetUnavailable("no answer")
+    controller.fail_next["rounds"] = FleetUnavailable("no answer")
     with pytest.raises(FleetUnavailable):
         await session.settle(fleet_id)
-    with pytest.raises(RoundAborted, match="round 4 aborted by its publisher: round 4 may be committed"):
+    with pytest.raises(RoundAborted, match="round 4 was aborted: round 4 aborted by its publisher"):
         await session.settle(fleet_id)
     assert await session.settle(fleet_id) is None, "it is settled"
 
@@ -246,7 +246,7 @@ async def test_the_rounds_of_another_fleet_with_the_same_number_are_not_ones_own
     controller.fail_next["close_round"] = FleetUnavailable("no answer")
     with pytest.raises(AnswerLost):
         await one_round(session)
-    with pytest.raises(Conflict, match=r"whether round 4 was committed is not known.*the round was of other"):
+    with pytest.raises(Conflict, match=r"whether round 4 of fleet other was committed is not known"):
         await session.settle("other")
 
 

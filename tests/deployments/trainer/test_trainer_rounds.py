@@ -58,6 +58,7 @@ def scene(tmp_path: Path, controller: ControllerInProcess) -> Scene:
 
 async def test_a_committed_round_whose_answer_was_lost_is_adopted_before_the_next_one(scene: Scene) -> None:
     await scene.unanswered()
+    scene.controller.loses = {"rounds"}
     with pytest.raises(FleetUnavailable):
         await scene.rounds.settle()
     scene.controller.loses.clear()
@@ -89,7 +90,7 @@ async def test_a_round_that_was_aborted_meanwhile_is_reported_and_published_anew
     with caplog.at_level("WARNING", "ray.serve"):
         report = await scene.rounds.publish("mine")
     assert (report.round_id, report.version, report.phase) == (2, 1, "committed")
-    assert any("not answered: round 1 aborted" in each.getMessage() for each in caplog.records)
+    assert any("not answered: round 1 was aborted" in each.getMessage() for each in caplog.records)
 
 
 @pytest.mark.parametrize("by_itself", [False, True])
@@ -102,7 +103,7 @@ async def test_a_controller_that_forgot_the_round_says_that_its_outcome_is_not_k
         scene.worker._publisher._client._session._controller = other  # type: ignore[assignment]
         if by_itself:
             await scene.rounds.settle()
-        with pytest.raises(Conflict, match=r"round 2 was committed is not known.*Version 0 is committed"):
+        with pytest.raises(Conflict, match=r"round 2 of fleet .* is not known.*is at version 0$"):
             await scene.rounds.publish("next")
     finally:
         other.close()
