@@ -76,6 +76,11 @@ class Fleet:
         for replica_id in replica_ids:
             self.add(FakeReplica(replica_id=replica_id, incarnation=f"{replica_id}-1"))
 
+    async def serve(self, *replica_ids: str) -> None:
+        """Start replicas, and wait until the controller has admitted them."""
+        self.start(*replica_ids)
+        await self.admitted(*replica_ids)
+
     def add(self, replica: FakeReplica) -> None:
         """It follows the controller from now on, or again."""
         self.replicas[replica.replica_id] = replica

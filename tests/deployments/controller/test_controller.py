@@ -2,8 +2,6 @@
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +17,12 @@ from deployments.protocol.errors import (
     StalePublisher,
 )
 from deployments.protocol.poll import Outcome, RunOperation, Verification, Verify
-from deployments.protocol.publishing import RoundOptions
-from tests.deployments.controller.fleet import CONFIG, LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
+from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 
 async def test_a_round_moves_every_replica_and_reports_timings(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     report = await publish(fleet, "step-1")
     assert (report.phase, report.version, report.label) == ("committed", 1, "step-1")
     assert {each.version for each in fleet.replicas.values()} == {1}
@@ -49,8 +45,7 @@ async def test_a_round_report_names_its_checks_and_its_verification(
     fleet: Fleet, compares: bool, replicas: int, verification: Verification, checks: list[str]
 ) -> None:
     names = ["a", "b"][:replicas]
-    fleet.start(*names)
-    await fleet.admitted(*names)
+    await fleet.serve(*names)
     for replica in fleet.replicas.values():
         replica.compares = compares
     report = await publish(fleet)
@@ -59,8 +54,7 @@ async def test_a_round_report_names_its_checks_and_its_verification(
 
 @pytest.mark.parametrize("value", [torch.zeros(2), b"bytes", (1, 2), {"nested": [torch.zeros(1)]}])
 async def test_no_tensor_enters_the_controller(fleet: Fleet, value: object) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     controller = fleet.controller
     lease = await controller.acquire("trainer")
     with pytest.raises(InvalidRequest, match=r"init_info\.x.*: expected JSON types only"):
@@ -74,8 +68,7 @@ async def test_no_tensor_enters_the_controller(fleet: Fleet, value: object) -> N
 async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs_out(
     fleet: Fleet,
 ) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.kill("b")
     await fleet.elapse(2.5)  # silent, and far from the heartbeat's end
     await fleet.members(1)
@@ -84,8 +77,7 @@ async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs
 
 
 async def test_a_replica_that_hangs_is_lost_when_its_heartbeat_runs_out(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.hang("b")
     await fleet.elapse(4.5)
     await fleet.polled("a")
@@ -98,8 +90,7 @@ async def test_a_replica_that_hangs_is_lost_when_its_heartbeat_runs_out(fleet: F
 async def test_a_hung_process_is_killed_once_its_replica_is_lost_and_blocks_no_round(
     fleet: Fleet,
 ) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.ray_answers.clear()  # Ray hangs as well
     fleet.hang("b")
     for _ in range(2):
@@ -119,8 +110,7 @@ async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
     fleet.kill_fails = RuntimeError("no GCS")
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.hang("b")
     for _ in range(2):
         await fleet.elapse(2.6)
@@ -132,25 +122,8 @@ async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
     await publish(fleet)
 
 
-async def test_a_late_joiner_loads_the_stored_version_and_is_told_to_catch_up(fleet: Fleet) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
-    assert (await fleet.controller.join("b", "b-1")).version == 0
-    await publish(fleet, "step-1")
-    fleet.start("b")
-    await fleet.polled("b")
-    assert not fleet.replicas["b"].admitted and "catch_up" not in fleet.replicas["b"].names()
-    await fleet.controller.stored(1, "/store/v00000001", "step-1")
-    await fleet.elapse(1.0)  # in which no round came
-    await fleet.admitted("b")
-    assert fleet.replicas["b"].version == 1
-    answer = await fleet.controller.join("c", "c-1")
-    assert (answer.version, answer.path) == (1, "/store/v00000001")
-
-
 async def test_a_payload_that_every_replica_rejects_is_the_publishers_fault(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     for replica in fleet.replicas.values():
         replica.outcomes[Verify] = Outcome.REJECTED
     with pytest.raises(InvalidRequest, match=r"every replica rejected verify: [ab]: rejected here"):
@@ -163,8 +136,7 @@ async def test_a_payload_that_every_replica_rejects_is_the_publishers_fault(flee
 
 
 async def test_calls_out_of_order_and_stale_tokens_are_refused(fleet: Fleet) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     controller = fleet.controller
     lease = await controller.acquire("trainer")
     with pytest.raises(Conflict, match="connect before opening a round"):
@@ -183,8 +155,7 @@ async def test_calls_out_of_order_and_stale_tokens_are_refused(fleet: Fleet) -> 
 
 
 async def test_aborting_a_round_fails_its_pending_close(fleet: Fleet) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     fleet.replicas["a"].hangs_in.add(Verify)
     controller = fleet.controller
     lease = await controller.acquire("trainer")
@@ -201,8 +172,7 @@ async def test_aborting_a_round_fails_its_pending_close(fleet: Fleet) -> None:
 
 
 async def test_a_call_returns_each_replicas_value_or_names_those_that_failed(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     assert await fleet.controller.call(Pause(mode=InFlight.KEEP)) == {"a": "pause on a", "b": "pause on b"}
     fleet.replicas["b"].outcomes[RunOperation] = Outcome.REPLICA_FAILED
     with pytest.raises(ReplicaUnavailable, match="not done by b: replica_failed here"):
@@ -221,45 +191,27 @@ async def test_events_are_waited_for_and_have_increasing_ids(fleet: Fleet) -> No
     assert [event.event_id for event in events] == list(range(last + 1, last + 1 + len(events)))
 
 
-async def test_a_restarted_controller_admits_replicas_that_hold_the_committed_version(tmp_path: Path) -> None:
-    before = Fleet(tmp_path)
-    before.start("a")
-    await before.admitted("a")
-    await publish(before, "step-1")
-    await before.aclose()
-    after = Fleet(tmp_path)
-    try:
-        after.start("a", "b")
-        after.replicas["a"].version = 1
-        await after.admitted("a")
-        status = await after.controller.fleet()
-        assert (status.committed_version, status.label) == (1, "step-1")
-        assert [(each.version, each.phase) for each in await after.controller.rounds()] == [(1, "committed")]
-        assert not after.replicas["b"].admitted
-        assert (await after.controller.acquire("trainer")).token == 2
-    finally:
-        await after.aclose()
+async def test_a_restarted_controller_admits_replicas_that_hold_the_committed_version(fleet: Fleet) -> None:
+    await fleet.serve("a")
+    await publish(fleet, "step-1")
+    await fleet.restart()
+    fleet.start("b")
+    await fleet.polled("a", "b")
+    status = await fleet.controller.fleet()
+    assert (status.committed_version, status.label) == (1, "step-1")
+    assert [(each.version, each.phase) for each in await fleet.controller.rounds()] == [(1, "committed")]
+    assert fleet.replicas["a"].admitted and not fleet.replicas["b"].admitted
+    assert (await fleet.controller.acquire("trainer")).token == 2
 
 
-async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(tmp_path: Path) -> None:
-    before = Fleet(tmp_path)
-    before.start("a", "b")
-    await before.admitted("a", "b")
-    await publish(before, "step-1")
-    await before.aclose()
-    after = Fleet(tmp_path)
-    try:
-        after.start("a")
-        after.replicas["a"].version = 1
-        await after.admitted("a")
-        paused = asyncio.create_task(after.controller.call(IsPaused()))
-        await after.polled("a")
-        assert not paused.done()
-        after.start("b")
-        after.replicas["b"].version = 1
-        assert set(await asyncio.wait_for(paused, 5)) == {"a", "b"}
-    finally:
-        await after.aclose()
+async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(fleet: Fleet) -> None:
+    await fleet.serve("a", "b")
+    await fleet.restart("b")
+    paused = asyncio.create_task(fleet.controller.call(IsPaused()))
+    await fleet.polled("a")
+    assert not paused.done()
+    fleet.add(fleet.replicas["b"])
+    assert set(await asyncio.wait_for(paused, 5)) == {"a", "b"}
 
 
 async def test_a_newer_poll_supersedes_an_older_one(fleet: Fleet) -> None:
@@ -282,69 +234,12 @@ def test_errors_keep_their_class_and_detail_through_ray() -> None:
         assert each.body()["error"]["type"] == "stale_publisher"
 
 
-# A drain over real polls: what the caller gets, and what is written about it.
-
-
-PAUSE = Pause(mode=InFlight.WAIT)
-TIMEOUT_S = 12.0  # of a drain
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path, CONFIG.model_copy(update={"drain_timeout_s": TIMEOUT_S}))
-    yield fleet
-    await fleet.aclose()
-
-
-async def drains(fleet: Fleet) -> None:
-    await fleet.until(lambda: all(each.drains for each in fleet.replicas.values()))
-
-
 async def test_a_pause_that_waits_is_answered_when_requests_have_ended(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.replicas["a"].take_requests(2)
-    call = asyncio.create_task(fleet.controller.call(PAUSE))
-    await drains(fleet)
+    call = asyncio.create_task(fleet.controller.call(Pause(mode=InFlight.WAIT)))
+    await fleet.until(lambda: all(each.drains for each in fleet.replicas.values()))
     assert not call.done()
     fleet.replicas["a"].end_requests()
     assert set(await call) == {"a", "b"}
     await fleet.until(lambda: not any(each.drains for each in fleet.replicas.values()))
-
-
-async def test_a_pause_past_its_drain_timeout_is_a_conflict_and_changes_nothing(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
-    fleet.replicas["a"].take_requests(2)
-    call = asyncio.create_task(fleet.controller.call(PAUSE))
-    await drains(fleet)
-    for _ in range(int(TIMEOUT_S / 3) + 1):
-        await fleet.elapse(3.0)
-        await fleet.polled("a", "b")
-    with pytest.raises(Conflict, match=r"requests still ran after drain_timeout_s = 12 s \(a: 2\)"):
-        await call
-    await fleet.until(lambda: not any(each.drains for each in fleet.replicas.values()))
-    assert all(each.admitted and not each.condition for each in fleet.replicas.values())
-    expired = [each.fields for each in await fleet.controller.events() if each.name == "drain_expired"]
-    assert [(each["running"], each["then"]) for each in expired] == [({"a": 2}, "nothing changes")]
-
-
-async def test_the_history_says_where_requests_still_ran(fleet: Fleet) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
-    fleet.replicas["a"].take_requests(3)
-    controller = fleet.controller
-    lease = await controller.acquire("trainer")
-    await controller.connect(lease.token, {})
-    await controller.reconfigure({"in_flight": "wait", "drain_timeout_s": 2.0})
-    round_id = await controller.open_round(lease.token, RoundOptions())
-    await controller.send(lease.token, round_id, {})
-    closing = asyncio.create_task(controller.close_round(lease.token, round_id))
-    await drains(fleet)
-    assert (await controller.fleet()).round is not None
-    await fleet.elapse(4.0)
-    with pytest.raises(RoundAborted, match=r"'in_flight' is 'wait', and requests still ran"):
-        await closing
-    (report,) = await controller.rounds()
-    assert report.phase == "aborted" and report.not_drained == {"a": 3}
-    assert fleet.replicas["a"].admitted and fleet.replicas["a"].version == 0

@@ -13,8 +13,7 @@ from tests.full_disk import full_disk, longest_in
 
 
 async def test_a_controller_that_cannot_write_its_decisions_stops_answering(fleet: Fleet) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     fleet.controller._durable._journal.close()
     with pytest.raises(FleetUnavailable, match="cannot write its decisions"):
         await fleet.controller.acquire("trainer")
@@ -30,8 +29,7 @@ async def test_a_text_that_is_not_utf_8_is_escaped_in_the_journal_and_no_failed_
 
 
 async def test_a_stalled_controller_fences_no_replica_and_expires_no_lease(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     lease = await fleet.controller.acquire("trainer")
     for replica_id in fleet.replicas:
         fleet.hang(replica_id)  # nobody can poll while the machine is frozen
@@ -52,8 +50,7 @@ async def test_the_first_call_after_a_stall_finds_its_lease(fleet: Fleet) -> Non
 
 
 async def test_replicas_are_heard_and_answered_while_the_disk_is_slow(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.disk.goes.clear()
     acquiring = asyncio.create_task(fleet.controller.acquire("trainer"))
     await fleet.polled("a", "b")  # heartbeats that say nothing new
@@ -65,8 +62,7 @@ async def test_replicas_are_heard_and_answered_while_the_disk_is_slow(fleet: Fle
 
 
 async def test_no_replica_learns_of_a_decision_that_is_not_on_the_disk(fleet: Fleet) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     fleet.hang("a")  # polled by hand from here on
     publishing = asyncio.create_task(publish(fleet))
     replica = fleet.replicas["a"]
@@ -87,8 +83,7 @@ async def test_no_replica_learns_of_a_decision_that_is_not_on_the_disk(fleet: Fl
 
 
 async def test_a_ray_that_does_not_answer_stops_no_deadline(fleet: Fleet) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     fleet.ray_answers.clear()
     fleet.hang("a")
     await fleet.elapse(3.0)
@@ -99,10 +94,8 @@ async def test_a_ray_that_does_not_answer_stops_no_deadline(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("how", ["directory moved", "file moved", "directory removed"])
-async def test_a_journal_that_is_taken_away_is_written_again(tmp_path: Path, how: str) -> None:
-    fleet = Fleet(tmp_path)
-    fleet.start("a")
-    await fleet.admitted("a")
+async def test_a_journal_that_is_taken_away_is_written_again(fleet: Fleet, tmp_path: Path, how: str) -> None:
+    await fleet.serve("a")
     await publish(fleet)
     match how:
         case "directory removed":
@@ -113,18 +106,13 @@ async def test_a_journal_that_is_taken_away_is_written_again(tmp_path: Path, how
             (tmp_path / "state" / NAME).rename(tmp_path / "aside")
     await fleet.until(lambda: (tmp_path / "state" / NAME).exists())
     await publish(fleet)
-    await fleet.aclose()
-    after = Fleet(tmp_path)
-    try:
-        status = await after.controller.fleet()
-        assert status.committed_version == 2 and [each.state for each in status.members] == ["returning"]
-    finally:
-        await after.aclose()
+    await fleet.restart("a")
+    status = await fleet.controller.fleet()
+    assert status.committed_version == 2 and [each.state for each in status.members] == ["returning"]
 
 
 async def test_a_journal_that_takes_this_ones_place_is_left_alone(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     (tmp_path / "another").write_text("another fleet's\n")
     (tmp_path / "another").replace(tmp_path / "state" / NAME)
     with pytest.raises(FleetUnavailable, match="another file took this journal's place"):
@@ -146,8 +134,7 @@ async def use_reserve(controller: Controller) -> None:
 async def test_on_a_full_disk_publishers_are_refused_and_serving_continues(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     with full_disk(longest_in(tmp_path / "state")):
         await use_reserve(fleet.controller)
         for publisher in ("trainer", "trainer"):
@@ -169,8 +156,7 @@ async def test_on_a_full_disk_publishers_are_refused_and_serving_continues(
 async def test_a_publisher_without_a_token_is_refused_before_its_round_opens(
     fleet: Fleet, tmp_path: Path
 ) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     with full_disk(longest_in(tmp_path / "state")):
         await use_reserve(fleet.controller)
         token = (await fleet.controller.join_lease("http", False)).lease.token
@@ -181,21 +167,14 @@ async def test_a_publisher_without_a_token_is_refused_before_its_round_opens(
     assert await fleet.controller.open_round(token) == 1
 
 
-async def test_a_controller_restarts_on_a_full_disk(tmp_path: Path) -> None:
-    before = Fleet(tmp_path)
-    before.start("a")
-    await before.admitted("a")
-    await publish(before)
-    await before.aclose()
+async def test_a_controller_restarts_on_a_full_disk(fleet: Fleet, tmp_path: Path) -> None:
+    await fleet.serve("a")
+    await publish(fleet)
     with full_disk(longest_in(tmp_path / "state")):
-        after = Fleet(tmp_path)
-        try:
-            after.start("a")
-            after.replicas["a"].version = 1
-            await after.admitted("a")
-            assert (await after.controller.fleet()).committed_version == 1
-        finally:
-            await after.aclose()
+        await fleet.restart()
+        await fleet.polled("a")
+        assert fleet.replicas["a"].admitted
+        assert (await fleet.controller.fleet()).committed_version == 1
 
 
 async def test_a_controller_whose_disk_failed_lets_the_next_one_take_over(

@@ -23,8 +23,7 @@ def serve_logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 async def test_a_round_and_a_lost_replica_have_one_line_each(
     fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     await publish(fleet)
     fleet.kill("b")
     await fleet.elapse(2.5)
@@ -41,8 +40,7 @@ async def test_a_round_and_a_lost_replica_have_one_line_each(
 
 
 async def test_an_aborted_round_says_why(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     lease = await fleet.controller.acquire("trainer")
     await fleet.controller.connect(lease.token, {})
     await fleet.controller.open_round(lease.token)

@@ -82,8 +82,7 @@ async def test_a_wait_ends_on_timeout_on_its_own_error_and_with_all_waits() -> N
 
 async def test_replicas_that_join_together_are_looked_at_together(fleet: Fleet) -> None:
     names = [f"r{number}" for number in range(40)]
-    fleet.start(*names)
-    await fleet.admitted(*names)
+    await fleet.serve(*names)
     assert fleet.controller._durable.looks <= 2
 
 
@@ -100,8 +99,7 @@ async def test_a_look_that_fails_is_made_up_for_by_the_next_tick(
         advance(now)
 
     monkeypatch.setattr(ledger, "advance", sometimes)
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     assert (await publish(fleet)).phase == "committed"
     assert "failed to process reports" in caplog.text
 
