@@ -1,4 +1,4 @@
-"""A staged member, and an engine whose workers do as they are told."""
+"""A staged member over the real engine, whose vLLM has two workers that answer as they are told to."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import pytest
 
 if TYPE_CHECKING:  # they load vLLM, which most tests of this folder need not
     from deployments.replica.staged_member import StagedMember
-    from tests.deployments.replica.fake_workers import Workers
+    from tests.deployments.replica.fake_vllm import FakeLlm
 
 
 @pytest.fixture
-def engine() -> Workers:
-    from tests.deployments.replica.fake_workers import Workers
+def llm() -> FakeLlm:
+    from tests.deployments.replica.fake_vllm import FakeLlm
 
-    return Workers()
+    return FakeLlm(workers=2)
 
 
 @pytest.fixture
-def member(engine: Workers) -> StagedMember:
-    from deployments.replica.staged_member import StagedMember
+def member(llm: FakeLlm) -> StagedMember:
+    from tests.deployments.replica.fake_vllm import staged_member
 
-    return StagedMember(engine)  # type: ignore[arg-type]
+    return staged_member(llm)

@@ -1,31 +1,52 @@
 """vLLM as far as a member's instructions reach it: it refuses what the real one refuses."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from fastapi import FastAPI
+
 from deployments.protocol.engine_state import SleepTag
-from deployments.protocol.poll import Outcome
+from deployments.protocol.poll import Check, Outcome, StoreResult
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES
 from deployments.replica.replica_engine import ReplicaEngine
+from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
+
+CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)
+DONE = StagingState(
+    payloads_done=0,
+    size_bytes=100,
+    stage_s=0.5,
+    verify_s=0.1,
+    outcome=Outcome.DONE,
+    digest="aa",
+    checks=CHECKS,
+)
 
 
 class FakeLlm:
-    """An AsyncLLM, its engine core and its only worker."""
+    """An AsyncLLM, its engine core and its workers, which stage at once and say what the test has set."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 1) -> None:
         self.engine_core = self
-        parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=1)
+        parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=workers)
         self.vllm_config = SimpleNamespace(parallel_config=parallel)
-        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: self.busy)
+        self.busy = False
         self.errored = False  # whether its engine core has ended
         self.begins = True  # its scheduler begins requests
         self.generating = 0
         self.did: list[str] = []
-        self.arguments: dict[str, Any] = {}  # of the last call of the worker that had any
-        self.fails: dict[str, Exception] = {}  # by method of the worker
+        self.calls: list[tuple[str, dict[str, Any]]] = []  # of the workers
+        self.fails: dict[str, Exception] = {}  # by method of the workers
+        self.broken: Exception | None = None  # what every call of the workers raises
+        self.connects = ConnectState(done=True, outcome=Outcome.DONE)
+        self.states = [DONE] * workers  # of the open update; its payloads are counted here
+        self.stored: StoreResult | None = None
+        self.reload_refusal: str | None = None
         self._asleep: set[str] = set()
-        self._active = False  # the worker's `_weight_update_active`
+        self._active = False  # the workers' `_weight_update_active`
         self._files = False  # what it has begun last is no update of vLLM's
         self._payloads = 0
         self._expected: int | None = None  # tensors that the open update is to retain
@@ -79,40 +100,47 @@ class FakeLlm:
                 self.begins = not arguments[0]
         return self.generating
 
-    # -- the worker ---------------------------------------------------------------------------
+    # -- the workers --------------------------------------------------------------------------
 
     async def collective_rpc(self, method: str, kwargs: Any = None) -> list[Any]:
         self.did.append(method)
-        self.arguments = kwargs or self.arguments
-        if method in self.fails:
-            raise self.fails[method]
-        return [self._work(method, kwargs or {})]
+        arguments = kwargs or {}
+        self.calls.append((method, arguments))
+        error = self.broken or self.fails.get(method)
+        if error is not None:
+            raise error
+        return self.answers(method, arguments)
+
+    def named(self, method: str) -> list[dict[str, Any]]:
+        """The arguments of each call of this method."""
+        return [arguments for name, arguments in self.calls if name == method]
+
+    def answers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        """One for each worker."""
+        others = [None] * (len(self.states) - 1)
+        match method:
+            case "staging_connected":
+                return [to_wire(self.connects)] * len(self.states)
+            case "staging_progress" | "staging_verify":
+                assert self._active or self._files, "StagedWeightTransferEngine has no update"
+                return [to_wire(replace(state, payloads_done=self._payloads)) for state in self.states]
+            case "staging_store_state":
+                return [None if self.stored is None else to_wire(self.stored), *others]
+            case "reload_refusal":
+                return [*others, self.reload_refusal]
+        return [self._work(method, arguments)] * len(self.states)
 
     def _work(self, method: str, arguments: dict[str, Any]) -> Any:
         match method:
-            case "staging_connected":
-                return to_wire(ConnectState(done=True, outcome=Outcome.DONE))
             case "staging_report_to":
                 return False
-            case "staging_receive":
+            case "staging_receive" | "staging_read":
                 if arguments["begins"]:
                     self._start()
                     self._expected = arguments["retain_version"]
                 self._update()
             case "staging_receive_files":
                 self._files, self._payloads = True, 1
-            case "staging_progress" | "staging_verify":
-                assert self._active or self._files, "StagedWeightTransferEngine has no update"
-                return to_wire(
-                    StagingState(
-                        payloads_done=self._payloads,
-                        size_bytes=1,
-                        stage_s=0.0,
-                        verify_s=0.0,
-                        outcome=Outcome.DONE,
-                        digest="aa",
-                    )
-                )
             case "staging_drop":
                 self._active = self._files = False
             case "staging_store":
@@ -159,3 +187,10 @@ class FakeEngine(ReplicaEngine):
 
     async def stop(self, limit_s: float = 0.0) -> None:
         pass
+
+
+def staged_member(llm: FakeLlm) -> StagedMember:
+    """At version 3; while requests run, its workers stage for a quarter of the time."""
+    engine = FakeEngine(llm, FastAPI(), version=3)  # type: ignore[arg-type]
+    engine.staging_share = 0.25
+    return StagedMember(engine)

@@ -23,7 +23,7 @@ from deployments.protocol.poll import (
 )
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, from_wire
-from tests.deployments.replica.fake_workers import CHECKS, DONE, Workers
+from tests.deployments.replica.fake_vllm import CHECKS, DONE, FakeLlm, staged_member
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
 ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={"x": 1})
@@ -33,34 +33,34 @@ PART = FilePart(
 )
 
 
-async def test_workers_read_files_without_a_connection(member: StagedMember, engine: Workers) -> None:
+async def test_workers_read_files_without_a_connection(member: StagedMember, llm: FakeLlm) -> None:
     for _ in range(2):
         await member.execute(Receive(round_id=1, payload=PART, options=StagingOptions(retain_version=4)))
-    read = engine.named("staging_read")
+    read = llm.named("staging_read")
     assert [(each["begins"], each["retain_version"]) for each in read] == [(True, 4), (False, 4)]
     assert all(from_wire(FilePart, each["part"]) == PART for each in read)
-    assert engine.named("staging_receive") == [] and len(engine.named("staging_report_to")) == 1
+    assert llm.named("staging_receive") == [] and len(llm.named("staging_report_to")) == 1
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
-    assert engine.version == 4 and member.retained_version == 4
+    assert member.version == 4 and member.retained_version == 4
 
 
-async def test_first_payload_of_a_round_begins_the_update(member: StagedMember, engine: Workers) -> None:
+async def test_first_payload_of_a_round_begins_the_update(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(receive(retain=4))
     await member.execute(receive(retain=4))
-    assert [(each["begins"], each["retain_version"]) for each in engine.named("staging_receive")] == [
+    assert [(each["begins"], each["retain_version"]) for each in llm.named("staging_receive")] == [
         (True, 4),
         (False, 4),
     ]
     await member.execute(Drop(round_id=1))
     await member.execute(receive(round_id=2))
-    assert engine.named("staging_receive")[-1]["begins"], "another round begins its own"
+    assert llm.named("staging_receive")[-1]["begins"], "another round begins its own"
 
 
-async def test_adapter_is_received_into_shared_memory(member: StagedMember, engine: Workers) -> None:
+async def test_adapter_is_received_into_shared_memory(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(ADAPTER)
-    [arguments] = engine.named("staging_receive_files")
-    assert arguments["payload"] == {"x": 1} and engine.named("staging_progress")
+    [arguments] = llm.named("staging_receive_files")
+    assert arguments["payload"] == {"x": 1} and llm.named("staging_progress")
     place = Path(arguments["directory"])
     place.mkdir()
     await member.execute(ADAPTER)
@@ -68,11 +68,11 @@ async def test_adapter_is_received_into_shared_memory(member: StagedMember, engi
 
 
 async def test_leftover_round_is_dropped_before_an_adapter_is_received(
-    member: StagedMember, engine: Workers
+    member: StagedMember, llm: FakeLlm
 ) -> None:
     await member.execute(receive())
     await member.execute(ADAPTER)
-    names = [name for name, _ in engine.calls if name in ("staging_drop", "staging_receive_files")]
+    names = [name for name, _ in llm.calls if name in ("staging_drop", "staging_receive_files")]
     assert names == ["staging_drop", "staging_receive_files"]
     with pytest.raises(PayloadRejected, match="round 1 has brought no payload"):
         await member.execute(Verify(round_id=1))
@@ -82,24 +82,26 @@ async def test_leftover_round_is_dropped_before_an_adapter_is_received(
     "body", [Connect(init_info={}), receive(), ADAPTER, LOAD], ids=lambda body: body.name
 )
 async def test_error_is_the_payloads_only_while_the_engine_lives(
-    member: StagedMember, engine: Workers, body: Body
+    member: StagedMember, llm: FakeLlm, body: Body
 ) -> None:
-    engine.broken = OverflowError("int too big")
+    member._engine.adapters._takes_adapters = True
+    llm.broken = OverflowError("int too big")
     with pytest.raises(PayloadRejected, match="OverflowError: int too big"):
         await member.execute(body)
-    engine.dead = True
+    llm.errored = True
     with pytest.raises(OverflowError):
         await member.execute(body)
 
 
-async def test_staging_share_applies_only_while_requests_run(member: StagedMember, engine: Workers) -> None:
+async def test_staging_share_applies_only_while_requests_run(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(receive())
-    engine.busy = True
+    llm.busy = True
     await member.execute(receive())
-    assert [each["share"] for each in engine.named("staging_receive")] == [1.0, 0.25]
+    assert [each["share"] for each in llm.named("staging_receive")] == [1.0, 0.25]
 
 
-async def test_staged_report_sums_the_workers(member: StagedMember) -> None:
+async def test_staged_report_sums_the_workers(member: StagedMember, llm: FakeLlm) -> None:
+    llm.states[1] = replace(DONE, stage_s=0.75)
     await member.execute(receive())
     staged = await member.execute(Verify(round_id=1))
     assert staged == Staged(
@@ -114,8 +116,8 @@ async def test_staged_report_sums_the_workers(member: StagedMember) -> None:
     assert member.staged_round == 1
 
 
-async def test_replica_reports_only_checks_of_all_workers(member: StagedMember, engine: Workers) -> None:
-    engine.states[1] = replace(DONE, checks=(Check.NAMES, Check.FINITE))
+async def test_replica_reports_only_checks_of_all_workers(member: StagedMember, llm: FakeLlm) -> None:
+    llm.states[1] = replace(DONE, checks=(Check.NAMES, Check.FINITE))
     await member.execute(receive())
     staged = await member.execute(Verify(round_id=1))
     assert isinstance(staged, Staged) and not staged.compared, "a sender that states no digests"
@@ -131,37 +133,35 @@ async def test_replica_reports_only_checks_of_all_workers(member: StagedMember, 
     ],
 )
 async def test_failure_of_one_worker_fails_the_replica(
-    member: StagedMember, engine: Workers, outcome: Outcome, error: type[Exception]
+    member: StagedMember, llm: FakeLlm, outcome: Outcome, error: type[Exception]
 ) -> None:
-    engine.states[1] = replace(DONE, outcome=outcome, message="what happened")
+    llm.states[1] = replace(DONE, outcome=outcome, message="what happened")
     for body in (receive(), ADAPTER):
         with pytest.raises(error, match=r"what happened$"):
             await member.execute(body)
 
 
 async def test_workers_that_staged_different_tensors_reject_the_round(
-    member: StagedMember, engine: Workers
+    member: StagedMember, llm: FakeLlm
 ) -> None:
-    engine.states[1] = replace(DONE, digest="bb")
+    llm.states[1] = replace(DONE, digest="bb")
     await member.execute(receive())
     with pytest.raises(PayloadRejected, match=r"staged different tensors: \['aa', 'bb'\]"):
         await member.execute(Verify(round_id=1))
 
 
-async def test_missing_peer_is_a_failed_transfer(member: StagedMember, engine: Workers) -> None:
-    engine.connects = ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
+async def test_missing_peer_is_a_failed_transfer(member: StagedMember, llm: FakeLlm) -> None:
+    llm.connects = ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
     with pytest.raises(TransferFailed, match="1 of 3 came"):
         await member.execute(Connect(init_info={}))
 
 
-async def test_repeated_commit_is_answered_from_the_live_version(
-    member: StagedMember, engine: Workers
-) -> None:
+async def test_repeated_commit_is_answered_from_the_live_version(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
-    assert await member.execute(COMMIT) == Swapped(swap_s=0.01, gap_s=0.02)
+    assert await member.execute(COMMIT) != Swapped(swap_s=0.0, gap_s=0.0)
     assert await member.execute(COMMIT) == Swapped(swap_s=0.0, gap_s=0.0)
-    assert (engine.version, member.retained_version, member.staged_round) == (4, 4, None)
+    assert (member.version, member.retained_version, member.staged_round) == (4, 4, None)
 
 
 async def test_commit_of_a_dropped_round_fails(member: StagedMember) -> None:
@@ -171,51 +171,51 @@ async def test_commit_of_a_dropped_round_fails(member: StagedMember) -> None:
         await member.execute(COMMIT)
 
 
-class PagedWorkers(Workers):
-    """Workers that share a progress page with the member; the test writes to it."""
+class PagedLlm(FakeLlm):
+    """Its workers share a progress page with the member; the test writes to it."""
 
     second_is_far = False
 
-    async def workers(self, method: str, **arguments: Any) -> list[Any]:
+    def answers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         if method != "staging_report_to":
-            return await super().workers(method, **arguments)
+            return super().answers(method, arguments)
         self.name = arguments["page"]
         self.page = ProgressPage.open(self.name)
         return [True, not self.second_is_far]
 
 
-async def receiving(engine: PagedWorkers) -> asyncio.Task[Any]:
-    member = StagedMember(engine)  # type: ignore[arg-type]
+async def receiving(llm: PagedLlm) -> asyncio.Task[Any]:
+    member = staged_member(llm)
     await member.execute(Connect(init_info={}))
-    assert not (DIRECTORY / engine.name).exists(), "mapped by all that need it"
+    assert not (DIRECTORY / llm.name).exists(), "mapped by all that need it"
     return asyncio.create_task(member.execute(receive()))
 
 
 async def test_receive_ends_when_the_last_worker_has_written_its_progress() -> None:
-    engine = PagedWorkers()
-    task = await receiving(engine)
-    engine.page.write(0, replace(DONE, payloads_done=1))
+    llm = PagedLlm(workers=2)
+    task = await receiving(llm)
+    llm.page.write(0, replace(DONE, payloads_done=1))
     await asyncio.sleep(0.01)  # longer than the poll interval
     assert not task.done(), "one worker has written nothing"
-    engine.page.write(1, DONE)
+    llm.page.write(1, DONE)
     await asyncio.sleep(0.01)
     assert not task.done()
-    engine.page.write(1, replace(DONE, payloads_done=1, outcome=Outcome.REJECTED, message="wrong"))
+    llm.page.write(1, replace(DONE, payloads_done=1, outcome=Outcome.REJECTED, message="wrong"))
     with pytest.raises(PayloadRejected, match="wrong"):
         await asyncio.wait_for(task, 5)
-    assert engine.named("staging_progress") == []
+    assert llm.named("staging_progress") == []
 
 
 async def test_dead_engine_ends_the_wait_for_progress() -> None:
-    engine = PagedWorkers()
-    task = await receiving(engine)
-    engine.dead = True
+    llm = PagedLlm(workers=2)
+    task = await receiving(llm)
+    llm.errored = True
     await asyncio.wait_for(task, 5)
-    assert engine.named("staging_progress"), "a call, which raises with the real engine"
+    assert llm.named("staging_progress"), "a call, which raises with the real engine"
 
 
 async def test_workers_on_another_host_are_called() -> None:
-    engine = PagedWorkers()
-    engine.second_is_far = True
-    await asyncio.wait_for(await receiving(engine), 5)
-    assert engine.named("staging_progress")
+    llm = PagedLlm(workers=2)
+    llm.second_is_far = True
+    await asyncio.wait_for(await receiving(llm), 5)
+    assert llm.named("staging_progress")

@@ -11,12 +11,12 @@ from deployments.protocol.poll import CatchUp, Forget, StoreResult, Verify, Writ
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
-from tests.deployments.replica.fake_workers import Workers
+from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
 
 @pytest.mark.slow
-async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, engine: Workers) -> None:
+async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, llm: FakeLlm) -> None:
     """Also if the cancellation comes in the moment in which a worker has answered."""
     write = WriteVersion(version=4, label=None, directory="/store", fleet_id="f", digest=None)
     asked = asyncio.Event()
@@ -25,7 +25,7 @@ async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, engine: W
         asked.set()
         return [None, None]
 
-    engine.workers = workers  # type: ignore[method-assign]
+    member._engine.workers = workers  # type: ignore[method-assign]
     await member.execute(write)
     asked.clear()
     watching = member._watching
@@ -36,14 +36,14 @@ async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, engine: W
     assert watching.cancelled()
 
 
-async def test_stored_version_is_no_longer_retained(member: StagedMember, engine: Workers) -> None:
+async def test_stored_version_is_no_longer_retained(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
-    engine.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
+    llm.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
     write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
     await member.execute(write)
-    assert engine.named("staging_store") == [
+    assert llm.named("staging_store") == [
         {"version": 4, "label": "l", "directory": "/store", "fleet_id": "f", "digest": "aa"}
     ]
     await member.execute(Forget(version=3))
@@ -53,44 +53,44 @@ async def test_stored_version_is_no_longer_retained(member: StagedMember, engine
 
 
 @pytest.mark.slow
-async def test_failed_write_can_be_retried(member: StagedMember, engine: Workers) -> None:
+async def test_failed_write_can_be_retried(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
     write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
     for problem in ("disk full", ""):
-        engine.stored = None
+        llm.stored = None
         await member.execute(write)
         assert member.store_result is None, "nothing is known of this attempt"
-        engine.stored = StoreResult(version=4, label="l", path="", problem=problem)
+        llm.stored = StoreResult(version=4, label="l", path="", problem=problem)
         async with asyncio.timeout(5):
-            while member.store_result != engine.stored:
+            while member.store_result != llm.stored:
                 await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("intact", [True, False])
 async def test_only_an_intact_stored_version_is_loaded(
-    member: StagedMember, engine: Workers, tmp_path: Path, intact: bool
+    member: StagedMember, llm: FakeLlm, tmp_path: Path, intact: bool
 ) -> None:
     committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
     path = write_version(committed, Store(tmp_path), lambda directory: None)
     catch_up = CatchUp(version=4, path=str(path))
     if intact:
         await member.execute(catch_up)
-        assert engine.version == 4
+        assert member.version == 4
         return
     save_file({"w": torch.ones(3)}, path / "model.safetensors")
     with pytest.raises(PayloadRejected, match=r"version 4 in .* is damaged: 'w' was written with digest"):
         await member.execute(catch_up)
-    assert engine.version == 3 and not engine.named("load")
+    assert member.version == 3 and not llm.named("load_checkpoint")
 
 
 async def test_model_that_vllm_cannot_reload_is_refused(
-    member: StagedMember, engine: Workers, tmp_path: Path
+    member: StagedMember, llm: FakeLlm, tmp_path: Path
 ) -> None:
     committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
     path = write_version(committed, Store(tmp_path), lambda directory: None)
-    engine.reload_refusal = "vLLM's GptOssForCausalLM copies weights past its loaders"
+    llm.reload_refusal = "vLLM's GptOssForCausalLM copies weights past its loaders"
     with pytest.raises(PayloadRejected, match="copies weights past its loaders"):
         await member.execute(CatchUp(version=4, path=str(path)))
-    assert engine.version == 3 and not engine.named("load")
+    assert member.version == 3 and not llm.named("load_checkpoint")
