@@ -58,7 +58,7 @@ UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
 SCALING_PERIOD_S = 1.0  # between replicas' reports to the scaling policy
-STOP_TIMEOUT_S = 10.0  # for an engine, after its last request
+STOP_TIMEOUT_S = 10.0  # an engine's, after its last request
 ROLLOUT = "rollout"
 # A replica that lost the controller stops taking requests before the fleet goes on without it.
 SELF_FENCE_FRACTION = 2 / 3

@@ -117,7 +117,6 @@ def publish(
 def report_step(
     run: str, step: int, values: Mapping[str, float], rollouts: Sequence[responses.RolloutSample] = ()
 ) -> Call[responses.Status]:
-    """Report a job's step for the page."""
     samples = [asdict(each) for each in rollouts]
     body = {"run": run, "step": step, "values": dict(values), "rollouts": samples}
     return Call(method="POST", path="/train/report", body=body, read=typed(responses.Status))
@@ -138,7 +137,6 @@ def train_status() -> Call[responses.TrainerStatus]:
 
 
 def model() -> Call[str]:
-    """Name of the served model."""
     return Call(method="GET", path="/v1/models", read=_then(typed(Object), _first_model))
 
 

@@ -19,7 +19,7 @@ class Answer:
     weight_versions: list[VersionSpan]  # over `token_ids`; in a stream only the last piece has them
     version: int | None = None  # newest weights of the completion
     adapter: str | None = None  # NAME@VERSION; None: the base model
-    replica: str = ""  # replica id
+    replica: str = ""
     finish_reason: str | None = None  # vLLM's; "abort": cut off; None before a stream's last piece
 
     @property
@@ -59,8 +59,6 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The sampled completions of one prompt."""
-
     answers: Sequence[Answer]
     prompt_token_ids: Sequence[int] = ()  # empty if not requested
 

@@ -61,8 +61,6 @@ class Call(Generic[T]):
 
 
 class FleetClient:
-    """Sends calls one at a time."""
-
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
 

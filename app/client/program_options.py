@@ -48,7 +48,6 @@ def parse(kind: type[T], arguments: Sequence[str] | None = None, name: str | Non
 
 
 def _with_files(kind: type[Any], arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Options of files, and the other arguments."""
     values: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(arguments)
@@ -99,7 +98,6 @@ def arguments_of(options: Any) -> list[str]:
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:
-    """Raises ValueError."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 EVENTS = "SLIPSTREAM_EVENTS"  # the submitter reads events
 WORKING_DIR = "SLIPSTREAM_WORKING_DIR"  # the user's directory
 STATUS_S = 30.0  # between lines of status without a bar
-CHANGED_S, SAME_S = 1.0, 10.0  # between two events
+CHANGED_S, SAME_S = 1.0, 10.0
 EVENT = "run-status "  # prefix of an event's line
 
 
@@ -30,7 +30,7 @@ class RunStatus:
     detail: str  # what it waits for, what was left out
     version: int
     elapsed_s: float
-    reward: float | None = None  # last step's
+    reward: float | None = None
     left_s: float | None = None  # None: unknown
 
     def line(self) -> str:

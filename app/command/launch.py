@@ -37,7 +37,7 @@ from deployments.weights.store.versions import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplicationStatus:
-    status: str  # Serve's status
+    status: str
     message: str
     deployments: Mapping[str, str] = field(default_factory=dict)  # for example "1 of 2 ready"
 

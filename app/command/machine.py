@@ -7,7 +7,7 @@
 `app.settings.gpus` counts GPUs later.
 """
 
-from __future__ import annotations  # for older Pythons
+from __future__ import annotations  # older Pythons run this file
 
 import ast
 import os

@@ -91,7 +91,6 @@ def _outputs(directory: Path, part: Part | None) -> Iterator[tuple[Path, str]]:
 
 
 def _process(path: Path) -> str:
-    """Process id of a worker, or id of a job."""
     return path.stem.removeprefix(_JOB) if path.name.startswith(_JOB) else path.stem.rpartition("-")[2]
 
 

@@ -28,7 +28,7 @@ STYLES = {
     "retired": "dim",
 }
 NONE = "-"
-_NO_LIMIT = 10_000  # columns
+_NO_LIMIT = 10_000
 _WORD_WIDTH, _TEXT_WIDTH = 24, 12  # narrower columns are not folded
 
 
@@ -188,7 +188,6 @@ def _what_happened(report: RoundReport) -> str:
 
 
 def adapters(found: Sequence[AdapterStatus]) -> RenderableType:
-    """One row per version of an adapter."""
     if not found:
         return Text("no adapter is loaded")
     return FittedTable[AdapterStatus](
@@ -208,7 +207,6 @@ def _load_time(adapter: AdapterStatus) -> str:
 
 
 def jobs(found: Sequence[Mapping[str, str]]) -> RenderableType:
-    """One row per RL job."""
     names = ("job", "status", "started", "user", "options")
     return FittedTable(found, *(Column(name, itemgetter(name)) for name in names))
 

@@ -38,7 +38,6 @@ class Access(Enum):
 
 
 def passed_access(path: str) -> Access:
-    """Access level of a forwarded route."""
     return Access.OPERATOR if path in OPERATORS_ROUTES else Access.USER
 
 
@@ -115,7 +114,6 @@ class _Known:
         return bool(self._digests)
 
     def has(self, given: bytes) -> bool:
-        """Compares in constant time."""
         self._read_again()
         found = False
         for digest in self._digests:

@@ -1,13 +1,13 @@
 """The ingress: our routes in FastAPI; vLLM's are forwarded without parsing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -22,7 +22,6 @@ from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes, Scrape
 from app.http.openapi import Description
-from app.http.page_routes import page_routes
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
@@ -40,6 +39,12 @@ from deployments.protocol.passed_routes import require_passed, route_path
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
 
+# They contain no fleet data; the page fetches it with a token.
+PAGE = Path(__file__).with_name("page")
+PAGE_FILES = {
+    "/": "page.html",
+    **{f"/page/{name}": name for name in ("page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css")},
+}
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
 
@@ -126,6 +131,27 @@ def build_app(
     return app
 
 
+def page_routes() -> list[GuardedRoute]:
+    return [
+        GuardedRoute(
+            "GET",
+            path,
+            _sender(PAGE / name),
+            access=Access.OPEN,
+            response_class=FileResponse,
+            include_in_schema=False,
+        )
+        for path, name in PAGE_FILES.items()
+    ]
+
+
+def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
+    async def send() -> FileResponse:
+        return FileResponse(file, headers={"cache-control": "no-cache"})
+
+    return send
+
+
 class _PassedOn:
     """Forwards vLLM's routes to a replica; 404 or 405 for all others.
 
@@ -185,7 +211,6 @@ async def answer_disconnected(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's error in our format."""
     assert isinstance(error, HTTPException)
     body: dict[str, Any] = {
         "error": {

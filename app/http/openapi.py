@@ -27,8 +27,6 @@ Document = dict[str, Any]
 
 
 class Description:
-    """`asks`: whether an access level needs a token."""
-
     def __init__(self, router: ASGIApp, asks: Callable[[Access], bool]) -> None:
         self._router, self._asks = router, asks
         self._theirs: Document | None = None

@@ -31,7 +31,7 @@ class OwnBody(BaseModel):
 
 
 class VllmBody(BaseModel):
-    """A body of one of vLLM's RL routes."""
+    """A body of vLLM's RL routes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, use_attribute_docstrings=True)
 

@@ -16,7 +16,7 @@ from deployments.protocol.responses import ErrorBody
 from deployments.router.request_inspection import read_body
 
 MAX_BODY_BYTES = 1 << 20
-MAX_SHOWN = 60  # characters of a wrong value in a message
+MAX_SHOWN = 60
 FAILED = {"description": "what was expected and what was given", "model": ErrorBody}
 
 

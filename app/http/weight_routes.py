@@ -151,7 +151,7 @@ class WeightRoutes:
             return
         rounds = await self._controller.rounds.remote()
         last = ""
-        if rounds:  # for a late or repeated call
+        if rounds:  # the call came late or twice
             last = f"; the last one, round {rounds[-1].round_id}, is {rounds[-1].phase}"
             last += f": {rounds[-1].reason}" if rounds[-1].reason else f" as version {rounds[-1].version}"
         raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")

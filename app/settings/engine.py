@@ -100,7 +100,6 @@ class EngineConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 

@@ -44,7 +44,6 @@ def _needs_one_host(config: AppConfig) -> bool:
 
 
 def total_gpus(config: AppConfig) -> int:
-    """A shared GPU counts once."""
     engine = config.engine
     ranks = engine.first_replicas * engine.world_size
     if config.placement is Placement.COLOCATED:

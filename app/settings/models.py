@@ -25,7 +25,7 @@ class BuiltInModel:
 
     name: str
     title: str
-    package: str  # import name
+    package: str
     gguf_file: str
     context_length: int
     revision: int  # part of the directory's name; increment it when the conversion changes
@@ -41,7 +41,7 @@ SMOLLM2_135M = BuiltInModel(
 )
 BUILT_IN = {model.name: model for model in (SMOLLM2_135M,)}
 
-Say = Callable[[str], None]  # reports progress
+Say = Callable[[str], None]
 # Takes the model, the package's directory, the directory to fill.
 Convert = Callable[[BuiltInModel, Path, Path, Say], None]
 
@@ -66,7 +66,7 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
             "SLIPSTREAM_CACHE to a directory that can be written"
         ) from error
     with _locked(target.with_suffix(".lock")):
-        if target.is_dir():  # converted by another process
+        if target.is_dir():
             return target
         what = f"Converting {model.title} to {target} (once)"
         with announced(what, to=sys.stderr) as say, replacing(target) as aside:
@@ -94,7 +94,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-# GGUF's names, and transformers'.
 _PARTS = {
     "token_embd": "embed_tokens",
     "output_norm": "norm",
@@ -170,7 +169,6 @@ def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
     clean.save_pretrained(target)
 
 
-# NAME or ORGANISATION/NAME.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 

@@ -31,7 +31,6 @@ class ConfigError(ValueError):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One sentence per wrong setting: expected and actual."""
     return "\n".join(_sentence(detail, model) for detail in error.errors(include_url=False))
 
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 FIRST_BYTES = 256  # block size in the first 4 KiB; later blocks are a sixteenth of what precedes them
-MAX_BYTES = 256 << 10  # of a prompt
+MAX_BYTES = 256 << 10  # hashed prefix of a prompt
 HEAD_BYTES = 8 << 10  # searched for names at both ends of a body
 
 # Impossible inside a JSON string, where quotes are escaped.

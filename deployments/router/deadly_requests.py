@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from deployments.protocol.errors import DeadlyRequest
 
-MAX_LOSSES = 2  # of replicas, under one request
+MAX_LOSSES = 2  # replicas lost under one request
 REFUSED_FOR_S = 600.0
 MAX_REMEMBERED = 4096  # requests; the oldest is evicted first
 

@@ -66,7 +66,7 @@ class Outgoing:
     headers: CIMultiDict[str]  # without the fleet's key
     body: bytes
     sequences: int
-    identity: RequestIdentity  # of the client's whole request
+    identity: RequestIdentity  # identifies the client's whole request
     blocks: Sequence[int] = ()  # see `affinity.block_hashes`
 
     @property

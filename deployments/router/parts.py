@@ -103,7 +103,7 @@ class _Part:
         self.headers: Headers = []
         self.waiting: deque[bytes] = deque()  # events, or the whole response
         self.taken = False  # the client has some of it
-        self.all_begun = False  # of the other parts too
+        self.all_begun = False  # all other parts have begun too
         self.ended = False
         self.failure: Exception | None = None
 

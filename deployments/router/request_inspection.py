@@ -18,7 +18,7 @@ from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooL
 from deployments.protocol.routing import DEMANDS
 from deployments.router.prompt_lists import PromptList, parse_list, parse_object, prompt_list
 
-GRACE_S = 20.0  # for any body, plus its size at this rate:
+GRACE_S = 20.0  # plus the time that its size takes at this rate:
 BYTES_PER_S = 64 << 10
 MAX_HEADER_BYTES = 1 << 16
 # Every field of vLLM's routes that can hold a list of prompts or texts.

@@ -54,7 +54,7 @@ logger = serve_logger()
 MIN_RETRIES_PER_S = 200.0  # a small load
 RETRIES_PER_ADMITTED = 2.0  # keeps places from staying free
 MAX_PACING_S = 20.0  # OpenAI's clients wait for 60 s at most
-PERIOD_S = 2.0  # for counting admitted requests
+PERIOD_S = 2.0  # admitted requests are counted over it
 
 
 class RetryAfterPacing:

@@ -36,10 +36,10 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    name: str  # of the placement group, in Serve's namespace; one per fleet
+    name: str  # name of the placement group in Serve's namespace; one per fleet
     slots: int  # one per replica
     gpus_per_slot: int  # one per worker of an engine
-    engine_share: float  # of each GPU; at most 1 with the trainer's
+    engine_share: float  # share of each GPU; at most 1 with the trainer's
     trainer_share: float
 
     @property

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from app.command import machine
 from app.command.cli import default_config
 from app.command.machine import NotEnough, build_for, check, check_gpus, choose, uv_variables
-from app.http.page_routes import FILES
+from app.http.ingress import PAGE_FILES
 
 ROOT = Path(__file__).parents[3]
 H200 = "NVIDIA H200, 580.95.05, 9.0"
@@ -268,7 +268,7 @@ def test_the_wheel_has_what_the_default_fleet_needs(tmp_path: Path, monkeypatch:
     with zipfile.ZipFile(built) as wheel:
         assert wheel.read("app/serve_config.yaml") == (ROOT / "serve_config.yaml").read_bytes()
         page = {name.removeprefix("app/http/page/") for name in wheel.namelist()}
-        assert page >= {*FILES.values(), "uPlot.LICENSE"}
+        assert page >= {*PAGE_FILES.values(), "uPlot.LICENSE"}
         shared = {name.partition(".data/data/")[2] for name in wheel.namelist()}
         files = [path.relative_to(ROOT / "deploy") for path in (ROOT / "deploy").rglob("*.*")]
         assert len(files) == 3 and {f"share/slipstream/{path}" for path in files} <= shared

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 
-from app.command import ports as module
-from app.command.cluster import LocalCluster
-from app.command.ports import PortBlock
+from app.command import cluster as module
+from app.command.cluster import LocalCluster, PortBlock
 
 
 def ports(block: PortBlock) -> set[int]:
