@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,7 +27,7 @@ from deployments.weights.store.adapter_store import (
     until_complete,
 )
 from deployments.weights.store.owner import check_owner, claim, has_owner, hold
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import Store, VersionManifest
 
 PREDECESSOR_S = 10.0  # until it has exited
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
@@ -107,15 +108,17 @@ class StoreKeeper:
         self._ledger = ledger
         self._hold_claim = hold_claim
         self._held: int | None = None  # the claim, until `release`
-        self._known: dict[int, str | None] = {}  # a version never changes: its manifest is read once
+        # Without tensors. A version never changes: its manifest is read once.
+        self._known: Mapping[int, VersionManifest] = {}
         # A version that is being read stays until a later pass.
         self.removal = Removal(
             "versions",
             self.check_owner,
             self._owners,
-            lambda owned: ledger.removable(owned, keep),
+            self._removable,
             store.remove,
         )
+        self._keep = keep
 
     def check_owner(self) -> None:
         """Reads the disk. Raises JournalError: the store is not this fleet's any more."""
@@ -131,6 +134,7 @@ class StoreKeeper:
         if not has_owner(self._store.directory, self._ledger.fleet_id):
             self._claim()
         self._held = self._hold_claim(self._store.directory)
+        self._find_stored(self._owners())
 
     def release(self) -> None:
         """Let another controller have the store."""
@@ -183,6 +187,19 @@ class StoreKeeper:
                 f"version {version} cannot be rolled back to: {problem}; roll back to another one"
             )
 
+    def _removable(self, owned: Owners) -> Iterable[int]:
+        self._find_stored(owned)
+        return self._ledger.removable(owned, self._keep)
+
+    def _find_stored(self, owned: Owners) -> None:
+        """A writer may have exited before it could report its version, or this process before it heard."""
+        newest = max((each for each, owner in owned.items() if owner == self._ledger.fleet_id), default=0)
+        found = self._known.get(newest)
+        if found is not None and newest > self._ledger.state.stored_version:
+            with suppress(FileNotFoundError):
+                path = str(self._store.path_of(newest))
+                self._ledger.find_stored(newest, path, found.label, found.digest)
+
     def _foreign(self) -> Owners:
         """Versions of another fleet."""
         ours = self._ledger.fleet_id
@@ -193,13 +210,13 @@ class StoreKeeper:
 
         Omits versions with an unreadable manifest, which stay in the store.
         """
-        before, owners = self._known, dict[int, str | None]()
+        before, known = self._known, dict[int, VersionManifest]()
         for version in self._store.list():
             with suppress(OSError, ValueError):
-                known = version in before
-                owners[version] = before[version] if known else self._store.manifest_of(version).fleet_id
-        self._known = owners
-        return dict(owners)
+                read = before.get(version) or replace(self._store.manifest_of(version), tensors={})
+                known[version] = read
+        self._known = known
+        return {version: manifest.fleet_id for version, manifest in known.items()}
 
 
 def _name(owner: str | None) -> str:

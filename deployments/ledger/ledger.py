@@ -246,6 +246,13 @@ class Ledger:
         stored_versions.set_stored(self._at(now), version, path, label)
         self.advance(now)
 
+    def find_stored(self, version: int, path: str, label: str | None, digest: str | None) -> None:
+        """A version of this fleet is on disk; if it was committed with this digest, joiners may load it."""
+        state = self.state
+        committed = state.stored_version < version <= state.committed_version
+        if committed and state.digest_of(version) in (None, digest):
+            self.set_stored(version, path, label, state.now)
+
     def set_unstored(self, version: int, reason: str, now: float) -> None:
         """Its publisher could not write a version to the store."""
         stored_versions.set_unstored(self._at(now), version, reason)

@@ -47,9 +47,12 @@ def set_stored(state: State, version: int, path: str, label: str | None) -> None
             f"version: expected at most the committed version {committed}, got {version}",
             {"expected": committed, "actual": version},
         )
+    stored = Stored(version=version, path=path, label=label)
+    if stored == state.stored:
+        return  # it was found on the disk before its writer's report
     if state.stored is None or version >= state.stored.version:
-        state.stored = Stored(version=version, path=path, label=label)
-        state.decide(state.stored)
+        state.stored = stored
+        state.decide(stored)
     state.record("stored", version=version, path=path, label=label)
 
 

@@ -21,13 +21,12 @@ OURS = "fleet"
 HERE = Path(__file__).parent
 
 
-def write(store: Store, version: int, fleet_id: str | None = OURS) -> None:
+def write(store: Store, version: int, fleet_id: str | None = OURS, digest: str | None = None) -> None:
     """It is there, whoever's the store is."""
     directory = store.directory / f"v{version:08d}"
     directory.mkdir(parents=True)
-    (directory / MANIFEST).write_text(
-        VersionManifest(version=version, fleet_id=fleet_id, tensors={}).encode()
-    )
+    manifest = VersionManifest(version=version, fleet_id=fleet_id, digest=digest, tensors={})
+    (directory / MANIFEST).write_text(manifest.encode())
 
 
 def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -> StoreKeeper:
@@ -62,6 +61,27 @@ async def test_a_promised_version_outlives_the_newest_until_its_joiner_is_gone(
     fleet.dead.add("b")
     await fleet.elapse(3.0)
     await settled(store, [4, 5, 6])
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+async def test_a_version_whose_writer_could_not_report_it_is_found(
+    fleet: Fleet, tmp_path: Path, restarts: bool
+) -> None:
+    """A fleet was stopped while it was written, or the writer was killed just after."""
+    store = Store(tmp_path / "store")
+    fleet.start("a")
+    await fleet.admitted("a")
+    fleet_id = (await fleet.controller.fleet()).fleet_id
+    for _ in range(2):
+        await publish(fleet)
+    write(store, 2, fleet_id, (await fleet.controller.rounds())[-1].digest)
+    write(store, 3, "another")
+    if restarts:
+        await fleet.restart()
+        assert (await fleet.controller.join("b", "b-1")).version == 2
+    async with asyncio.timeout(5):
+        while (await fleet.controller.fleet()).stored_version != 2:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_version_that_is_being_read_goes_later(tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def test_one_replica_writes_the_version_and_all_forget_it() -> None:
     assert (answer.version, answer.path) == (1, "/store/v1")
 
 
+def test_a_version_that_is_found_counts_if_it_is_the_committed_one() -> None:
+    scene = scene_of(2, store_problem="the disk is full")
+    publish(scene)
+    digest = scene.ledger.state.digest_of(1)
+    assert digest is not None and stored(scene) is None
+    for version, found in ((2, digest), (1, "of other weights"), (1, None)):
+        scene.ledger.find_stored(version, f"/store/v{version}", None, found)
+        assert stored(scene) is None
+    events = len(scene.ledger.events_since(0))
+    for _ in range(2):
+        scene.ledger.find_stored(1, "/store/v1", None, digest)
+        scene.ledger.set_stored(1, "/store/v1", None, scene.now)  # as its writer reports it
+    assert stored(scene) == 1 and len(scene.ledger.events_since(0)) == events + 1
+
+
 def test_nobody_writes_or_retains_what_its_publisher_writes_itself() -> None:
     scene = scene_of(2)
     scene.publish()
