@@ -18,14 +18,7 @@ from typing import TypeVar
 
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import CallHandle
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    RoundAborted,
-    SlipstreamError,
-    StalePublisher,
-    TransferAborted,
-)
+from deployments.protocol import errors
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.weights.store.checkpoint_files import PART_BYTES, Checkpoint, stated
 
@@ -70,8 +63,8 @@ class DirectoryPublisher:
                     return await self._round(session, checkpoint, label)
                 finally:
                     checkpoint.close()
-        except (StalePublisher, TransferAborted) as error:
-            raise TransferAborted(
+        except (errors.StalePublisher, errors.TransferAborted) as error:
+            raise errors.TransferAborted(
                 f"{path} is not published: {error.message}; try again", {"send_again": True}
             ) from error
 
@@ -82,13 +75,13 @@ class DirectoryPublisher:
             changed = await session.renewing(self._disk.run(checkpoint.changed, str(checkpoint.directory)))
             if changed is None:  # else a mix of two checkpoints could pass
                 return await session.close(label)
-        except (InvalidRequest, RoundAborted) as error:
+        except (errors.InvalidRequest, errors.RoundAborted) as error:
             await session.abort(error.message)  # first: the disk may be slow
             await self._raise_if_changed(checkpoint, error)
             raise
         reason = f"{changed}; publish it again once it is complete"
         await session.abort(reason)
-        raise RoundAborted(reason)
+        raise errors.RoundAborted(reason)
 
     async def _send(self, session: PublishSession, checkpoint: Checkpoint) -> None:
         sending: asyncio.Future[None] | None = None
@@ -105,13 +98,13 @@ class DirectoryPublisher:
             if sending is not None:
                 sending.cancel()
 
-    async def _raise_if_changed(self, checkpoint: Checkpoint, error: SlipstreamError) -> None:
+    async def _raise_if_changed(self, checkpoint: Checkpoint, error: errors.SlipstreamError) -> None:
         try:
             changed = await self._disk.run(checkpoint.changed, str(checkpoint.directory))
-        except SlipstreamError:  # reported by the first error
+        except errors.SlipstreamError:  # reported by the first error
             return
         if changed is not None:
-            raise RoundAborted(
+            raise errors.RoundAborted(
                 f"{changed}; publish it again once it is complete ({error.message})", error.detail
             ) from error
 
@@ -132,7 +125,7 @@ class DiskThread:
             Conflict: an earlier call still hangs.
         """
         if self._running:
-            raise Conflict(f"{what}: a disk has not answered since an earlier call")
+            raise errors.Conflict(f"{what}: a disk has not answered since an earlier call")
         self._running = True
         result: Future[T] = Future()
 
@@ -152,8 +145,8 @@ class DiskThread:
             async with asyncio.timeout(self._limit_s):
                 return await asyncio.wrap_future(result)
         except TimeoutError:
-            raise RoundAborted(f"{what}: the disk has not answered for {self._limit_s:g} s") from None
+            raise errors.RoundAborted(f"{what}: the disk has not answered for {self._limit_s:g} s") from None
         except OSError as error:
-            raise InvalidRequest(f"{what} cannot be read: {error}") from error
+            raise errors.InvalidRequest(f"{what} cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(str(error)) from error
+            raise errors.InvalidRequest(str(error)) from error

@@ -28,13 +28,7 @@ from app.http.weight_routes import WeightRoutes
 from app.settings.security import Tokens
 from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import (
-    AnswerLost,
-    FleetUnavailable,
-    InvalidRequest,
-    MethodNotAllowed,
-    SlipstreamError,
-)
+from deployments.protocol import errors
 from deployments.protocol.passed_routes import require_passed, route_path
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
@@ -119,7 +113,7 @@ def build_app(
         routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
         exception_handlers={
             ClientDisconnect: answer_disconnected,
-            SlipstreamError: answer_error,
+            errors.SlipstreamError: answer_error,
             RequestValidationError: answer_wrong_request,
             HTTPException: answer_http_error,
             RayError: answer_foreign_error,
@@ -176,7 +170,7 @@ class _PassedOn:
             self._guard.check(Request(scope), passed_access(path))
         if route is not None:
             expected = " or ".join(route.allowed)
-            raise MethodNotAllowed(
+            raise errors.MethodNotAllowed(
                 f"{path}: expected {expected}, got {scope['method'][:20]!r}", {"allow": route.allowed}
             )
         require_passed(scope["method"], path)
@@ -185,9 +179,9 @@ class _PassedOn:
 
 async def answer_error(request: Request, error: Exception) -> Response:
     """Clients retry a POST on 5xx, so a call that may have changed the fleet gets 409 instead."""
-    assert isinstance(error, SlipstreamError)
+    assert isinstance(error, errors.SlipstreamError)
     if error.detail.get("unreachable") and _changes_fleet(request):
-        error = AnswerLost(f"{error.message}; it may have been done", error.detail)
+        error = errors.AnswerLost(f"{error.message}; it may have been done", error.detail)
     status = 409 if error.status == 500 and _changes_fleet(request) else error.status
     headers = {}
     if status == 503:
@@ -202,7 +196,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 async def answer_wrong_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return await answer_error(request, InvalidRequest(explain(error, request.scope["route"])))
+    return await answer_error(request, errors.InvalidRequest(explain(error, request.scope["route"])))
 
 
 async def answer_disconnected(request: Request, error: Exception) -> Response:
@@ -225,14 +219,14 @@ async def answer_http_error(request: Request, error: Exception) -> Response:
 async def answer_foreign_error(request: Request, error: Exception) -> Response:
     cause: Any = getattr(error, "cause", None)  # the text of a RayTaskError is a traceback
     raised = cause if isinstance(cause, BaseException) else error
-    if isinstance(raised, SlipstreamError):
+    if isinstance(raised, errors.SlipstreamError):
         return await answer_error(request, raised)
     if is_lost(raised):  # raised while looking up the address; nothing was sent
         text = f"{request.url.path}: the controller or trainer is gone and being restarted; try again"
-        return await answer_error(request, FleetUnavailable(text, {"reason": type(raised).__name__}))
+        return await answer_error(request, errors.FleetUnavailable(text, {"reason": type(raised).__name__}))
     text = one_line(raised)
     logger.error("%s %s: %s", request.method, request.url.path, text)
-    return await answer_error(request, SlipstreamError(text))
+    return await answer_error(request, errors.SlipstreamError(text))
 
 
 def _changes_fleet(request: Request) -> bool:

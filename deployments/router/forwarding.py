@@ -20,18 +20,9 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.host import tracing
 from deployments.host.logs import serve_logger
+from deployments.protocol import routing
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
-from deployments.protocol.routing import (
-    KEY_HEADER,
-    LOST,
-    REFUSED_HEADER,
-    ROUTER_HEADER,
-    Census,
-    Choice,
-    Demand,
-    ReplicaEndpoint,
-    router_header,
-)
+from deployments.protocol.routing import Demand, ReplicaEndpoint
 from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
 from deployments.router.http_client import ConnectionPool, NotConnected, ReplicaResponse, ResponseLost
@@ -198,9 +189,9 @@ class Forwarder:
             logger.error("%s %s is refused: %s; %s", method, path, refused.message, reason)
             raise
 
-    async def _census(self, demand: Demand) -> Census:
+    async def _census(self, demand: Demand) -> routing.Census:
         """The replicas that Serve knows; empty if none is admitted."""
-        census = Census()
+        census = routing.Census()
         # `forward` waits for an admitted replica and reports the reason.
         with suppress(TimeoutError, BackPressureError, DeploymentUnavailableError):
             await self._ask_serve(replace(demand, census=census), time.monotonic() + CENSUS_TIMEOUT_S)
@@ -210,7 +201,7 @@ class Forwarder:
         self, demand: Demand, blocks: Sequence[int], deadline: float
     ) -> tuple[str, ReplicaEndpoint]:
         """Choose a replica and record it as the session's and the prompt's. Raises TimeoutError."""
-        choice = Choice()
+        choice = routing.Choice()
         current = replace(
             demand,
             home=self._affinity.home(demand.session_id),
@@ -239,10 +230,10 @@ class Forwarder:
                 stall = detect_stall(response, partial(self._is_alive, endpoint), self._silence_s)
                 connection.callback(asyncio.create_task(stall).cancel)
                 await response.begin()
-                refusal = response.header(REFUSED_HEADER)
+                refusal = response.header(routing.REFUSED_HEADER)
                 if refusal is not None:
                     reason = json.loads(await response.rest())["error"]["message"]
-                    raise _Lost(reason) if refusal == LOST else _NotBegun(reason)
+                    raise _Lost(reason) if refusal == routing.LOST else _NotBegun(reason)
                 # A replica that is lost here can still be replaced.
                 whole = None if response.content_length is None else await response.rest()
                 return StartedResponse(
@@ -259,8 +250,8 @@ class Forwarder:
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
     ) -> AsyncIterator[ReplicaResponse]:
         headers = request.headers.copy()
-        headers[KEY_HEADER.decode()] = endpoint.key
-        headers[ROUTER_HEADER.decode()] = router_header(self._router_id, request.load)
+        headers[routing.KEY_HEADER.decode()] = endpoint.key
+        headers[routing.ROUTER_HEADER.decode()] = routing.router_header(self._router_id, request.load)
         headers.update(tracing.headers())
         self._in_flight[replica_id] += request.load
         try:
@@ -282,7 +273,7 @@ class Forwarder:
     async def _probe(self, endpoint: ReplicaEndpoint) -> bool:
         """Any status counts: the server has no route `/`."""
         timeout = aiohttp.ClientTimeout(total=self._probe_timeout_s)
-        headers = {KEY_HEADER.decode(): endpoint.key}
+        headers = {routing.KEY_HEADER.decode(): endpoint.key}
         url = f"http://{endpoint.address}/"
         try:
             async with self._probe_session().get(url, headers=headers, timeout=timeout):
