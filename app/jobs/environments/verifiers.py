@@ -161,6 +161,8 @@ class Verifiers(Environment):
     async def _started(self) -> Program:
         async with self._starting:
             if self._program is None or self._program.exited is not None:
+                if self._program is not None:
+                    await self._program.close()
                 # -P: modules of this directory would shadow packages
                 command = [self.settings.python, "-P", str(PROGRAM), *self.settings.arguments]
                 try:
