@@ -1,4 +1,4 @@
-"""Advantages of rewards, and the penalty for length."""
+"""Advantages, and the penalty for length."""
 
 from collections.abc import Callable, Sequence
 
@@ -40,8 +40,8 @@ OF_BATCHES = frozenset({AdvantageEstimator.REINFORCE_PP, AdvantageEstimator.REIN
 def group_advantages(
     rewards: Sequence[float], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[float]:
-    """Advantages of one group, all zero if its rewards are equal. Raises ValueError for fewer than two
-    rewards, one that is not finite, or an estimator of whole batches."""
+    """Advantages of one group; zeros if its rewards are equal. Raises ValueError for fewer than two rewards,
+    one that is not finite, or an estimator of batches."""
     if estimator in OF_BATCHES:
         raise ValueError(f"advantages {estimator.value!r} need a batch of groups: call batch_advantages")
     if len(rewards) < 2:
@@ -54,8 +54,8 @@ def group_advantages(
 def batch_advantages(
     groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[list[float]]:
-    """Advantages of each group of a batch. REINFORCE++ (https://arxiv.org/abs/2501.03262) normalises over the
-    batch; its baseline variant first subtracts the mean of the group. Raises ValueError."""
+    """Advantages of each group. REINFORCE++ (https://arxiv.org/abs/2501.03262) normalises over the batch; its
+    baseline variant first subtracts group means. Raises ValueError."""
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
     rewards = [_finite(group) for group in groups]

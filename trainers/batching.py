@@ -4,8 +4,8 @@
     row 0     pad pad p0 p1 p2   | r0 r1 r2 pad   | s0 s1 pad pad
     row 1     p0  p1  p2 p3 p4   | r0 pad pad pad | pad pad pad pad
 
-Completions do not attend to each other and keep the positions they have alone. With G = 1 every attention
-kernel accepts the mask. Losses see only the M learned tokens.
+Completions do not attend to each other, and have the positions they have alone. Every attention kernel
+accepts the mask of G = 1.
 """
 
 import math
@@ -27,8 +27,8 @@ UNKNOWN_VERSION = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """R rows of L positions, and the M learned tokens of A completions, contiguous and in order. A completion
-    may have no learned token."""
+    """R rows of L positions, and the M learned tokens of A completions, contiguous and ordered. A completion
+    may have none."""
 
     input_ids: torch.Tensor  # int64 [R, L]
     # int64 [R, L] if G is 1; else bool [R, 1, L, L], or a BlockMask for packed lines
@@ -48,7 +48,7 @@ class TokenBatch:
     def learned(
         self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
     ) -> LearnedTokens:
-        """The input of a loss, float32 [M] each. `old` None: this is the first update of the step."""
+        """The input of a loss. `old` None: the first update of a step."""
         old = logprobs.detach() if old is None else old
         return LearnedTokens(
             logprobs=logprobs,
@@ -84,8 +84,8 @@ def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_pr
 def plan_micro_batches(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = False
 ) -> list[list[Row]]:
-    """Lists of rows, at most `token_budget` tokens each with padding, longest first. A trajectory above the
-    budget is alone."""
+    """Lists of rows of at most `token_budget` tokens with padding, longest first. A longer trajectory is
+    alone."""
 
     def measure(row: Row) -> tuple[int, int, int]:
         longest = max(len(trajectories[index].token_ids) for index in row)
@@ -109,8 +109,8 @@ def plan_micro_batches(
 
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
-    """The micro-batches of one rank, and whether each counts. All ranks get the same number, because a
-    sharded model gathers in every pass; a filler does not count."""
+    """The micro-batches of one rank, and whether each counts. A sharded model gathers in every pass, so ranks
+    get equally many; fillers do not count."""
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
     filler = min(plan, key=len)

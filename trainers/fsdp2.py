@@ -1,8 +1,7 @@
 """FSDP2: decoder layers, untied embeddings and output layer, and the rest are units of `fully_shard`.
 
-Each forward, backward and parameter read gathers, so all ranks must make the same calls. The model is created
-and sharded on the meta device; transformers' loader then reads this rank's rows, so that no process holds the
-whole model.
+All ranks must make the same forwards, backwards and parameter reads, which gather. The model is sharded on
+the meta device, and transformers' loader reads this rank's rows: no process holds the whole model.
 """
 
 from pathlib import Path
@@ -31,15 +30,15 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
 
 
 def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that loads a checkpoint. Vision-language models load their language part alone where
-    transformers has one."""
+    """The class that loads a checkpoint; of vision-language models the language part, if transformers has
+    one."""
     has_language_part = type(config) in AutoModelForCausalLM._model_mapping
     sees = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if sees and not has_language_part else AutoModelForCausalLM
 
 
 def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """The model of a checkpoint on the meta device; `options` go to `from_config`."""
+    """The model on the meta device; `options` go to `from_config`."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(
@@ -49,12 +48,9 @@ def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: 
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None) -> None:
-    """Shard a model on the meta device in place over a one-dimensional mesh. Parameters are gathered in
-    `compute_dtype` (None: their own); gradients are reduced in float32.
-
-    Raises:
-        ValueError: there is no list of layers, or a rank would have no expert of a layer.
-    """
+    """Shard a model on the meta device in place. Parameters are gathered in `compute_dtype` (None: their
+    own); gradients are reduced in float32. Raises ValueError without a list of layers, or if a rank would
+    have no expert of a layer."""
     _check_experts(model, mesh.size())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # fully_shard changes the classes, by whose names transformers finds conversions.
@@ -67,8 +63,8 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
     """Read this rank's shards and whole buffers onto the mesh's device; returns missing names.
 
-    Not `distributed_config` of `from_pretrained`: it cannot reduce in float32, and needs a plan that some
-    families lack.
+    `distributed_config` of `from_pretrained` cannot reduce in float32, and needs a plan that some families
+    lack.
     """
     files, _ = _get_resolved_checkpoint_files(
         str(directory),

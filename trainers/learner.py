@@ -18,13 +18,13 @@ from trainers.trajectory import Trajectory
 
 
 class OutOfMemory(RuntimeError):
-    """A micro-batch did not fit. The text has its size, the largest that fit, and the state of the step."""
+    """A micro-batch did not fit. The text has sizes and the state of the step."""
 
 
 class Learner:
     """A policy and its optimizer. Raises ValueError if the loss cannot be loaded.
 
-    Each rank processes its share of the micro-batches. All ranks must call `step` with the same trajectories.
+    Each rank processes its share of the micro-batches; all must call `step` with the same trajectories.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Learner:
     def step(self, trajectories: Sequence[Trajectory], *, published: int | None = None) -> Metrics:
         """Run `updates_per_step` optimizer steps on these trajectories.
 
-        An update whose loss or gradient is not finite is not applied, nor are those after it; metrics are of
-        the last applied one. `skipped`: none was applied, and the step does not count.
+        An update whose loss or gradient is not finite ends the step without it; metrics are of the update
+        before. `skipped`: there is none, and the step does not count.
 
         Raises:
             OutOfMemory: the failed update changed nothing.
@@ -136,7 +136,7 @@ class Learner:
         *,
         done: int,
     ) -> Metrics:
-        """An update, or none: gradients of a failed one must not count in the next."""
+        """Gradients of a failed update must not count in the next."""
         self._tokens_at_once = 0
         try:
             return self._update(micro_batches, old, trajectories)

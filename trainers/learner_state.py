@@ -1,5 +1,5 @@
-"""What a restart needs beside published weights: AdamW's moments, and master weights (tensors that publishing
-rounds). Both are by parameter name, sharded as the model is."""
+"""What a restart needs beside published weights: AdamW's moments, and master weights, which publishing
+rounds. By parameter name, sharded as the model."""
 
 from collections.abc import Collection, Mapping
 
@@ -15,7 +15,7 @@ NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tens
 def named_moments(
     policy: TrainedPolicy, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 ) -> NamedMoments:
-    """The moments in an optimizer's `state`, without a copy."""
+    """AdamW's moments in `state`, not copied."""
     moments: NamedMoments = {}
     for name, parameter in policy.model.named_parameters():
         for kind, tensor in state.get(parameter, {}).items():
@@ -40,8 +40,8 @@ def empty_moments(
 
 
 def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Tensors that a cast to `wire_dtype` (None: no cast) may change, without a copy. All of an adapter's,
-    which the store does not have."""
+    """Tensors that a cast to `wire_dtype` (None: no cast) may change, and all of an adapter, which the store
+    does not have. Not copied."""
     return {
         name: tensor.detach()
         for name, tensor in policy.trained().items()

@@ -27,11 +27,10 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 
 
 class LoraAdapter:
-    """The adapter of a model, which is the only part that is trained. Raises ValueError if no linear layer
-    has a name in `target_modules`.
+    """The adapter of a model, which alone is trained. Raises ValueError if no linear layer has a name in
+    `target_modules`.
 
-    Create it before the first forward pass of a sharded model, with the same `seed` (of its initial values)
-    on all ranks.
+    Create it before the first forward pass of a sharded model, with the same `seed` on all ranks.
     """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
@@ -78,12 +77,12 @@ class LoraAdapter:
 
     @torch.no_grad()
     def delta(self, name: str) -> torch.Tensor | None:
-        """What the adapter adds to a tensor of `base_state`, float32 and of its shape; None: nothing."""
+        """The adapter's part of a tensor of `base_state`, float32; None: nothing."""
         layer = self._layers.get(name)
         return None if layer is None else layer.get_delta_weight(_NAME)
 
     def reset(self) -> None:
-        """Restore the initial values, the same on all ranks: the model is its base again."""
+        """Restore the initial values, the same on all ranks."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seed)
             for layer in self._layers.values():
@@ -98,7 +97,7 @@ class LoraAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Forward passes inside are the base's. They have no backward pass: peft freezes."""
+        """The base's forward passes, without a backward pass: peft freezes."""
         self._model.disable_adapters()
         try:
             yield
@@ -108,8 +107,8 @@ class LoraAdapter:
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Bytes of peft's two files (uint8 [size], on the tensors' device) by name. Equal tensors give equal
-        bytes. `dtype` None: float32."""
+        """Bytes of peft's two files by name, uint8 [size] on the tensors' device; equal for equal tensors.
+        `dtype` None: float32."""
         return {
             CONFIG: _as_tensor(json.dumps(self._written(), indent=2, sort_keys=True).encode()),
             TENSORS: safetensors_file(
@@ -155,7 +154,7 @@ class LoraAdapter:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, bool]:
-    """Linear layers by name, and whether each is in the decoder, not in a vision tower."""
+    """Linear layers by name, and whether each is in the decoder."""
     decoder = {id(module) for module in model.get_decoder().modules()}
     return {
         name: id(module) in decoder
@@ -180,10 +179,10 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
 def safetensors_file(
     tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str]
 ) -> torch.Tensor:
-    """A safetensors file (uint8 [size]) of tensors of one device, ordered by name. On a GPU it is written
-    there, and complete on return.
+    """A safetensors file, uint8 [size], of tensors of one device. On a GPU it is written there, and complete
+    on return.
 
-    `safetensors.torch.save` orders metadata randomly, so files of two ranks would differ. Format:
+    `safetensors.torch.save` orders metadata randomly, so ranks would differ. Format:
     https://github.com/huggingface/safetensors.
     """
     names = sorted(tensors)

@@ -1,7 +1,7 @@
-"""Losses by name, per learned token of a micro-batch.
+"""Losses by name, per learned token.
 
 *current* is the policy being optimised, *old* the policy when the step began, *rollout* the engine that
-sampled (older weights, other kernels). A loss bounds current / old; `policy_loss` corrects for old / rollout.
+sampled. A loss bounds current / old; `policy_loss` corrects for old / rollout.
 """
 
 import importlib
@@ -18,10 +18,8 @@ MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedTokens:
-    """The M learned tokens of a micro-batch of A completions, without masked tokens and padding.
-
-    Tokens of a completion are contiguous and ordered, and in one micro-batch. A completion may have none.
-    """
+    """The M learned tokens of a micro-batch of A completions, contiguous and ordered. A completion may have
+    none."""
 
     logprobs: torch.Tensor  # float32 [M], with gradient
     old_logprobs: torch.Tensor  # float32 [M]
@@ -78,7 +76,7 @@ def token_weights(
     lengths: torch.Tensor, total_tokens: int, sequences: int, config: LossConfig
 ) -> torch.Tensor:
     """The weight of a token of each completion, float32 [A]. `total_tokens` and `sequences` are of the whole
-    batch, over micro-batches and ranks."""
+    batch."""
     match config.aggregation:
         case Aggregation.TOKEN:
             return torch.full_like(lengths, 1.0 / total_tokens, dtype=torch.float32)
@@ -89,7 +87,7 @@ def token_weights(
 
 
 def importance_weights(tokens: LearnedTokens, config: LossConfig) -> torch.Tensor:
-    """old / rollout at the configured level, not truncated, without gradient, float [M].
+    """old / rollout, not truncated, without gradient, float [M].
 
     IMPALA, https://arxiv.org/abs/1802.01561; between engines: https://fengyao.notion.site/off-policy-rl.
     """
@@ -139,7 +137,7 @@ def gspo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 
 
 def cispo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """-min(r, 1 + high) A log p, with the weight detached, so that no token loses its gradient.
+    """-min(r, 1 + high) A log p with a detached weight: no token loses its gradient.
 
     MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5, with an upper bound only.
     """
@@ -150,10 +148,9 @@ def cispo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
 
 
 def rloo(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
-    """-r A log p, with the completion's ratio r detached and not clipped.
+    """-r A log p with the completion's ratio r, detached and not clipped.
 
-    RLOO, https://arxiv.org/abs/2402.14740: a completion is one action, whose log-probability is the sum over
-    tokens.
+    RLOO, https://arxiv.org/abs/2402.14740: a completion is one action.
     """
     ratios = tokens.of_completions(tokens.log_ratio.detach()).clamp(max=MAX_LOG_RATIO).exp()
     return TokenLosses(values=-ratios[tokens.completions] * tokens.advantages * tokens.logprobs)

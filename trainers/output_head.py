@@ -1,9 +1,8 @@
 """Log-probabilities of chosen tokens, without all logits in memory.
 
 Logits are the largest tensor of a step: 20 GB in float32 for 32k tokens and a vocabulary of 150k. The output
-layer gets the hidden states of the chosen positions only, some at a time, and again in the backward pass.
-Families that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are found by a probe; their logits are
-computed at once.
+layer gets hidden states of the chosen positions, some at a time, and again in the backward pass. Families
+that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are probed; their logits are computed at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,8 +54,8 @@ class OutputHead:
         """Log-probabilities of M tokens.
 
         Args:
-            positions: int64 [M], into the R * L positions of the inputs: where each token is predicted.
-            targets: int64 [M], the tokens.
+            positions: int64 [M], into R * L: where each token is predicted.
+            targets: int64 [M].
             inputs: of the model's forward; `input_ids` is [R, L].
         """
         entropies: list[torch.Tensor] = []
@@ -75,7 +74,7 @@ class OutputHead:
     def _in_parts(
         self, chosen: _Function, positions: torch.Tensor, targets: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
-        """The output layer returns log-probabilities, computed for some positions at a time."""
+        """The output layer returns log-probabilities of some positions at a time."""
         head = self._model.get_output_embeddings()
         forward, at_once = head.forward, self._positions_at_once
 
@@ -97,9 +96,8 @@ class OutputHead:
     @cached_property
     @torch.no_grad()
     def _is_last(self) -> bool:
-        """Whether the model returns the output layer's result unchanged. Probed in the first pass, because a
-        forward pass settles which parameters FSDP2 gives gradients; without autocast, which would cache cast
-        weights."""
+        """Whether the model returns the output layer's result. Probed in the first pass, which settles the
+        parameters that FSDP2 gives gradients; without autocast, which would cache cast weights."""
         head = self._model.get_output_embeddings()
         if head is None:
             return False
@@ -117,7 +115,7 @@ class OutputHead:
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Logits [M, V] of M positions, as in `OutputHead.scores`, in the model's dtype."""
+    """Logits [M, V] of M positions, in the model's dtype."""
     head = model.get_output_embeddings()
     chosen: list[bool] = []
     if head is None:
@@ -158,7 +156,7 @@ def _logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def _gradient(
     logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """Gradient of the log-probabilities of `targets`, [M, V], in the logits' dtype."""
+    """Gradient of log-probabilities, [M, V], in the logits' dtype."""
     made = (logits.float() - sums[:, None]).exp_().mul_(-gradient[:, None])
     return made.scatter_add_(1, targets[:, None], gradient[:, None]).to(logits.dtype)
 
@@ -213,5 +211,5 @@ _EAGER = _Math(_logsumexp, _gradient, _entropies_of_parts)
 
 @cache
 def _compiled() -> _Math:
-    """Compiled at the first call; from the second number of positions on for any number."""
+    """Compiled at the first call, and for any number of positions at the second."""
     return _Math(*map(torch.compile, (_logsumexp, _gradient_to_compile, _entropies)))

@@ -4,8 +4,8 @@
     prompts        0  0    0  0  0    0    1  1  1    1  1    -1
     completions   -1 -1    0  0  0    1   -1 -1 -1    2  2    -1
 
-Tokens attend to earlier tokens of their completion and prompt. FlexAttention skips blocks without such a
-pair; its backward pass needs a GPU. Lines have few lengths, because each compiles a kernel.
+Tokens attend to earlier tokens of their completion and prompt. FlexAttention skips other blocks; its backward
+pass needs a GPU. Lines have few lengths: each compiles a kernel.
 """
 
 import math
@@ -33,7 +33,7 @@ class _Line:
         self, prompt: int, completions: Sequence[tuple[int, int]], *, must: bool
     ) -> list[tuple[int, int]]:
         """Take completions that fit, (length, index), longest first; returns the rest. A prompt is repeated
-        only for completions that are longer together. `must`: take the first one in any case."""
+        only for a longer part. `must`: take the first in any case."""
         free, taken, rest = self.free - prompt, [], []
         for position, (length, index) in enumerate(completions):
             if length <= free or (must and position == 0):
@@ -51,8 +51,8 @@ class _Line:
 def plan_lines(
     trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = True
 ) -> list[list[Row]]:
-    """Micro-batches of one line, at most `token_budget` tokens each. A longer trajectory is alone; a prompt
-    is repeated if its completions do not fit in one line."""
+    """Micro-batches of one line of at most `token_budget` tokens. A longer trajectory is alone; prompts are
+    repeated if their completions need several lines."""
     groups = []
     for members in same_prompts(trajectories, share_prompts=share_prompts):
         completions = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)
@@ -123,10 +123,10 @@ def pack(
 
 
 def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
-    """FlexAttention's mask of a line, in blocks of 128 queries and 128 keys.
+    """FlexAttention's mask of a line. `prompts` and `completions` are int [L], -1 for none; L is a multiple
+    of 128.
 
-    `prompts` and `completions` are int [L], -1 for none; L is a multiple of 128. Not torch's
-    `create_block_mask`, which takes a tensor [L, L], or a kernel that compiles for minutes.
+    torch's `create_block_mask` takes a tensor [L, L], or a kernel that compiles for minutes.
     """
     attends, length = _mask(prompts, completions), len(prompts)
     tokens = torch.arange(length, device=prompts.device)
@@ -150,7 +150,7 @@ def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of blocks in each row [1, 1, rows], and their columns first [1, 1, rows, columns]."""
+    """Blocks per row [1, 1, rows], and their columns first [1, 1, rows, columns]."""
     columns = blocks.byte().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 

@@ -20,8 +20,6 @@ from pydantic import (
 
 
 class AdvantageEstimator(StrEnum):
-    """See `trainers.advantages`."""
-
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
     RLOO = "rloo"
@@ -43,8 +41,6 @@ class Aggregation(StrEnum):
 
 
 class ImportanceLevel(StrEnum):
-    """What has an importance weight, old / rollout: a token, or a completion (geometric mean)."""
-
     TOKEN = "token"
     ANSWER = "answer"
 

@@ -1,7 +1,7 @@
 """A model's parameters with the names and shapes of its checkpoint, which vLLM loads.
 
-transformers 5 fuses experts and renames modules. Layers are converted back one at a time, or not at all where
-the result is a view of the model's memory.
+transformers 5 fuses experts and renames modules. Layers are converted back one at a time, unless the result
+is a view of the model's memory.
 """
 
 import re
@@ -38,8 +38,8 @@ class View:
 
 
 def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> list[View] | None:
-    """Views of a layer's checkpoint tensors, in the order of `convert`; None if one is computed. Reads only
-    dtypes and shapes of `state`."""
+    """Views of a layer's checkpoint tensors, in the order of `convert`; None if one is computed. Reads dtypes
+    and shapes of `state`."""
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
     tracer = _SkipCopies()
@@ -98,14 +98,14 @@ class _Layer:
 
 
 class ParameterSource:
-    """The parameters of a plain or sharded (FSDP2) model. Each iteration reads current values layer by layer,
-    so all ranks must iterate to the end. A yielded tensor may be the model's memory.
+    """The parameters of a plain or sharded (FSDP2) model. An iteration reads current values layer by layer;
+    all ranks must finish it. A yielded tensor may be the model's memory.
 
     Args:
         adapter: added to what is yielded.
-        dtype: floating-point tensors are cast to it on their device; None: no cast.
+        dtype: floating-point tensors are cast to it; None: no cast.
         convert: a layer's state to its checkpoint tensors; default: transformers' conversion.
-        stored: names in the checkpoint; aliases of tied weights among them are yielded too.
+        stored: names in the checkpoint; aliases of tied weights among them are yielded.
         frozen: tensors that only the checkpoint has; yielded last.
 
     Raises:
@@ -179,8 +179,8 @@ class ParameterSource:
         return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """The tensors before the cast, in the model's memory; None if any is gathered, converted or copied.
-        The same list while no tensor has moved."""
+        """The tensors before the cast, in the model's memory; None if any is not. The same list while no
+        tensor has moved."""
         if self._adapter is not None:
             return None  # sums are temporary
         state = self._state()
@@ -243,7 +243,7 @@ def check_complete(
     *,
     besides: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Raises ValueError unless all numbers of all parameters, except `besides`, are yielded."""
+    """Raises ValueError unless all parameters, except `besides`, are yielded in full."""
     yielded = {id(state[name]) for layer in layers for name in layer.state_names}
     yielded |= {id(parameter) for parameter in besides}
     wrong = [name for name, parameter in model.named_parameters() if id(parameter) not in yielded]
@@ -256,8 +256,8 @@ def check_complete(
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    """Second names of parameters. transformers decides by the whole model's configuration, not the text
-    part's, which may differ (Qwen3-VL)."""
+    """Second names of parameters, by the whole model's configuration: the text part's may differ
+    (Qwen3-VL)."""
     return frozenset(model.all_tied_weights_keys)
 
 
@@ -285,8 +285,8 @@ def load_parameters(
     values: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Copy tensors, whole or sharded like the model, into a model; `state` is the model's without its
-    adapter. Raises ValueError and changes nothing if one is missing or has another shape."""
+    """Copy tensors, whole or sharded like the model, into it; `state` is without an adapter. Raises
+    ValueError and changes nothing if one is missing or has another shape."""
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [

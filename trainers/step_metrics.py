@@ -1,7 +1,5 @@
-"""Metrics of a step, from sums over learned tokens of all micro-batches and ranks.
-
-Staleness is the newest published version minus the version that sampled a token.
-"""
+"""Metrics of a step, summed over learned tokens of all micro-batches and ranks. Staleness: the newest
+published version minus the version that sampled a token."""
 
 import torch
 import torch.distributed as dist
@@ -22,8 +20,8 @@ _MAXIMA = ("staleness", "difference")
 
 
 class StepTotals:
-    """Sums and maxima of an update, on the device: only reading them synchronizes. `is_published`: the policy
-    is version `published`, so differences from rollouts are the engines'."""
+    """Sums and maxima of an update, on the device. `is_published`: the policy is version `published`, so
+    differences from rollouts are the engines'."""
 
     def __init__(
         self, config: LossConfig, *, published: int | None, is_published: bool, device: torch.device

@@ -21,10 +21,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 
 
 class TrainedPolicy:
-    """A Hugging Face causal language model, and the directory it was loaded from.
+    """A Hugging Face causal language model, and its directory.
 
-    Log-probabilities are at temperature 1, as vLLM reports them (`logprobs_mode: raw_logprobs`), so rollouts
-    must sample at temperature 1.
+    Log-probabilities are at temperature 1, as vLLM's (`logprobs_mode: raw_logprobs`); rollouts must sample
+    so.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class TrainedPolicy:
             mesh: ranks and device of a sharded model; each rank makes this call.
 
         Raises:
-            ValueError: no such directory, layers that cannot be sharded, checkpointed, compiled or packed,
-                missing parameters, or two tensors for tied names.
+            ValueError: no such directory, unsuitable layers, missing parameters, two tensors for tied names.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
@@ -163,7 +162,7 @@ class TrainedPolicy:
 
     def load_weights(self, directory: Path) -> None:
         """Copy another checkpoint of this model in place; an adapter starts from zero. Raises ValueError and
-        changes nothing if it is of another model."""
+        changes nothing for another model."""
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:
             other = _whole(directory, options)

@@ -43,8 +43,8 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
-        """Read the JSON form: the same names, with lists. `sampled` False: `logprobs` and `advantage` may be
-        missing. Raises ValueError, which names the field."""
+        """Read the JSON form, with lists. `sampled` False: `logprobs` and `advantage` may be missing. Raises
+        ValueError, which names the field."""
         if not sampled:
             tokens = entry.get("token_ids")
             count = len(tokens) if isinstance(tokens, Sequence) else 0
@@ -72,8 +72,7 @@ def _reader() -> TypeAdapter[Trajectory]:
 def parse_trajectories(
     entries: Any, *, vocabulary_size: int, max_length: int, sampled: bool = True
 ) -> list[Trajectory]:
-    """Read and check a batch of trajectories or their JSON. Raises one ValueError for all problems, with
-    expected and actual of the first three."""
+    """Read and check trajectories or their JSON. Raises one ValueError for all problems."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) == 0:
         raise ValueError(f"trajectories must be a non-empty list, got {_describe(entries)}")
     trajectories, found = [], []

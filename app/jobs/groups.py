@@ -20,7 +20,7 @@ class Rollout:
 
     Attributes:
         trajectories: without advantages, which come with the batch.
-        penalty: added to the reward before advantages; see `overlong_penalty`.
+        penalty: added to the reward before advantages.
         text: for logs.
         cut: whether an answer ended at `max_tokens`.
         source: the data set or environment.

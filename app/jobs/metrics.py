@@ -159,8 +159,7 @@ def newest_metrics_file(directory: Path = RUNS) -> Path:
 
 @contextmanager
 def claimed(path: Path, resume: bool) -> Iterator[None]:
-    """Lock the record of a run. Raises ValueError: another job writes it, it has a run already, or none to
-    resume."""
+    """Lock a run's record. Raises ValueError: another job writes it, it has a run, or none to resume."""
     if resume and not path.exists():
         raise ValueError(f"the metrics file {path} cannot be read: there is none to resume")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -107,7 +107,7 @@ async def sample(client: AsyncFleetClient, call: Call[Completion], version: int 
     Raises:
         Unanswered: the last attempt was aborted, or the fleet refuses this request for good.
         Moved: the last attempt was of another version.
-        FleetError: the fleet refuses, or an answer lacks something that a trainer needs.
+        FleetError: the fleet refuses, or an answer is incomplete.
     """
     problem: Unanswered | Moved
     for _ in range(ATTEMPTS):
@@ -129,7 +129,7 @@ async def sample(client: AsyncFleetClient, call: Call[Completion], version: int 
 
 
 def require_complete(completion: Completion, *, with_prompt: bool = True) -> None:
-    """Raises FleetError if an answer lacks something that a trainer needs."""
+    """Raises FleetError for a missing part."""
     if with_prompt and not completion.prompt_token_ids:
         raise FleetError("the fleet's answer has no prompt_token_ids")
     for answer in completion.answers:

@@ -1,4 +1,4 @@
-"""Trackers: tensorboard, wandb, trackio. A run waits for none of them."""
+"""Trackers: tensorboard, wandb, trackio. A run does not wait for them."""
 
 import importlib
 import json
@@ -15,22 +15,18 @@ from app.jobs.options import Tracking
 from app.jobs.user_code import blamed
 
 PROJECT = "slipstream"
-BEHIND = 8  # steps that a tracker may still have to take
-PATIENCE_S = 2.0  # at the end, without a word
-FINISH_S = 30.0  # at the end
+BEHIND = 8  # unlogged steps of a tracker, at most
+PATIENCE_S = 2.0  # until `close` says what it waits for
+FINISH_S = 30.0  # limit of `close`
 
 
 class Tracker(Protocol):
-    """A place for metrics, and for some rollouts of each step."""
-
     def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files in a directory."""
-
     def __init__(self, directory: Path, configuration: Configuration) -> None:
         self._writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(directory))
         shown = json.dumps(asdict(configuration), indent=2)
@@ -50,11 +46,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """wandb, or trackio, which has the same interface."""
+    """wandb, or trackio with the same interface."""
 
     def __init__(self, package: str, name: str, configuration: Configuration) -> None:
         self._module = module = _module(package, package)
-        own = {"id": name} if package == "wandb" else {}  # trackio's runs are known by their names
+        own = {"id": name} if package == "wandb" else {}  # trackio identifies runs by name
         with blamed(f"--log {package}"):
             self._run = module.init(
                 project=PROJECT, name=name, config=asdict(configuration), resume="allow", **own
@@ -71,7 +67,7 @@ class Wandb:
 
 
 COLUMNS = ("problem", "source", "reward", "tokens", "cut", "versions", "text")
-SHOWN_ROLLOUTS = 16  # of each step, in trackers
+SHOWN_ROLLOUTS = 16  # rollouts of a step
 
 
 def _table(rollouts: Sequence[Row]) -> list[list[Any]]:
@@ -88,7 +84,6 @@ def _cell(value: object) -> str:
 
 
 def open_trackers(wanted: Sequence[Tracking], record: Path, configuration: Configuration) -> list[Tracker]:
-    """Trackers of the run with this record, under its name."""
     return [
         TensorBoard(record.with_suffix(""), configuration)
         if each is Tracking.TENSORBOARD
@@ -107,11 +102,11 @@ def _module(name: str, package: str) -> Any:
 
 
 class Trackers:
-    """Gives each tracker its steps in a thread of its own, so that a run does not wait for a service.
+    """One thread per tracker.
 
     Args:
-        say: takes a line about a tracker that fails or hangs. It lacks steps then, which the record has.
-        finish_s: how long `close` waits.
+        say: takes a line about a tracker that fails or hangs; the record has the steps that it lacks.
+        finish_s: limit of `close`.
     """
 
     def __init__(
@@ -126,7 +121,6 @@ class Trackers:
             thread.put(step, values, rollouts)
 
     def close(self) -> None:
-        """Wait until all have taken their steps, for a while."""
         ends = time.monotonic() + self._finish_s
         for thread in self._threads:
             thread.steps.put(None)
@@ -141,10 +135,10 @@ class Trackers:
 
 class _Thread(threading.Thread):
     def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
-        super().__init__(name=type(tracker).__name__, daemon=True)  # one that hangs does not hold up the exit
+        super().__init__(name=type(tracker).__name__, daemon=True)  # does not delay the exit
         self.steps = queue.SimpleQueue[tuple[int, Mapping[str, float], Sequence[Row]] | None]()
         self._tracker, self._say = tracker, say
-        self._problem = ""  # which was said, until the tracker takes a step
+        self._problem = ""  # said once until a step succeeds
         self.start()
 
     def put(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
@@ -158,11 +152,11 @@ class _Thread(threading.Thread):
             try:
                 self._tracker.log(*logged)
                 self._problem = ""
-            except Exception as error:  # an external service may raise anything
+            except Exception as error:  # a service may raise anything
                 self._tell(logged[0], str(error))
         try:
             self._tracker.close()
-        except Exception as error:  # as above
+        except Exception as error:  # a service may raise anything
             self._say(f"{self.name} may lack the last steps, which the record has: {error}")
 
     def _tell(self, step: int, problem: str) -> None:

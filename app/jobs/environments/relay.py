@@ -4,9 +4,8 @@
                                                                      │
                                        AgentSession.turns  ◄─────────┘
 
-Requests get the policy's distribution and version, whatever the agent sets. Constraints such as a
-`tool_choice` pass. vLLM applies their grammar before it computes log-probabilities
-(`GPUModelRunner.sample_tokens`), so such turns are marked.
+Requests get the policy's distribution and version. Constraints such as a `tool_choice` pass; vLLM applies
+their grammar before it computes log-probabilities (`GPUModelRunner.sample_tokens`), so such turns are marked.
 """
 
 import asyncio
@@ -181,11 +180,8 @@ async def _ask(
 
 
 def trajectories(turns: Sequence[Turn]) -> list[Trajectory]:
-    """One trajectory for each conversation whose tokens were only appended to.
-
-    A prompt that begins with all tokens of an earlier turn continues it. An agent that renders earlier turns
-    again begins a trajectory with each turn.
-    """
+    """One trajectory per conversation. A prompt that begins with all tokens of an earlier turn continues it;
+    other prompts begin a trajectory."""
     transcripts: list[Transcript] = []
     for turn in turns:
         prompt = list(turn.prompt_token_ids)
