@@ -26,8 +26,8 @@ from app.client.connection import AsyncFleetClient, FleetError, token_from, with
 from app.client.run_display import STATUS_S, Output
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
-from app.jobs.environments.loading import load_environments
 from app.jobs.learning import learn, publish_best, resume
+from app.jobs.loading import load_environments
 from app.jobs.metrics import Configuration, reward_curve
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy

@@ -5,41 +5,19 @@ Examples in the prompt would make answers of a group alike.
 """
 
 import json
-import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from app.client.completions import Answer
+from app.jobs.environments.environment import Problem, Task
+from app.jobs.environments.transcript import Message
 from app.jobs.options import Extraction
 from app.jobs.rewards import Reward, checked
 
-Message = dict[str, Any]  # "role" and "content"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    messages: list[Message]
-    entry: Mapping[str, Any]  # reasoning-gym's, or a line of the file
-    source: str = ""  # the data set
-
-
-class Task(Protocol):
-    @property
-    def problems(self) -> int:
-        """How many differ before they repeat."""
-
-    def problem(self, number: int) -> Problem:
-        """The same for the same number, in every process."""
-
-    async def score(self, problem: Problem, answer: Answer) -> float:
-        """Raises Unanswered: there is no reward."""
-        ...
-
-
-class ReasoningGymTask:
+class ReasoningGymTask(Task):
     """A data set of reasoning-gym; without `instruction` the chat template sets the system message."""
 
     def __init__(
@@ -58,10 +36,6 @@ class ReasoningGymTask:
         self._extract = extract
         self._head = [_message("system", instruction)] if instruction else []
 
-    @property
-    def problems(self) -> int:
-        return sys.maxsize
-
     def problem(self, number: int) -> Problem:
         entry = self._entries[number]
         source = str(entry.get("metadata", {}).get("source_dataset", ""))
@@ -74,7 +48,7 @@ class ReasoningGymTask:
         return checked(self._entries.score_answer(graded, problem.entry), "reasoning-gym")
 
 
-class PromptFileTask:
+class PromptFileTask(Task):
     """Prompts of a JSON Lines file, repeated, with your own reward.
 
     A line has `messages`, or `prompt` (a text, or a conversation), whatever the reward needs, and a `source`

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 
 from app.jobs.environments.environment import Reply
+from app.jobs.environments.transcript import Message
 from app.jobs.options import Extraction
-from app.jobs.tasks import Message
 
 _SUM = re.compile(r"\d+(?: ?[+-] ?\d+)+")
 

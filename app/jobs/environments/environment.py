@@ -1,7 +1,7 @@
 """Environments: prompts, replies and rewards.
 
     Environment.rollouts(number, count) ──► rollouts of one problem
-        Single         one prompt, `count` answers in one request, scored by a task
+        Task           one prompt, `count` answers in one request
         Conversations  `count` concurrent conversations, each a session of the fleet
 
 Your own environment of several turns is a `TurnEnvironment`; its tools run in `Conversation.reply`.
@@ -11,19 +11,18 @@ import asyncio
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.client.completions import Answer
 from app.client.connection import FleetError
-from app.jobs.environments.transcript import Transcript, between, probes
+from app.jobs.environments.transcript import Message, Transcript, between, probes
 from app.jobs.groups import Rollout
 from app.jobs.policy import Policy, Unanswered, is_too_long
 from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
-from app.jobs.tasks import Message, Task
 from app.jobs.user_code import blamed
 
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
@@ -82,25 +81,33 @@ class TurnEnvironment(Protocol):
         """A new attempt at this problem."""
 
 
-@dataclass(frozen=True, slots=True)
-class Single(Environment):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    messages: list[Message]
+    entry: Mapping[str, Any]  # reasoning-gym's, or a line of the file
+    source: str = ""  # the data set
+
+
+class Task(Environment):
     """One prompt, one answer."""
 
-    task: Task
+    @abstractmethod
+    def problem(self, number: int) -> Problem:
+        """The same for the same number, in every process."""
 
-    @property
-    def problems(self) -> int:
-        return self.task.problems
+    @abstractmethod
+    async def score(self, problem: Problem, answer: Answer) -> float:
+        """Raises Unanswered: there is no reward."""
 
     async def sample(self) -> str:
-        problem = self.task.problem(0)
-        reward = await self.task.score(problem, NO_ANSWER)
+        problem = self.problem(0)
+        reward = await self.score(problem, NO_ANSWER)
         return f"the first problem: {_said(problem.messages)}\nits reward for an empty answer: {reward:g}"
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
-        problem = self.task.problem(number)
+        problem = self.problem(number)
         completion = await policy.chat(problem.messages, count)
-        rewards = await all_of(self.task.score(problem, answer) for answer in completion.answers)
+        rewards = await all_of(self.score(problem, answer) for answer in completion.answers)
         return [
             Rollout(
                 trajectories=[answer.trajectory(completion.prompt_token_ids, advantage=0.0)],

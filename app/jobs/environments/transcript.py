@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from app.client.completions import Answer
-from app.jobs.tasks import Message
 from trainers.trajectory import Trajectory, VersionSpan
 
+Message = dict[str, Any]  # "role" and "content"
 WORDS = ("1", "2")  # equally many tokens
 
 

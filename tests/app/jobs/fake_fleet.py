@@ -15,13 +15,12 @@ from app.client.connection import AsyncFleetClient
 from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs import metrics
-from app.jobs.environments.environment import Single
+from app.jobs.environments.environment import Problem, Task
 from app.jobs.groups import Rollout
 from app.jobs.grpo import loop, prepared
 from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
-from app.jobs.tasks import Problem
 from app.jobs.trackers import Trackers
 from tests.app.fake_answers import chat_choice, client_of, refusal
 from tests.app.http.fake_status import report
@@ -30,11 +29,15 @@ from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import from_bytes, settings_of
 
 
-class CountingTask:
+class CountingTask(Task):
     """The longer the answer, the better."""
 
     def __init__(self, problems: int = 1 << 40) -> None:
-        self.problems = problems
+        self._problems = problems
+
+    @property
+    def problems(self) -> int:
+        return self._problems
 
     def problem(self, number: int) -> Problem:
         source = "odd" if number % 2 else "even"
@@ -144,7 +147,7 @@ class FakeFleet:
 class Watched:
     """An environment that notes when it is asked."""
 
-    environment: Single
+    environment: Task
     asked: Callable[[], None]
 
     @property
@@ -167,9 +170,9 @@ async def run_job(
     """`seen`: the run's state whenever a held-out problem is asked for, and whether it samples."""
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--groups-in-flight", "2"]
     options = parse(JobOptions, [*given, "--metrics", str(path), *arguments])
-    environment = Single(task or CountingTask())
+    environment = task or CountingTask()
     async with fleet.client() as client:
-        environments = (environment, Single(CountingTask(held_out)))
+        environments = (environment, CountingTask(held_out))
         run = await prepared(client, options, environments, path, Display(), time.monotonic())
         if seen is not None:
             run.held_out = Watched(

@@ -17,14 +17,13 @@ from app.client.completions import Answer
 from app.client.connection import FleetError
 from app.client.program_options import parse
 from app.client.run_display import Display
-from app.jobs.environments.environment import Single
+from app.jobs.environments.environment import Problem
 from app.jobs.grpo import require_fleet
 from app.jobs.metrics import Configuration, append
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
 from app.jobs.task_groups import run_beside
-from app.jobs.tasks import Problem
 from tests.app.fake_answers import client_of
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
@@ -321,7 +320,7 @@ async def test_a_runs_own_settings_come_with_each_batch(tmp_path: Path) -> None:
 def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
     options = parse(JobOptions, [])
     policy = Policy(client=FakeFleet().client(), model="m", max_tokens=1)
-    environment = Single(CountingTask())
+    environment = CountingTask()
     run = Run(options, environment, environment, policy, tmp_path / "m", 4, Display(), in_flight=6)
     shown = run.status().line()
     assert "step 1 of 20: waiting for answers; 0 of 12 groups ready, 6 prompts in flight (48 rollo" in shown

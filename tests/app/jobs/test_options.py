@@ -6,11 +6,11 @@ import pytest
 
 from app.client.program_options import LOCAL_URL, parse
 from app.jobs.environments.calculator import Calculator
-from app.jobs.environments.environment import Conversations, Single
-from app.jobs.environments.loading import load_environments
+from app.jobs.environments.environment import Conversations
 from app.jobs.environments.verifiers import Verifiers
+from app.jobs.loading import load_environments
 from app.jobs.options import JobOptions
-from app.jobs.tasks import ReasoningGymTask
+from app.jobs.tasks import PromptFileTask, ReasoningGymTask
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_the_defaults_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) ->
     assert options == JobOptions()
     assert options.url == LOCAL_URL and options.stop_strings == ("\n",)
     learned, _ = load_environments(options)
-    assert isinstance(learned, Single) and isinstance(learned.task, ReasoningGymTask)
+    assert isinstance(learned, ReasoningGymTask)
 
 
 def verifiers(**settings: object) -> list[str]:
@@ -62,9 +62,9 @@ def test_held_out_prompts_are_a_file_of_their_own(tmp_path: Path) -> None:
     learned, held_out = load_environments(
         parse(JobOptions, [*given, "--eval-prompts", str(tmp_path / "test")])
     )
-    assert isinstance(learned, Single) and isinstance(held_out, Single)
-    assert learned.task.problem(0).messages[0]["content"] == "train"
-    assert held_out.task.problem(0).messages[0]["content"] == "test"
+    assert isinstance(learned, PromptFileTask) and isinstance(held_out, PromptFileTask)
+    assert learned.problem(0).messages[0]["content"] == "train"
+    assert held_out.problem(0).messages[0]["content"] == "test"
 
 
 def no_reward(entry: object, answer: str) -> float:

@@ -7,8 +7,8 @@ import pytest
 
 from app.jobs.environments.calculator import Calculator, calculated
 from app.jobs.environments.environment import Conversations, Reply
-from app.jobs.environments.loading import load_environment
 from app.jobs.environments.transcript import between
+from app.jobs.loading import load_environment
 from app.jobs.policy import Moved, Policy, Unanswered
 from tests.app.fake_answers import client_of, refusal
 from trainers.trajectory import VersionSpan, problems

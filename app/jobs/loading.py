@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 
 from app.client.program_options import json_object
-from app.jobs.environments.environment import Conversations, Environment, Single, TurnEnvironment
+from app.jobs.environments.environment import Conversations, Environment, TurnEnvironment
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.options import JobOptions
 from app.jobs.rewards import load_reward
@@ -58,9 +58,9 @@ def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
             seed=options.seed,
             extract=options.extract,
         )
-        return Single(task), Single(task)
+        return task, task
     reward = load_reward(options.reward, processes=options.reward_processes, timeout_s=options.reward_timeout)
-    learned = Single(PromptFileTask(options.prompts, reward, extract=options.extract))
+    learned = PromptFileTask(options.prompts, reward, extract=options.extract)
     if options.eval_prompts is None:
         return learned, learned
-    return learned, Single(PromptFileTask(options.eval_prompts, reward, extract=options.extract))
+    return learned, PromptFileTask(options.eval_prompts, reward, extract=options.extract)
