@@ -95,7 +95,7 @@ class VersionWriter:
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._writing = False
-        self._reporting = False
+        self._reports = 0  # under way
         self._thread: threading.Thread | None = None
         self.result: StoreResult | None = None  # of the last write
         self.newest: int | None = None  # that was written
@@ -116,7 +116,7 @@ class VersionWriter:
         with self._changed:
             written = self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
             if written:  # the controller may be gone already when a trainer stops
-                self._changed.wait_for(lambda: not self._reporting, min(timeout_s, REPORT_S))
+                self._changed.wait_for(lambda: not self._reports, min(timeout_s, REPORT_S))
             return written
 
     def _run(self) -> None:
@@ -130,18 +130,23 @@ class VersionWriter:
             del version  # its tensors, before the next one is taken
             with self._changed:
                 self.result = result
-                self._writing, self._reporting = False, self._report is not None
+                self._writing = False
+                self._reports += self._report is not None
                 self._changed.notify_all()
-            if self._report is None:
-                continue
-            try:
-                self._report(result)
-            except Exception as error:  # the status reports it later
-                what = "not stored" if result.problem else "stored"
-                logger.warning("failed to report that version %d was %s: %s", result.version, what, error)
-            with self._changed:
-                self._reporting = False
-                self._changed.notify_all()
+            if (
+                self._report is not None
+            ):  # in a thread of its own: if nobody answers, the next version is written
+                threading.Thread(target=self._tell, args=(self._report, result), daemon=True).start()
+
+    def _tell(self, report: Callable[[StoreResult], object], result: StoreResult) -> None:
+        try:
+            report(result)
+        except Exception as error:  # the controller finds the version in the store
+            what = "not stored" if result.problem else "stored"
+            logger.warning("failed to report that version %d was %s: %s", result.version, what, error)
+        with self._changed:
+            self._reports -= 1
+            self._changed.notify_all()
 
     def _write(self, version: CommittedVersion, store: Store) -> StoreResult:
         result = StoreResult(version=version.version, label=version.label, path="", problem="")

@@ -214,6 +214,22 @@ def test_a_stop_does_not_wait_for_a_report_that_nobody_takes(
     taken.set()
 
 
+def test_the_next_version_does_not_wait_for_a_report_that_nobody_takes(store: Store) -> None:
+    """As when a fleet is stopped, whose controller is gone first."""
+    asked, taken = threading.Event(), threading.Event()
+
+    def report(result: StoreResult) -> None:
+        asked.set()
+        assert taken.wait(TIMEOUT_S)
+
+    writer = VersionWriter(write_files=no_files, report=report)
+    writer.put(version_of(3), store)
+    assert asked.wait(TIMEOUT_S)
+    writer.put(version_of(4), store)
+    assert writer.wait(TIMEOUT_S / 2) and list(store.list()) == [3, 4]
+    taken.set()
+
+
 @pytest.mark.slow
 def test_the_tensors_of_a_written_version_are_freed(store: Store) -> None:
     writer = VersionWriter(write_files=no_files)
