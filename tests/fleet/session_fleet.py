@@ -8,7 +8,6 @@ import pytest
 from tests.fleet.deployed import Fleet, deployed
 from tests.fleet.keeping import KEEPER
 
-MAX_IN_FLIGHT = 240
 KEPT = 12  # versions: those of a test of ten rounds
 
 
@@ -30,7 +29,6 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
             }
         },
         "router": {
-            "max_ongoing_requests": MAX_IN_FLIGHT,
             "max_body_bytes": 1 << 20,
             "request_timeout_s": 30,
         },

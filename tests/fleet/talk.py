@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from app.client import calls, completions
 from app.client.completions import Answer, join
 from app.client.connection import AsyncFleetClient, FleetClient
-from examples.fresh_engine import fresh_answers
 from tests.fleet.deployed import MODEL, Fleet
 from tests.tiny_models import tiny_llama
 from tests.waiting import until
@@ -175,13 +174,6 @@ class Reference:
             logits = self._model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         chosen = torch.log_softmax(logits, -1).gather(-1, torch.tensor(tokens)[:, None])
         return [float(value) for value in chosen[:, 0]]
-
-
-def fresh_engine(checkpoint: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """Greedy answers of an engine that is started from a checkpoint directory."""
-    counts = [count] * len(prompts)
-    answers = fresh_answers(str(checkpoint), prompts, counts, arguments=ENGINE, environment=ENVIRONMENT)
-    return [list(answer.token_ids) for answer in answers]
 
 
 def stored(fleet: Fleet, version: int) -> Path:

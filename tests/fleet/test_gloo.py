@@ -68,6 +68,7 @@ def test_a_round_of_two_ranks_reaches_replicas_that_have_ranks_of_their_own(gloo
         assert len(last["replicas"]) == 2 and not last["fenced"]
 
 
+@pytest.mark.long
 def test_requests_with_kept_caches_continue_across_rounds(gloo: Fleet) -> None:
     async def scenario() -> list[Answer]:
         async with httpx.AsyncClient(base_url=gloo.url, timeout=300) as client:

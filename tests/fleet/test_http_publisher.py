@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from vllm.distributed.weight_transfer import (
@@ -16,15 +15,11 @@ from vllm.distributed.weight_transfer import (
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.fleet.deployed import MODEL, Fleet
-from tests.fleet.talk import on_every_replica, succeeded, train_and_publish
+from tests.fleet.talk import on_every_replica
 from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 register()
-
-
-def tensors_of(seed: int) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in tiny_llama(seed).named_parameters()}
 
 
 def publish(fleet: Fleet, source: WeightSource) -> HTTPVLLMWeightSyncClient:
@@ -68,17 +63,3 @@ def test_the_program_of_the_readme_publishes(fleet: Fleet, capsys: pytest.Captur
         program = program.replace(text, here)
     exec(program, {})
     assert capsys.readouterr().out.split() == [str(before + 1), str(before + 2)]
-
-
-def start(http: httpx.Client) -> None:
-    succeeded(http.post("/init_weight_transfer_engine", json={"init_info": {}}))
-    succeeded(http.post("/start_weight_update"))
-
-
-def unchanged(fleet: Fleet, http: httpx.Client, version: int, before: list[int]) -> bool:
-    """Same version, same answers, all replicas still serving, and the next round works."""
-    answers = on_every_replica(http)
-    assert fleet.version() == version
-    assert all(answer.token_ids == before for answer in answers.values())
-    assert train_and_publish(http) == version + 1
-    return True

@@ -54,12 +54,6 @@ def publish(fleet: Fleet, seed: int, in_flight: InFlight, **settings: Any) -> Ro
     return publisher(fleet, seed, in_flight, **settings)()
 
 
-def members(fleet: Fleet) -> dict[str, Any]:
-    """By incarnation."""
-    status = httpx.get(f"{fleet.url}/fleet").json()
-    return {each["incarnation"]: each for each in status["members"]}
-
-
 async def until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not await asyncio.to_thread(reached):
@@ -79,6 +73,7 @@ async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -
         return await asyncio.gather(*running)
 
 
+@pytest.mark.long
 def test_wait_lets_running_requests_finish_on_their_version(fleet: Fleet) -> None:
     before = fleet.version()
     for answer in asyncio.run(running_during_a_round(fleet, 31, InFlight.WAIT)):

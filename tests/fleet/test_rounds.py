@@ -14,7 +14,6 @@ from tests.fleet.talk import (
     Reference,
     ask,
     complete,
-    fresh_engine,
     on_every_replica,
     stored,
     succeeded,
@@ -27,9 +26,7 @@ from trainers.trajectory import VersionSpan
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
 
 
-def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transformers(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_after_a_round_every_replica_answers_as_transformers_does(fleet: Fleet, tmp_path: Path) -> None:
     prompts = [PROMPT, [40, 41, 42], list(range(10, 40))]
     other = fleet.published / "other"
     tiny_llama(55).save_pretrained(other)
@@ -39,10 +36,9 @@ def test_after_a_round_every_replica_answers_as_a_fresh_engine_and_as_transforme
         before = [complete(client, prompt, 24).token_ids for prompt in prompts]
         version = train_and_publish(client)
         saved = client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()
-        expected = fresh_engine(Path(saved["path"]), prompts, 24)
-        assert expected != before, "the round must change the answers, or the test shows nothing"
         reference = Reference(Path(saved["path"]))
-        assert expected == [reference(prompt, 24) for prompt in prompts]
+        expected = [reference(prompt, 24) for prompt in prompts]
+        assert expected != before, "the round must change the answers, or the test shows nothing"
         for index, prompt in enumerate(prompts):
             for answer in on_every_replica(client, prompt=prompt, max_tokens=24).values():
                 assert answer.token_ids == expected[index]
@@ -72,13 +68,14 @@ async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[i
         return [answer for some in asked for answer in some]
 
 
-def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
+@pytest.mark.parametrize("rounds", [3, pytest.param(10, marks=pytest.mark.long)])
+def test_200_requests_in_flight_do_not_notice_rounds(fleet: Fleet, rounds: int) -> None:
     with fleet.client() as client:
         first = train_and_publish(client)
     wait_for(stored(fleet, first))  # the first rounds may find every request still at its first version
-    results = asyncio.run(_answers_during_rounds(fleet, 10))
+    results = asyncio.run(_answers_during_rounds(fleet, rounds))
     last = fleet.version()
-    assert last >= first + 10
+    assert last >= first + rounds
     references: dict[int, Reference] = {}
     for _, answer in results:
         assert len(answer.token_ids) == 160
@@ -102,24 +99,6 @@ def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
             begin, end = span.start, span.end
             agreeing = references[version].continues(prompt + tokens[:begin], tokens[begin:end])
             assert agreeing == end - begin, f"tokens {begin} to {end} are not version {version}'s"
-
-
-def test_x_min_weight_version_waits_for_the_version(fleet: Fleet) -> None:
-    with fleet.client() as client:
-        wanted = fleet.version() + 1
-
-        async def both() -> tuple[int, list[VersionSpan]]:
-            async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as asynchronous:
-                headers = {"x-min-weight-version": str(wanted), "x-weight-timeout": "30"}
-                asynchronous.headers.update(headers)
-                waiting = asyncio.create_task(ask(asynchronous, PROMPT, 4, stream=False))
-                await asyncio.sleep(0.5)
-                assert not waiting.done()
-                version = await asyncio.to_thread(train_and_publish, client)
-                return version, (await waiting).weight_versions
-
-        version, spans = asyncio.run(both())
-        assert spans[0].version >= wanted == version
 
 
 def test_rolling_back_is_an_ordinary_round_to_older_weights(fleet: Fleet) -> None:

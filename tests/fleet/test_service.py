@@ -1,20 +1,16 @@
 """The service around the rounds: sessions, admission, disconnects, operations, loss of a replica."""
 
-import asyncio
 import json
 import time
 from dataclasses import asdict
 
-import httpx
 import pytest
 from ray import serve
 
 from tests.fleet.deployed import Fleet
 from tests.fleet.losing import members, process_of
-from tests.fleet.session_fleet import MAX_IN_FLIGHT
 from tests.fleet.talk import (
     PROMPT,
-    body,
     complete,
     on_every_replica,
     sampled,
@@ -41,28 +37,6 @@ def test_an_answer_with_a_seed_is_the_same_in_however_many_steps_its_prompt_is_c
         )
     assert first.token_ids == again.token_ids, "the second time all but the prompt's end is in the cache"
     assert first.token_ids != other.token_ids
-
-
-def test_too_many_requests_get_503_and_a_hint_when_to_come_again(fleet: Fleet) -> None:
-    async def flood() -> list[httpx.Response]:
-        limits = httpx.Limits(max_connections=500)
-        async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits) as client:
-            assert (await client.post("/pause?mode=keep")).status_code == 200  # else the first are answered
-            try:
-                calls = [
-                    asyncio.create_task(client.post("/v1/completions", json=body([9, 8], 4)))
-                    for _ in range(MAX_IN_FLIGHT + 60)
-                ]
-                await asyncio.wait(calls, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                assert (await client.post("/resume")).status_code == 200
-            return list(await asyncio.gather(*calls))
-
-    answers = asyncio.run(flood())
-    refused = [answer for answer in answers if answer.status_code == 503]
-    assert refused and all(answer.status_code in (200, 503) for answer in answers)
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-    assert refused[0].json()["error"]["type"] == "fleet_unavailable"
 
 
 def test_weights_that_a_sleep_discarded_are_not_served(fleet: Fleet) -> None:

@@ -1,11 +1,9 @@
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray import serve
 
-from tests.environment import users_environment
 from tests.fleet.keeping import KEEPER
 from tests.free_ports import free_ports
 
@@ -54,13 +52,3 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
         serve.run(router.bind(None, None, None, limits, Tokens(), False), name="late")
     message = serve.status().applications["late"].deployments["router"].message
     assert f"Serve listens on '0.0.0.0', {REASON}" in message
-
-
-def start(command: list[str], output: Path) -> subprocess.Popen[bytes]:
-    environment = users_environment(
-        RAY_USAGE_STATS_ENABLED="0", RAY_SERVE_ENABLE_HA_PROXY="1", RAY_worker_niceness="0"
-    )
-    with output.open("w") as stream:
-        return subprocess.Popen(
-            command, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )

@@ -73,7 +73,6 @@ class FakeController:
             call out; its successor is there at once.
         delay_s: method name -> how long its calls take.
         sent, operations, options: what was received.
-        sleepers: replicas a part of which still sleeps after a wake-up.
         busy: replicas whose prefix cache cannot be reset, because requests hold blocks.
     """
 
@@ -102,7 +101,6 @@ class FakeController:
         self._scene.connect(publisher="http")
         self._scene.ledger.release(self._scene.token, self._scene.now)
         self.lease_s = self._scene.config.lease_s
-        self.sleepers: set[str] = set()
         self.busy: set[str] = set()
         self.checksums: dict[str, list[dict[str, str]]] = {name: [{"w": "aa"}] for name in self.serving}
 
@@ -230,7 +228,7 @@ class FakeController:
             case AbortRequests():
                 return 2
             case WakeUp():
-                return replica_id not in self.sleepers
+                return True
             case ResetPrefixCache():
                 return replica_id not in self.busy or operation.reset_running_requests
             case WeightChecksums():
