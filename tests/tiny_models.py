@@ -1,6 +1,7 @@
 """Models small enough that an engine starts in seconds and answers in milliseconds."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -21,6 +22,17 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+# What fits the tokenizer, and weights so large that different seeds answer differently.
+SHARED: dict[str, Any] = {
+    "vocab_size": 258,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
 
 
 def save_tokenizer(directory: Path) -> int:
@@ -45,41 +57,27 @@ def tiny_llama(
     width: int = 128,
     dtype: torch.dtype = torch.float32,
 ) -> LlamaForCausalLM:
-    """Few layers; weights so large that different seeds answer differently.
+    """Few layers.
 
     Four heads are 32 wide: vLLM's attention on CPUs knows no smaller ones.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=258,
+        **SHARED,
         hidden_size=width,
         intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2,
-        max_position_embeddings=1024,
         tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.3,
         dtype=dtype,
     )
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
-def save_tiny_llama(
-    directory: Path,
-    seed: int,
-    *,
-    tied: bool = False,
-    heads: int = 4,
-    layers: int = 2,
-    width: int = 128,
-    dtype: torch.dtype = torch.float32,
-) -> Path:
-    model = tiny_llama(seed, tied=tied, heads=heads, layers=layers, width=width, dtype=dtype)
-    model.save_pretrained(directory)
+def save_tiny_llama(directory: Path, seed: int, **options: Any) -> Path:
+    """Options: those of `tiny_llama`."""
+    tiny_llama(seed, **options).save_pretrained(directory)
     save_tokenizer(directory)
     return directory
 
@@ -91,7 +89,7 @@ def save_tiny_experts(directory: Path, seed: int, *, dtype: torch.dtype = torch.
     """
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=258,
+        **SHARED,
         hidden_size=256,
         intermediate_size=512,
         moe_intermediate_size=128,
@@ -102,12 +100,7 @@ def save_tiny_experts(directory: Path, seed: int, *, dtype: torch.dtype = torch.
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        max_position_embeddings=1024,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.3,
         dtype=dtype,
     )
     Qwen3MoeForCausalLM(config).to(dtype).eval().save_pretrained(directory)
@@ -131,7 +124,7 @@ def save_tiny_mtp(directory: Path, seed: int) -> Path:
     """A mixture of experts with a layer of multi-token prediction, which transformers leaves out."""
     torch.manual_seed(seed)
     config = Glm4MoeConfig(
-        vocab_size=258,
+        **SHARED,
         hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=64,
@@ -146,11 +139,6 @@ def save_tiny_mtp(directory: Path, seed: int) -> Path:
         topk_group=1,
         first_k_dense_replace=1,
         num_nextn_predict_layers=1,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        initializer_range=0.3,
     )
     Glm4MoeForCausalLM(config).eval().save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
@@ -168,7 +156,7 @@ def save_tiny_vision_language(directory: Path, seed: int) -> Path:
     """A language model that also sees: transformers' causal model of it is the language part alone."""
     torch.manual_seed(seed)
     text = {
-        "vocab_size": 258,
+        **SHARED,
         "hidden_size": 128,
         "intermediate_size": 256,
         "num_hidden_layers": 4,
@@ -179,9 +167,6 @@ def save_tiny_vision_language(directory: Path, seed: int) -> Path:
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
-        "max_position_embeddings": 1024,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
         "initializer_range": 0.1,
         "dtype": "float32",
     }

@@ -1,6 +1,7 @@
 """A tiny learner's weights and checkpoints."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,8 +41,10 @@ def checkpoints(directory: Path, *, rank: int = 0) -> RestartCheckpoints:
     return RestartCheckpoints(directory / "checkpoints", rank=rank, keep=2)
 
 
-def save(learner: Learner, kept: RestartCheckpoints, *, wire_dtype: Dtype | None = None) -> None:
-    assert kept.save(learner, wire_dtype=wire_dtype)
+def save(
+    learner: Learner, kept: RestartCheckpoints, *, wire_dtype: Dtype | None = None, **options: Any
+) -> None:
+    assert kept.save(learner, wire_dtype=wire_dtype, **options)
     kept.wait_until_copied()
     assert kept.wait(60.0)
 

@@ -184,9 +184,7 @@ def test_a_trainer_that_went_back_keeps_the_checkpoints_that_it_makes_from_then_
 
 def test_a_checkpoint_of_the_same_step_and_another_version_is_not_exact(tmp_path: Path) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
-    assert kept.save(learner, wire_dtype=None, digest="aa")
-    kept.wait_until_copied()
-    assert kept.wait(60.0)
+    save(learner, kept, digest="aa")
     resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     assert resumed_from(kept, resumed, 1, digest="bb") == "weights as stored, moments of step 1"
     assert kept.step is None
@@ -233,9 +231,7 @@ def test_an_error_of_the_copy_is_an_error_of_the_save(
         raise MemoryError("no host memory")
 
     monkeypatch.setattr(kept, "_copy", no_memory)
-    assert kept.save(learner, wire_dtype=None)
-    kept.wait_until_copied()
-    assert kept.wait(60.0)
+    save(learner, kept)
     (line,) = caplog.messages
     assert line.startswith(
         "failed to save the trainer's checkpoint of step 1, the previous ones stay: Memory"
@@ -329,12 +325,8 @@ def rank_that_may_fail(rank: int, directory: Path) -> None:
         assert kept.step == (None if rank == 0 else 1)
         learner.step(BATCH)
         every = 10  # the ranks do not agree on whether a checkpoint is due
-        begun = kept.save(learner, wire_dtype=None, due=2 - (kept.step or 0) >= every)
-        assert not begun
-        begun = kept.save(learner, wire_dtype=None, due=kept.step is None)
-        assert begun
-        kept.wait_until_copied()
-        assert kept.wait(60.0)
+        assert not kept.save(learner, wire_dtype=None, due=2 - (kept.step or 0) >= every)
+        save(learner, kept, due=kept.step is None)
         dist.barrier()
         assert (kept.directory / "step-000002").is_dir()
 

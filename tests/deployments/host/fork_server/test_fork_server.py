@@ -63,10 +63,17 @@ def client(*command: str, **limits: float) -> list[str]:
     return [sys.executable, "-IS", *head, "auto", *command]
 
 
+def ran(
+    command: list[str], environment: dict[str, str], status: int = 0, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, **options)
+    assert output.returncode == status, output.stderr
+    return output
+
+
 def shown(environment: dict[str, str], *arguments: str, **limits: float) -> dict[str, Any]:
     command = client("-c", SHOW, *arguments, **limits)
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    made: dict[str, Any] = json.loads(output.stdout)
+    made: dict[str, Any] = json.loads(ran(command, environment).stdout)
     return made
 
 
@@ -122,18 +129,10 @@ def test_a_command_sees_its_clients_files_folder_environment_and_descriptors(
         "sys.exit(5)\n"
     )
     read, write = os.pipe()
-    output = subprocess.run(
-        client("-u", str(script), str(write)),
-        env={**environment, "MINE": "yes"},
-        cwd=tmp_path,
-        input="from stdin",
-        capture_output=True,
-        text=True,
-        pass_fds=[write],
-        timeout=60,
-    )
+    command = client("-u", str(script), str(write))
+    given: dict[str, Any] = {"cwd": tmp_path, "input": "from stdin", "pass_fds": [write]}
+    output = ran(command, {**environment, "MINE": "yes"}, 5, **given)
     os.close(write)
-    assert output.returncode == 5
     assert output.stdout == f"from stdin {tmp_path} ['{write}'] yes __main__ {script}\n"
     assert output.stderr == "an error\n"
     assert os.read(read, 100) == b"over the pipe"
@@ -157,8 +156,7 @@ def test_a_command_sees_its_clients_files_folder_environment_and_descriptors(
 def test_a_command_ends_as_in_an_interpreter(
     environment: dict[str, str], code: str, status: int, words: str
 ) -> None:
-    output = subprocess.run(client("-c", code), env=environment, capture_output=True, text=True, timeout=60)
-    assert output.returncode == status
+    output = ran(client("-c", code), environment, status)
     assert words in output.stdout + output.stderr
 
 
@@ -239,10 +237,7 @@ def test_files_that_imports_keep_open_leave_the_low_numbers_to_clients(
     (tmp_path / "mine").write_text("mine")
     code = f"{SHOW}; import opening; assert opening.intact(); assert os.pread(3, 4, 0) == b'mine'"
     inheriting = ["sh", "-c", 'exec 3<"$0" 4<"$0" 5<"$0" 6<"$0"; exec "$@"', str(tmp_path / "mine")]
-    output = subprocess.run(
-        [*inheriting, *client("-c", code)], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert output.returncode == 0, output.stderr
+    output = ran([*inheriting, *client("-c", code)], environment)
     assert json.loads(output.stdout)["reason"] is None
 
 
@@ -254,10 +249,7 @@ def test_a_descriptor_that_an_import_has_opened_is_not_replaced(
     assert shown(environment)["reason"] is None
     read, write = os.pipe()
     os.dup2(write, 77)
-    command = client("-c", SHOW)
-    output = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, check=True, pass_fds=[77]
-    )
+    output = ran(client("-c", SHOW), environment, pass_fds=[77])
     for each in (read, write, 77):
         os.close(each)
     assert "descriptors [77]" in json.loads(output.stdout)["reason"]
@@ -267,9 +259,7 @@ def test_what_a_fork_cannot_apply_and_a_switch_leave_ordinary_interpreters(
     environment: dict[str, str],
 ) -> None:
     assert "is off" in shown({**environment, SWITCH: "off"})["reason"]
-    output = subprocess.run(
-        client("-O", "-c", SHOW), env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    output = ran(client("-O", "-c", SHOW), environment)
     assert "-O" in json.loads(output.stdout)["reason"]
 
 
@@ -320,7 +310,7 @@ def test_what_multiprocessing_spawns_in_a_fork_is_a_fork_too(
         "    assert parent == os.getpid() != other\n"
         "    assert server == also == os.getppid(), (server, also, os.getppid())\n"
     )
-    subprocess.run(client(str(script)), env=environment, timeout=60, check=True)
+    ran(client(str(script)), environment)
 
 
 @pytest.mark.slow
@@ -356,14 +346,7 @@ def test_the_imports_of_an_engine_leave_a_process_that_can_fork(environment: dic
     )
     results = []
     for threads in ("1", "2"):
-        output = subprocess.run(
-            client("-c", code),
-            env={**environment, "OMP_NUM_THREADS": threads},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        )
+        output = ran(client("-c", code), {**environment, "OMP_NUM_THREADS": threads})
         *result, random_number, task = json.loads(output.stdout.splitlines()[-1])
         assert result == [int(threads), int(threads), True, False]
         results.append((random_number, task))
