@@ -187,7 +187,11 @@ class JobOptions:
             raise ValueError("--prompts and --reward go together, got only one of them")
         if self.eval_every and self.prompts is not None and self.eval_prompts is None:
             raise ValueError("--eval-every with --prompts needs held-out prompts: --eval-prompts")
-
+        if self.metrics is not None and self.metrics.suffix != ".jsonl":
+            raise ValueError(
+                f"--metrics must end in .jsonl, after whose stem the run's other files are named, got "
+                f"{str(self.metrics)!r}"
+            )
         if self.loss is None and json_object(self.loss_settings, "--loss-settings"):
             raise ValueError("--loss-settings needs --loss")
         self.step_settings()

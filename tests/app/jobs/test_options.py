@@ -35,6 +35,10 @@ def verifiers(**settings: object) -> list[str]:
         (["--keep-best", "/x"], "need --eval-every"),
         (["--eval-every", "2", "--publish-best"], "--publish-best needs --keep-best"),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
+        (
+            ["--metrics", "lr-0.1"],
+            "--metrics must end in .jsonl",
+        ),  # and lr-0.2 would share lr-0.rollouts.jsonl
         (["--environment", "calculator", "--prompts", "x"], "prompts and rewards of its own"),
         (["--environment", "calculator", "--environment-settings", "3"], "--environment-settings: expected"),
         (verifiers(), "of verifiers: command: Field required"),
