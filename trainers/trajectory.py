@@ -138,4 +138,6 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -
     for span in trajectory.weight_versions:
         if not 0 <= span.start <= span.end <= count:
             found.append(f"a version span must lie in [0, {count}], got [{span.start}, {span.end}]")
+        if not 0 <= span.version < 1 << 63:
+            found.append(f"a version must be 0 or more, and less than 2 ** 63, got {span.version}")
     return found

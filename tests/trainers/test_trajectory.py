@@ -50,6 +50,11 @@ def test_a_trajectory_is_read_from_json() -> None:
         ({"prompt_token_ids": [1] * 7}, "at most 8 tokens, got 9"),
         ({"weight_versions": [{"version": 1, "start": 0, "end": 3}]}, r"must lie in \[0, 2\]"),
         ({"weight_versions": [{"version": 1}]}, "weight_versions.0.start: Field required"),
+        (
+            {"weight_versions": [{"version": 1 << 63, "start": 0, "end": 1}]},
+            r"less than 2 \*\* 63, got 9223372",
+        ),
+        ({"weight_versions": [{"version": -1, "start": 0, "end": 1}]}, "version must be 0 or more, .*got -1"),
         ({"loss_mask": [True]}, "loss_mask must have 2 entries, one for each token id, got 1"),
         ({"loss_mask": [True, 2]}, "loss_mask.1: Input should be a valid boolean"),
         ({"loss_mask": 1}, "loss_mask: Input should be a valid tuple, got 1"),
