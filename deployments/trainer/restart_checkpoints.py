@@ -268,12 +268,37 @@ def restore(
 ) -> str | None:
     """Read a checkpoint into the learner, on all ranks or on none. Returns None if the learner has its
     weights and moments (`exact` only); `OTHER_WEIGHTS` if moments alone; else why it cannot be used."""
-    own = _look(learner, path)
-    agreed = gather_from_ranks(own if isinstance(own, str) else None)
+    target = _look(learner, path)
+    agreed = gather_from_ranks(target if isinstance(target, str) else None)
     if (problem := next((each for each in agreed if each is not None), None)) is not None:
         return problem
-    assert not isinstance(own, str)
-    return _read(learner, checkpoints, path, meta, own, exact=exact)
+    assert not isinstance(target, str)
+    weights: dict[str, torch.Tensor] = {}
+    is_adapter = learner.policy.adapter is not None
+    dtype = None if meta.wire_dtype is None else DTYPES[meta.wire_dtype]
+    if exact and (is_adapter or dtype is not None):
+        rounded = master_weights(learner.policy, dtype)
+        exact = rounded.keys() == target.weights
+        weights = {name: torch.empty_like(tensor) for name, tensor in rounded.items()} if exact else {}
+    try:
+        dcp.load(
+            target.moments | {WEIGHTS: weights},
+            storage_reader=dcp.FileSystemReader(path),
+            process_group=checkpoints.group,
+            no_dist=checkpoints.group is None,
+        )
+    except ERRORS as error:  # raised on all ranks alike
+        return f"{path} cannot be used: {one_line(error)}"
+    plain = {name: local(tensor) for name, tensor in weights.items()}
+    if plain and not is_adapter:
+        assert dtype is not None
+        exact = round_to_model(learner.policy, plain, dtype)
+    learner.optimizer.state.clear()
+    learner.optimizer.state.update(target.state)
+    if not all(gather_from_ranks(exact)):
+        return OTHER_WEIGHTS
+    restore_weights(learner.policy, plain)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,43 +341,6 @@ def _check(stored: Mapping[str, Sequence[int]], moments: NamedMoments) -> None:
             kind, _, name = key.partition(".")
             wanted, got = (f"shape {each[key]}" if key in each else "nothing" for each in (expected, stored))
             raise ValueError(f"{kind} of {name!r}: expected {wanted}, got {got}")
-
-
-def _read(
-    learner: Learner,
-    checkpoints: RestartCheckpoints,
-    path: Path,
-    meta: CheckpointMeta,
-    target: _Target,
-    *,
-    exact: bool,
-) -> str | None:
-    weights: dict[str, torch.Tensor] = {}
-    is_adapter = learner.policy.adapter is not None
-    dtype = None if meta.wire_dtype is None else DTYPES[meta.wire_dtype]
-    if exact and (is_adapter or dtype is not None):
-        rounded = master_weights(learner.policy, dtype)
-        exact = rounded.keys() == target.weights
-        weights = {name: torch.empty_like(tensor) for name, tensor in rounded.items()} if exact else {}
-    try:
-        dcp.load(
-            target.moments | {WEIGHTS: weights},
-            storage_reader=dcp.FileSystemReader(path),
-            process_group=checkpoints.group,
-            no_dist=checkpoints.group is None,
-        )
-    except ERRORS as error:  # raised on all ranks alike
-        return f"{path} cannot be used: {one_line(error)}"
-    plain = {name: local(tensor) for name, tensor in weights.items()}
-    if plain and not is_adapter:
-        assert dtype is not None
-        exact = round_to_model(learner.policy, plain, dtype)
-    learner.optimizer.state.clear()
-    learner.optimizer.state.update(target.state)
-    if not all(gather_from_ranks(exact)):
-        return OTHER_WEIGHTS
-    restore_weights(learner.policy, plain)
-    return None
 
 
 def one_line(error: BaseException) -> str:

@@ -26,6 +26,7 @@ from pydantic import JsonValue, NonNegativeInt, TypeAdapter
 from deployments.protocol.errors import printable
 from deployments.protocol.poll import FilePart
 from deployments.weights.store.versions import MANIFEST, DirectoryLock, VersionManifest
+from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest_definition import digest_bytes
 
 PART_BYTES = 256 << 20  # staged at a time, within one deadline
@@ -35,7 +36,6 @@ INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
 MISTRAL = "consolidated"  # prefix of files with Mistral's own names, of the same weights
 
-_MAX_NAMED = 5
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 Identity = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
@@ -270,8 +270,7 @@ def check_files(
     problems = _unnamed(parts, manifest)
     for part in parts:
         problems += _rewritten(part, _digests(part), manifest)
-    if problems:
-        raise ValueError(_damaged(directory, manifest, problems))
+    _refuse_damaged(directory, manifest, problems)
 
 
 def _unnamed(parts: Sequence[FilePart], written: VersionManifest) -> list[str]:
@@ -290,10 +289,13 @@ def _rewritten(part: FilePart, digests: Sequence[str], written: VersionManifest)
     ]
 
 
-def _damaged(directory: Path | str, written: VersionManifest, problems: Sequence[str]) -> str:
-    rest = len(problems) - _MAX_NAMED
-    named = "; ".join(problems[:_MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
-    return f"version {written.version} in {directory} is damaged: {named}"
+def _refuse_damaged(
+    directory: Path | str, written: VersionManifest, problems: Sequence[str], advice: str = ""
+) -> None:
+    if problems:
+        raise ValueError(
+            f"version {written.version} in {directory} is damaged: {join_reasons(problems)}{advice}"
+        )
 
 
 # -- directories that users publish ----------------------------------------------------------------
@@ -353,9 +355,8 @@ class Checkpoint:
             if not parts:
                 raise ValueError(f"{directory} has no tensors")
             written = _manifest_in(directory, roots)
-            problems = [] if written is None else _unnamed(parts, written)
-            if written is not None and problems:
-                raise ValueError(_damaged(directory, written, problems) + _ADVICE)
+            if written is not None:
+                _refuse_damaged(directory, written, _unnamed(parts, written), _ADVICE)
         except BaseException:  # the caller has no lock to release
             lock.close()
             raise
@@ -377,9 +378,8 @@ class Checkpoint:
 def stated(part: FilePart, written: VersionManifest | None = None) -> FilePart:
     """The part with its tensors' digests. Raises ValueError if the manifest has others."""
     digests = _digests(part)
-    problems = [] if written is None else _rewritten(part, digests, written)
-    if written is not None and problems:
-        raise ValueError(_damaged(part.directory, written, problems) + _ADVICE)
+    if written is not None:
+        _refuse_damaged(part.directory, written, _rewritten(part, digests, written), _ADVICE)
     return replace(part, digests=digests)
 
 

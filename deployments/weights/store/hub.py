@@ -92,17 +92,16 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
 
 def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
     """As `schema_of`. None: the checkpoint is absent, incomplete, or in another format."""
-    if not directory.is_dir() or (of_hub and not _is_whole(directory)):
+    if not directory.is_dir():
         return None
+    if of_hub:
+        try:
+            files = files_of(directory)
+        except ValueError:
+            return None
+        if all(file.name.startswith(MISTRAL) for file in files):
+            return None
     return read_schema(directory)
-
-
-def _is_whole(directory: Path) -> bool:
-    """Whether all files with Hugging Face's names are there."""
-    try:
-        return any(not file.name.startswith(MISTRAL) for file in files_of(directory))
-    except ValueError:
-        return False
 
 
 def read_schema(directory: Path) -> Schema | None:
