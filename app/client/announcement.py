@@ -11,7 +11,7 @@ from typing import TextIO
 
 QUIET_S = 10.0  # longest time without a line
 REDRAWN_S = 1.0  # the same in a terminal
-_CLEAR = "\x1b[2K"
+_CLEAR = "\r\x1b[2K"  # from the first column: Ctrl-C has printed ^C
 
 
 def _is_redrawn(to: TextIO | None = None) -> bool:

@@ -14,7 +14,7 @@ const $ = (id) => document.getElementById(id);
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
 const seconds = (s) => (s == null ? "" : s < 0.9995 ? `${(s * 1000).toFixed(s < 0.0095 ? 1 : 0)} ms` : s < 100 ? `${s.toFixed(2)} s` : `${s.toFixed(0)} s`);
 const size = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(1)} kB`);
-const number = (x) => (x == null ? "–" : Math.abs(x) >= 100 ? Math.round(x).toLocaleString("en") : String(+x.toPrecision(3)));
+const number = (x) => (x == null ? "–" : Math.abs(x) >= 100 ? Math.round(x).toLocaleString("en") : x && Math.abs(x) < 0.001 ? (+x.toPrecision(3)).toExponential() : String(+x.toPrecision(3)));
 const clock = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 const most = (round, key) => Math.max(0, ...Object.values(round.replicas).map((each) => each[key]));
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -103,18 +103,16 @@ function answered() {
 async function refreshFleet() {
   const now = await ask("fleet");
   if (fleet && fleet.fleet_id !== now.fleet_id) reset();
+  const ended = now.round ? now.round.round_id - 1 : now.rounds_ended.committed + now.rounds_ended.aborted, known = rounds.at(-1)?.round_id ?? Math.max(0, ended - ROUNDS);
+  const newer = ended > known ? (await ask(`fleet/rounds?after=${known}`)).rounds.filter((each) => each.round_id > known) : [];
+  const storeNow = `${ended} ${now.stored_version}`;
+  if (storedAt !== storeNow) stored = (await ask("fleet/versions")).versions;
+  // Not before: what is drawn meanwhile has all of it, or nothing.
   fleet = now;
+  storedAt = storeNow;
+  rounds = [...rounds, ...newer].slice(-200);
   answered();
-  const ended = fleet.round ? fleet.round.round_id - 1 : fleet.rounds_ended.committed + fleet.rounds_ended.aborted, known = rounds.at(-1)?.round_id ?? Math.max(0, ended - ROUNDS);
-  if (ended > known) {
-    rounds = [...rounds, ...(await ask(`fleet/rounds?after=${known}`)).rounds.filter((each) => each.round_id > known)].slice(-200);
-    drawRounds();
-  }
-  const storeNow = `${ended} ${fleet.stored_version}`;
-  if (storedAt !== storeNow) {
-    stored = (await ask("fleet/versions")).versions;
-    storedAt = storeNow;
-  }
+  if (newer.length) drawRounds();
   if (fleet.round) fastUntil = Date.now() + 4000;
   drawFleet();
   if (!$("model").textContent && fleet.members.some((it) => it.admitted)) $("model").textContent = (await ask("v1/models")).data[0].id;
@@ -122,7 +120,7 @@ async function refreshFleet() {
 
 /** Another fleet is behind this address. */
 function reset() {
-  rounds = []; stored = []; storedAt = ""; steps = []; rates = []; lastLoad = null; lastEvent = 0; update = null; hasTrainer = true;
+  fleet = null; rounds = []; stored = []; storedAt = ""; steps = []; rates = []; lastLoad = null; lastEvent = 0; update = null; hasTrainer = true;
   $("events").replaceChildren();
   following?.abort(); // ids of events begin anew
   clearCharts();
@@ -400,7 +398,7 @@ function drawRounds() {
     series: [{}, ...order.map((i) => ({ fill: css(PARTS[i]), stroke: css(PARTS[i]), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.7, 22, 4], align: 1 }) })),
       { scale: "ms", fill: css("gap"), stroke: css("gap"), width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.2, 6, 2], align: -1 }) }],
     axes: [axis({ space: 80, size: 26, values: (u, all) => all.map((at) => clock(at)) }), axis({ values: (u, all) => all.map((s) => `${number(s)} s`) }), axis({ scale: "ms", side: 1, grid: { show: false }, size: 56, values: (u, all) => all.map((ms) => `${number(ms)} ms`) })],
-    scales: { x: { range: (u, low, high) => { const spare = Math.max(5, (high - low) * 0.04); return [low - spare, high + spare]; } }, y: { range: (u, low, high) => [0, Math.max(0.001, high * 1.1)] }, ms: { range: (u, low, high) => [0, Math.max(1, (high || 1) * 2)] } },
+    scales: { x: { range: (u) => { const low = u.data[0][0], high = u.data[0].at(-1), spare = Math.max(5, (high - low) * 0.04); return [low - spare, high + spare]; } }, y: { range: (u, low, high) => [0, Math.max(0.001, high * 1.1)] }, ms: { range: (u, low, high) => [0, Math.max(1, (high || 1) * 2)] } },
   }));
 }
 
@@ -411,12 +409,14 @@ function drawRun(changed) {
   const does = trainer.doing ? `the trainer does: ${trainer.doing}, ${seconds(trainer.doing_s)}` : "the trainer waits";
   $("run_of").textContent = `${name || "steps of the trainer"}, step ${last.step} at ${clock(last.at)}; ${does}`;
   if (!changed) return;
-  const bySteps = [...new Map(own.map((it) => [it.step, Object.fromEntries(Object.entries(it.values).map(([key, value]) => [key.replace(/^trainer\//, ""), value]))])).entries()].sort(([a], [b]) => a - b);
-  const keys = [...new Set(bySteps.flatMap(([, values]) => Object.keys(values)))].sort((a, b) => a.length - b.length);
+  const trainers = /^trainer\//; // its figures give way to the job's of the same name
+  const figures = (values) => Object.fromEntries(Object.entries(values).sort(([a], [b]) => trainers.test(b) - trainers.test(a)).map(([key, value]) => [key.replace(trainers, ""), value]));
+  const bySteps = [...new Map(own.map((it) => [it.step, figures(it.values)])).entries()].sort(([a], [b]) => a - b);
+  const all = [...new Set(bySteps.flatMap(([, values]) => Object.keys(values)))].sort((a, b) => a.length - b.length);
+  const keys = all.filter((key) => !key.startsWith("reward/") || all.filter((it) => it.startsWith("reward/")).length > 1); // the only source is the reward
   for (const [title, wanted] of RUN_CHARTS) {
     const found = keys.filter((key) => wanted.test(key) && bySteps.some(([, values]) => typeof values[key] === "number"));
     const id = `run_${title.replace(/\W+/g, "_")}`;
-    if (!found.length) { $(id)?.parentNode.remove(); continue; }
     if (!$(id)) {
       const figure = document.createElement("div"), head = document.createElement("h3"), place = document.createElement("div");
       head.textContent = title;
@@ -424,6 +424,8 @@ function drawRun(changed) {
       figure.append(head, place);
       $("run_charts").append(figure);
     }
+    $(id).parentNode.hidden = !found.length;
+    if (!found.length) continue;
     const dots = bySteps.length < 40, label = (key) => key.replace("logprob_difference", "difference").replace("evaluation/", "eval ").replaceAll("_", " ");
     chart(id, `${found.join()} ${dots}`, [bySteps.map(([step]) => step), ...found.map((key) => bySteps.map(([, values]) => values[key] ?? null))], (axis) => ({
       height: 120, series: [{ told: (step) => `step ${step}` }, ...found.map((key, i) => line(label(key), `s${i}`, { spanGaps: true, points: { show: dots || key.startsWith("evaluation"), size: 4 } }))],

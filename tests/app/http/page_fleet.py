@@ -141,6 +141,10 @@ class PageFleet:
         await controller.release(lease.token)
         return report
 
+    async def trainer_step(self) -> None:
+        """The trainer reports its own figures, before the job does."""
+        self._log.append(StepEntry(run="", step=1, values={"loss": 0.1, "entropy": 1.4}, at=time.time()))
+
     async def step(self) -> None:
         """The job made a step: the next point of each curve."""
         self._steps += 1
@@ -156,6 +160,8 @@ class PageFleet:
             "staleness_max": chance.randint(2, 3),
             "step_s": chance.uniform(3, 4),
             "wait_s": chance.uniform(0.5, 1),
+            "reward/sums": 0.5,
+            "trainer/step_s": 99.0,
             "trainer/loss": chance.uniform(-0.02, 0.02),
             "trainer/entropy": 1.4 - 0.01 * step,
             "trainer/rollout_kl": chance.uniform(0.001, 0.003),

@@ -69,6 +69,8 @@ def test_page_follows_a_round_and_a_run(browser: Any, fleet: Running) -> None:
     seen.until("#no_rounds", "No round yet")
     seen.until("#back_to", "no other version in the store")
     fleet.run(fleet.fleet.publish("step 1"))
+    fleet.run(fleet.fleet.trainer_step())
+    seen.page.wait_for_selector("#run_Entropy canvas")
     fleet.run(fleet.fleet.step())
     seen.until("#t_version", "1")
     seen.until("#announce", "version 1")
@@ -77,10 +79,16 @@ def test_page_follows_a_round_and_a_run(browser: Any, fleet: Running) -> None:
     for told in ("step 1", "trainer", "270.0 MB", "300 ms", "send ", "stage "):
         assert told in row
     seen.until("#t_gap", "300 ms")
+    shown_s = "(({max, min}) => max - min)(charts.get($('c_rounds')).plot.scales.x)"
+    assert seen.page.evaluate(shown_s) < 60, "around the only round"
     seen.until("#members tr:first-child", "42 %")
     seen.until("#run_of", "grpo-20261128-163000, step 1")
     seen.until("#rollouts", "v1 (17)")
     assert seen.page.locator("#rollouts .bar i").count() == 4
+    charts = seen.page.locator("#run_charts")
+    assert charts.locator("h3:visible").first.inner_text() == "Reward"
+    assert "step s 3." in charts.inner_text(), "the job's, not the trainer's"
+    assert "sums" not in charts.inner_text(), "the reward of the only source is the reward"
     seen.page.wait_for_selector("#c_update canvas")  # the tokens around the update
     for chart in ("c_tokens", "c_rounds", "run_Reward", "run_Drift_of_log_probabilities"):
         assert seen.page.locator(f"#{chart} canvas").count() == 1
@@ -89,7 +97,8 @@ def test_page_follows_a_round_and_a_run(browser: Any, fleet: Running) -> None:
     seen.until("#answer", "The capital of France is Paris")
     seen.until("#spans", "version 4")
     fleet.run(fleet.fleet.publish())
-    seen.until("#t_version", "2")
+    seen.until("#rounds tr:nth-child(2)", "step 1")
+    seen.until("#rounds tr:first-child", "committed")
     asked = [url.partition("?")[2] for url in seen.asked if "/fleet/rounds" in url]
     assert asked == ["after=0", "after=1"], "what it has it does not ask for again"
     assert seen.errors == []
