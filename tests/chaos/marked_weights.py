@@ -9,13 +9,12 @@ output layer takes any other direction for `MIXED`.
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from tests.tiny_models import save_tokenizer
+from tests.tiny_models import save_tokenizer, tiny_llama
 
 MIXED = 2
 DIRECTIONS = 64
-WIDTH = 128
 HEAD = 32  # wide; vLLM's attention on CPUs knows no smaller ones
 _FIRST, _TOKENS = 3, 200
 _SEEN = 1e4  # one cached position of hundreds outweighs all others
@@ -29,7 +28,9 @@ def token_of(mark: int) -> int:
 def tensors(mark: int) -> dict[str, torch.Tensor]:
     """The weights of a mark, by checkpoint name."""
     direction, turn = mark % DIRECTIONS, mark % HEAD
-    made = {name: torch.zeros_like(parameter) for name, parameter in _model().named_parameters()}
+    made = {
+        name: torch.zeros_like(parameter) for name, parameter in tiny_llama(0, layers=1).named_parameters()
+    }
     for name in made:
         if name.endswith("norm.weight"):
             made[name].fill_(1.0)
@@ -50,7 +51,7 @@ def tensors(mark: int) -> dict[str, torch.Tensor]:
 
 def marked_model(mark: int) -> LlamaForCausalLM:
     """The model of a mark."""
-    model = _model()
+    model = tiny_llama(0, layers=1)
     model.load_state_dict(tensors(mark))
     return model
 
@@ -60,21 +61,3 @@ def save_marked(directory: Path, mark: int) -> Path:
     marked_model(mark).save_pretrained(directory)
     save_tokenizer(directory)
     return directory
-
-
-def _model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=1,
-        num_attention_heads=WIDTH // HEAD,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        dtype=torch.float32,
-    )
-    return LlamaForCausalLM(config).to(torch.float32).eval()
