@@ -78,7 +78,9 @@ def read_file(kind: type[Any], path: str) -> dict[str, Any]:
                 f"{path}: unknown option {key!r}{f' (did you mean {near[0]!r}?)' if near else ''}"
             )
         several = value if isinstance(value, list) else [value]
-        texts = [json.dumps(each) if isinstance(each, dict) else str(each) for each in several]
+        texts = [json.dumps(each, default=str) if isinstance(each, dict) else str(each) for each in several]
+        if not texts and "list[str]" in types[name]:
+            texts = [""]  # typer takes an empty list for an option that is not given
         values[name] = texts if "list[" in types[name] else " ".join(texts)
     return values
 

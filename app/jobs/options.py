@@ -60,7 +60,7 @@ class JobOptions:
     max_tokens: Annotated[int, typer.Option(min=1, help="per answer, or per turn in --environment")] = 16
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="stop string; repeatable", show_default="a line break"),
+        typer.Option(help="stop string; repeatable; '' is none", show_default="a line break"),
     ] = None
     max_staleness: Annotated[int, typer.Option(min=0, help="versions that a batch may be behind")] = 2
     advantage: Annotated[AdvantageEstimator, typer.Option(help="formula")] = AdvantageEstimator.GRPO
@@ -164,7 +164,7 @@ class JobOptions:
 
     @property
     def stop_strings(self) -> Sequence[str]:
-        return ("\n",) if self.stop is None else self.stop
+        return ("\n",) if self.stop is None else [each for each in self.stop if each]
 
     @property
     def longest(self) -> int:

@@ -67,6 +67,8 @@ def test_a_file_has_options_by_their_names_and_the_command_line_wins(tmp_path: P
     assert parse(Options, ["--count", "4", "@", str(file)]) == replace(expected, count=4)
     file.write_text('count = 3\nword = "one"\n[url]\na = 1\n')
     assert parse(Options, ["@", str(file)]) == Options(count=3, url='{"a": 1}', word=["one"])
+    file.write_text("count = 3\nword = []\n[url]\na = 2026-01-31\n")
+    assert parse(Options, ["@", str(file)]) == Options(count=3, url='{"a": "2026-01-31"}', word=[""])
 
 
 @pytest.mark.parametrize(

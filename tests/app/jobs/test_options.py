@@ -23,6 +23,13 @@ def test_the_defaults_are_those_of_the_class(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(learned, ReasoningGymTask)
 
 
+def test_answers_may_have_no_stop_string(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("stop = []")
+    for given in (["--stop", ""], ["@", str(tmp_path / "run.toml")]):
+        assert parse(JobOptions, given).stop_strings == []
+    assert parse(JobOptions, ["--stop", "a", "--stop", "b"]).stop_strings == ["a", "b"]
+
+
 def verifiers(**settings: object) -> list[str]:
     return ["--environment", "verifiers", "--environment-settings", json.dumps(settings)]
 
