@@ -19,7 +19,7 @@ DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_
 
 
 # In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
-_NUMBER = re.compile(r"(?<![\d.])-?\d+(?:\.\d+)?")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
 class Extraction(StrEnum):
@@ -32,8 +32,8 @@ class Extraction(StrEnum):
     def of(self, answer: str) -> str:
         match self:
             case Extraction.LAST_NUMBER:
-                found = _NUMBER.findall(answer)
-                return found[-1] if found else ""
+                found = _NUMBER.findall(answer.replace("\N{MINUS SIGN}", "-"))
+                return found[-1].replace(",", "") if found else ""
             case Extraction.FIRST_LINE:
                 return answer.strip().partition("\n")[0].strip()
             case Extraction.WHOLE:
