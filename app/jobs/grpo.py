@@ -136,6 +136,8 @@ async def main(options: JobOptions, began: float) -> None:
         run = await prepared(client, options, (learned, held_out), path, out, began)
         configuration = configured(run)
         metrics.append(path, configuration)
+        if options.log:  # wandb may wait for its server
+            out.line(f"RL job: opening {', '.join(options.log)}")
         trackers = Trackers(open_trackers(options.log or (), path, configuration), out.line)
         for environment in [learned] if held_out is learned else [learned, held_out]:
             await stack.enter_async_context(environment.running())
