@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from app.client import calls
 from app.client.announcement import announced
 from app.client.connection import Call, FleetClient, FleetError, token_from, without_credentials
 from app.command import tables
+from app.command.runs import ticks
 from deployments.protocol.errors import NotFound
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetLoad
@@ -110,10 +110,10 @@ def show_adapters(url: str, *, as_json: bool, watch: bool) -> None:
 def _show(url: str, document: Ask[object], table: Ask[RenderableType], *, as_json: bool, watch: bool) -> None:
     with suppress(KeyboardInterrupt), connected(url, ANSWER_S) as fleet:
         if as_json:
-            for _ in _ticks(watch):
+            for _ in ticks(watch, PERIOD_S):
                 print(json.dumps(document(fleet), indent=None if watch else 2), flush=True)
         elif watch:
-            _draw(frames(url, fleet, table, _ticks(True)))
+            _draw(frames(url, fleet, table, ticks(True, PERIOD_S)))
         else:
             tables.console().print(table(fleet))
 
@@ -143,13 +143,6 @@ def frames(
                 raise
             shown = Text(explained(url, error), style="bold red")
         yield shown
-
-
-def _ticks(watch: bool) -> Iterator[None]:
-    yield
-    while watch:
-        time.sleep(PERIOD_S)
-        yield
 
 
 @contextmanager

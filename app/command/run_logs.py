@@ -2,13 +2,12 @@
 
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 
 from app.client.run_display import EVENT
-from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs
+from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs, ticks
 
 PERIOD_S = 0.5
 _ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # head of a Ray worker's output
@@ -50,7 +49,7 @@ def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: b
         )
         return 1
     try:
-        if not print_logs(directory, part, last, _ticks(follow)):
+        if not print_logs(directory, part, last, ticks(follow, PERIOD_S)):
             print(
                 f"slipstream: no process of the {part or 'fleet'} has begun in {directory}", file=sys.stderr
             )
@@ -114,10 +113,3 @@ def _new_lines(path: Path, position: int) -> tuple[list[str], int]:
     lines = complete.decode(errors="replace").split("\n")[:-1]
     shown = [line for line in lines if not line.startswith(NOT_FOR_PEOPLE)]
     return shown, position + len(complete)
-
-
-def _ticks(follow: bool) -> Iterator[None]:
-    yield
-    while follow:
-        time.sleep(PERIOD_S)
-        yield

@@ -62,6 +62,14 @@ def keep_logs_only(run: Path) -> None:
         run.rmdir()
 
 
+def ticks(repeat: bool, period_s: float) -> Iterator[None]:
+    """One tick, or one per period until Ctrl-C."""
+    yield
+    while repeat:
+        time.sleep(period_s)
+        yield
+
+
 def stop_signals() -> list[signal.Signals]:
     """Signals that stop a command; SIGHUP stays ignored under `nohup`."""
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
