@@ -17,7 +17,7 @@ from app.client import calls
 from app.client.announcement import announced
 from app.client.connection import Call, FleetClient, FleetError, token_from, without_credentials
 from app.command import tables
-from app.command.runs import ticks
+from app.command.shell import ticks
 from deployments.protocol.errors import NotFound
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetLoad

@@ -70,7 +70,7 @@ def serve(
     """Start a fleet on this machine, in the foreground."""
     from app.command import launch
 
-    raise typer.Exit(launch.serve(config, dashboard_port))
+    launch.serve(config, dashboard_port)
 
 
 @cli.command()
@@ -81,7 +81,7 @@ def deploy(
     """Give the running fleet another configuration."""
     from app.command import deploy as deployment
 
-    raise typer.Exit(deployment.deploy(config, dashboard_port))
+    deployment.deploy(config, dashboard_port)
 
 
 @cli.command("doctor")
@@ -91,7 +91,7 @@ def examine(
     """What this machine lacks for a fleet, and what to do. Starts nothing."""
     from app.command import doctor
 
-    raise typer.Exit(doctor.examine(config))
+    doctor.examine(config)
 
 
 @settings.command("check")
@@ -99,7 +99,7 @@ def check_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
     """Say what is wrong, as `serve` would."""
     from app.command import deploy as deployment
 
-    raise typer.Exit(deployment.check(file))
+    deployment.check(file)
 
 
 @settings.command("show")
@@ -107,7 +107,7 @@ def show_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
     """All settings under `args`, with their defaults."""
     from app.command import deploy as deployment
 
-    raise typer.Exit(deployment.show(file))
+    deployment.show(file)
 
 
 @settings.command("schema")
@@ -115,7 +115,7 @@ def show_schema() -> None:
     """The JSON schema of the settings under `args`."""
     from app.command import deploy as deployment
 
-    raise typer.Exit(deployment.schema())
+    deployment.schema()
 
 
 @cli.command(context_settings=PASS_ON)

@@ -7,7 +7,6 @@ restart the fleet, one replica after another.
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import yaml
 
 from app.command.cluster import APPLICATIONS, dashboard_client
+from app.command.shell import reported
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import ConfigError
 
@@ -126,26 +126,23 @@ def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
     return names
 
 
-def deploy(config: Path, dashboard_port: int) -> int:
-    """Send a config file to Serve and print which settings restart the fleet; returns the exit status."""
+def deploy(config: Path, dashboard_port: int) -> None:
+    """Send a config file to Serve and print which settings restart the fleet."""
     dashboard = f"http://127.0.0.1:{dashboard_port}"
-    try:
+    with reported(ValueError):
         file = read_serve_file(config)
-        with dashboard_client(dashboard, os.environ) as client:
-            running = client.get(APPLICATIONS).raise_for_status().json()["applications"].get(file.application)
-            if running is None:
-                raise ConfigError(f"no application {file.application!r} runs at {dashboard}")
-            answer = client.put(APPLICATIONS, json=file.document)
-            if answer.is_error:
-                raise ConfigError(f"Serve refused the configuration: {answer.text[-2000:].strip()}")
-    except httpx.HTTPError as error:
-        print(f"slipstream: no fleet answers at {dashboard} ({error})", file=sys.stderr)
-        return 1
-    except (ConfigError, ValueError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
+        try:
+            with dashboard_client(dashboard, os.environ) as client:
+                applications = client.get(APPLICATIONS).raise_for_status().json()["applications"]
+                running = applications.get(file.application)
+                if running is None:
+                    raise ConfigError(f"no application {file.application!r} runs at {dashboard}")
+                answer = client.put(APPLICATIONS, json=file.document)
+        except httpx.HTTPError as error:
+            raise ConfigError(f"no fleet answers at {dashboard} ({error})") from error
+        if answer.is_error:
+            raise ConfigError(f"Serve refused the configuration: {answer.text[-2000:].strip()}")
     print(_effect(running.get("deployed_app_config") or {}, file.document["applications"][0]))
-    return 0
 
 
 def _effect(deployed: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -158,35 +155,22 @@ def _effect(deployed: dict[str, Any], wanted: dict[str, Any]) -> str:
 # -- `slipstream config` ---------------------------------------------------------------------------
 
 
-def check(path: Path) -> int:
-    file = _checked(path)
-    if file is None:
-        return 1
+def check(path: Path) -> None:
+    with reported(ValueError):
+        file = read_serve_file(path)
     config = file.config
     trains = "no trainer" if config.trainer is None else f"a trainer ({config.trainer.strategy})"
     print(
         f"{path} is valid: {config.engine.first_replicas} replicas of {config.model} on {config.device}, "
         f"{trains}, at {file.url}"
     )
-    return 0
 
 
-def show(path: Path) -> int:
-    file = _checked(path)
-    if file is None:
-        return 1
+def show(path: Path) -> None:
+    with reported(ValueError):
+        file = read_serve_file(path)
     print(yaml.safe_dump(file.config.model_dump(mode="json"), sort_keys=False), end="")
-    return 0
 
 
-def schema() -> int:
+def schema() -> None:
     print(json.dumps(AppConfig.model_json_schema(), indent=2))
-    return 0
-
-
-def _checked(path: Path) -> ServeFile | None:
-    try:
-        return read_serve_file(path)
-    except (ConfigError, ValueError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return None

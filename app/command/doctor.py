@@ -10,7 +10,6 @@ import platform
 import resource
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import typer
 from packaging.requirements import Requirement
 from rich.filesize import decimal
 
@@ -29,6 +29,7 @@ from app.command.deploy import ServeFile, read_serve_file
 from app.command.jobs import DASHBOARD_PORT
 from app.command.machine import NotEnough
 from app.command.runs import CLUSTER_DIRECTORY
+from app.command.shell import reported
 from app.settings.config import AppConfig
 from app.settings.gpus import check_gpus
 from app.settings.models import resolve_model
@@ -245,22 +246,18 @@ class Finding(NamedTuple):
     text: str
 
 
-def examine(config: Path) -> int:
-    """Print all findings; returns the exit status."""
-    try:
+def examine(config: Path) -> None:
+    """Print all findings; exits with 1 if there is a problem."""
+    with reported(NotEnough, ValueError):
         file = read_serve_file(config)
         home = use_a_home()
-    except (ConfigError, machine.NotEnough, ValueError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
     found = [] if home is None else [Finding(Grade.NOTE, home)]
     found += findings(file, Host.here())
     for finding in found:
         print(f"{finding.grade}: {finding.text}")
     if any(finding.grade is Grade.PROBLEM for finding in found):
-        return 1
+        raise typer.Exit(1)
     print("This machine suffices")
-    return 0
 
 
 def findings(file: ServeFile, host: Host) -> Iterator[Finding]:

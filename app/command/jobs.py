@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import typer
+
+from app.command.shell import reported
 
 DASHBOARD_PORT = 8265  # Ray's, where jobs are submitted
 KIND = "slipstream"  # metadata that marks our jobs among others
@@ -262,8 +263,5 @@ def _answered(ask: Callable[[Jobs], Awaitable[T]]) -> T:
         async with RayJobs(dashboard()) as jobs:
             return await ask(jobs)
 
-    try:
+    with reported(JobsError):
         return asyncio.run(answer())
-    except JobsError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error

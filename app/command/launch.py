@@ -10,9 +10,9 @@ Serve has 45 s to shut down; then pending writes to the store are awaited. A sec
 """
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,8 @@ from app.command import doctor
 from app.command.cluster import ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
 from app.command.machine import NotEnough
-from app.command.runs import logs_of, stop_signals
+from app.command.runs import logs_of
+from app.command.shell import reported, stop_signals
 from app.settings.config import AppConfig
 from app.settings.models import is_offline
 from app.settings.section import ConfigError
@@ -97,18 +98,12 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
     return {**defaults, **tracing.serve_variables(inherited), **inherited}
 
 
-def serve(config: Path, dashboard_port: int) -> int:
-    """Serve a config file until a signal; returns the exit status."""
+def serve(config: Path, dashboard_port: int) -> None:
+    """Serve a config file until a signal."""
     for number in stop_signals():
         signal.signal(number, _raise_stop)
-    try:
+    with reported(ClusterError, NotEnough, ValueError), suppress(Stop):
         _run(read_serve_file(config), dashboard_port)
-    except Stop:
-        return 0
-    except (ConfigError, ClusterError, NotEnough, ValueError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _run(file: ServeFile, dashboard_port: int) -> None:

@@ -7,7 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from app.client.run_display import EVENT
-from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs, ticks
+from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs
+from app.command.shell import ticks
 
 PERIOD_S = 0.5
 _ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # head of a Ray worker's output

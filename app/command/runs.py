@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -60,20 +59,6 @@ def keep_logs_only(run: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
     with suppress(OSError):  # not empty
         run.rmdir()
-
-
-def ticks(repeat: bool, period_s: float) -> Iterator[None]:
-    """One tick, or one per period until Ctrl-C."""
-    yield
-    while repeat:
-        time.sleep(period_s)
-        yield
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Signals that stop a command; SIGHUP stays ignored under `nohup`."""
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    return numbers[: 2 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 3]
 
 
 def marked_processes(mark: str) -> Iterator[int]:

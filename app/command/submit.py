@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from app.client.program_options import LOCAL_URL, arguments_of, parse
 from app.client.run_display import EVENTS, STATUS_S, WORKING_DIR, Display
 from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
-from app.command.runs import stop_signals
+from app.command.shell import stop_signals
 from app.jobs.options import JobOptions
 
 _JOB = (sys.executable, "-P", "-m", "app.jobs")  # -P: modules of the job's directory do not shadow ours

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from app.command.deploy import ServeFile, deploy, read_serve_file
@@ -89,16 +90,18 @@ def test_deploy_names_the_settings_that_restart_the_fleet(
     tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Dashboard.deployed = read_serve_file(file(tmp_path)).document["applications"][0]
-    assert deploy(file(tmp_path, weights={"commit": "rolling"}), port) == 0
+    deploy(file(tmp_path, weights={"commit": "rolling"}), port)
     assert capsys.readouterr().out == "Deployed; nothing restarts\n"
-    assert deploy(file(tmp_path, engine={"seed": 3}), port) == 0
+    deploy(file(tmp_path, engine={"seed": 3}), port)
     assert capsys.readouterr().out == (
         "Deployed; the fleet restarts, replica after replica, because of: engine\n"
     )
 
 
 def test_there_must_be_a_fleet(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
-    assert deploy(file(tmp_path), port) == 1
+    with pytest.raises(typer.Exit, match="1"):
+        deploy(file(tmp_path), port)
     assert "no application 'slipstream' runs at http://127.0.0.1:" in capsys.readouterr().err
-    assert deploy(file(tmp_path), 1) == 1
+    with pytest.raises(typer.Exit, match="1"):
+        deploy(file(tmp_path), 1)
     assert "no fleet answers at http://127.0.0.1:1 (" in capsys.readouterr().err
