@@ -128,12 +128,19 @@ def collate(
     real = torch.zeros_like(input_ids, dtype=torch.bool)
     positions = torch.zeros_like(input_ids)
     predictors: list[torch.Tensor] = []
+
+    def write(r: int, tokens: Sequence[int], *, column: int, position: int) -> None:
+        columns = slice(column, column + len(tokens))
+        input_ids[r, columns] = torch.tensor(tokens)
+        real[r, columns] = True
+        positions[r, columns] = torch.arange(position, position + len(tokens))
+
     for r, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
-        _write(input_ids[r], real[r], positions[r], prompt, column=P - len(prompt), position=0)
+        write(r, prompt, column=P - len(prompt), position=0)
         for g, index in enumerate(row):
             tokens, column = trajectories[index].token_ids, P + g * T
-            _write(input_ids[r], real[r], positions[r], tokens, column=column, position=len(prompt))
+            write(r, tokens, column=column, position=len(prompt))
             before = r * L + column - 1 + torch.arange(len(tokens))
             before[0] = r * L + P - 1  # the last column of the prompt
             predictors.append(before)
@@ -191,21 +198,6 @@ def _versions(completion: Trajectory) -> torch.Tensor:
     for span in completion.weight_versions:
         versions[span.start : span.end] = span.version
     return versions
-
-
-def _write(
-    ids: torch.Tensor,
-    real: torch.Tensor,
-    positions: torch.Tensor,
-    tokens: Sequence[int],
-    *,
-    column: int,
-    position: int,
-) -> None:
-    columns = slice(column, column + len(tokens))
-    ids[columns] = torch.tensor(tokens)
-    real[columns] = True
-    positions[columns] = torch.arange(position, position + len(tokens))
 
 
 def _side_by_side(real: torch.Tensor, P: int, G: int, T: int) -> torch.Tensor:

@@ -16,6 +16,9 @@ from trainers.step_metrics import Metrics, StepTotals
 from trainers.trained_policy import BaseOf, TrainedPolicy
 from trainers.trajectory import Trajectory
 
+# A batch, whether it counts, and the old policy's log-probabilities; None: those of the first update.
+_MicroBatch = tuple[TokenBatch, bool, torch.Tensor | None]
+
 
 class OutOfMemory(RuntimeError):
     """A micro-batch did not fit. The text has sizes and the state of the step."""
@@ -88,11 +91,10 @@ class Learner:
         if published != self._published:
             self._published, self._published_step = published, self.steps_done
         micro_batches = self._micro_batches(trajectories)
-        old = self._old_logprobs(micro_batches) if self.config.updates_per_step > 1 else None
-        metrics = self._whole_update(micro_batches, old, trajectories, done=0)
+        metrics = self._whole_update(micro_batches, trajectories, done=0)
         if not metrics["skipped"]:
             for done in range(1, self.config.updates_per_step):
-                update = self._whole_update(micro_batches, old, trajectories, done=done)
+                update = self._whole_update(micro_batches, trajectories, done=done)
                 if update["skipped"]:
                     break
                 metrics = update
@@ -106,9 +108,9 @@ class Learner:
         self.steps_done = steps_done
         self._published_step = None
 
-    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[tuple[TokenBatch, bool]]:
+    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[_MicroBatch]:
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
-        budget = self.config.max_tokens_per_microbatch
+        budget, keeps_old = self.config.max_tokens_per_microbatch, self.config.updates_per_step > 1
         if self.policy.is_packed:
             from trainers.packed_lines import pack, plan_lines  # imports in a second, for GPUs only
 
@@ -119,27 +121,19 @@ class Learner:
             plan = plan_micro_batches(trajectories, token_budget=budget, share_prompts=shares)
             lay_out = partial(collate)
         pad, device = self.policy.pad_token_id, self.policy.device
-        return [
-            (lay_out(trajectories, rows, pad_token_id=pad, device=device), counts)
-            for rows, counts in share_of_rank(plan, rank=self._rank, world_size=self._world_size)
-        ]
-
-    @torch.no_grad()
-    def _old_logprobs(self, micro_batches: Sequence[tuple[TokenBatch, bool]]) -> list[torch.Tensor]:
-        return [self.policy.scores(batch).logprobs for batch, _ in micro_batches]
+        made: list[_MicroBatch] = []
+        for rows, counts in share_of_rank(plan, rank=self._rank, world_size=self._world_size):
+            batch = lay_out(trajectories, rows, pad_token_id=pad, device=device)
+            made.append((batch, counts, self._logprobs(self.policy, batch) if keeps_old else None))
+        return made
 
     def _whole_update(
-        self,
-        micro_batches: Sequence[tuple[TokenBatch, bool]],
-        old: Sequence[torch.Tensor] | None,
-        trajectories: Sequence[Trajectory],
-        *,
-        done: int,
+        self, micro_batches: Sequence[_MicroBatch], trajectories: Sequence[Trajectory], *, done: int
     ) -> Metrics:
         """Gradients of a failed update must not count in the next."""
         self._tokens_at_once = 0
         try:
-            return self._update(micro_batches, old, trajectories)
+            return self._update(micro_batches, trajectories)
         except torch.OutOfMemoryError:
             problem = self._out_of_memory(done)
         finally:
@@ -157,12 +151,7 @@ class Learner:
             "activation_checkpointing"
         )
 
-    def _update(
-        self,
-        micro_batches: Sequence[tuple[TokenBatch, bool]],
-        old: Sequence[torch.Tensor] | None,
-        trajectories: Sequence[Trajectory],
-    ) -> Metrics:
+    def _update(self, micro_batches: Sequence[_MicroBatch], trajectories: Sequence[Trajectory]) -> Metrics:
         total_tokens = sum(trajectory.learned_tokens for trajectory in trajectories)
         totals = StepTotals(
             self.config.loss,
@@ -170,12 +159,11 @@ class Learner:
             is_published=self._published_step == self.steps_done,
             device=self.policy.device,
         )
-        for number, (batch, counts) in enumerate(micro_batches):
+        for batch, counts, old in micro_batches:
             self._tokens_at_once = batch.input_ids.numel()
-            reference = self._reference_logprobs(batch)
+            reference = None if self.reference is None else self._logprobs(self.reference, batch)
             scores = self.policy.scores(batch, with_entropies=True)
-            before = old[number] if old is not None else None
-            tokens = batch.learned(scores.logprobs, before, reference)
+            tokens = batch.learned(scores.logprobs, old, reference)
             made = policy_loss(tokens, self.config.loss, self._loss)
             weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
             loss = (made.values * weights[batch.completions]).sum()
@@ -194,8 +182,8 @@ class Learner:
         return self._apply(totals.metrics())
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: TokenBatch) -> torch.Tensor | None:
-        return None if self.reference is None else self.reference.scores(batch).logprobs
+    def _logprobs(self, policy: TrainedPolicy | BaseOf, batch: TokenBatch) -> torch.Tensor:
+        return policy.scores(batch).logprobs
 
     def _average_gradients(self) -> None:
         """FSDP2 averages gradients of what it shards; an adapter is whole on every rank."""
