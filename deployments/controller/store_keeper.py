@@ -108,8 +108,8 @@ class StoreKeeper:
         self._ledger = ledger
         self._hold_claim = hold_claim
         self._held: int | None = None  # the claim, until `release`
-        # Without tensors. A version never changes: its manifest is read once.
-        self._known: Mapping[int, VersionManifest] = {}
+        # Without tensors, and its directory. A version never changes: its manifest is read once.
+        self._known: Mapping[int, tuple[VersionManifest, str]] = {}
         # A version that is being read stays until a later pass.
         self.removal = Removal(
             "versions",
@@ -196,9 +196,8 @@ class StoreKeeper:
         newest = max((each for each, owner in owned.items() if owner == self._ledger.fleet_id), default=0)
         found = self._known.get(newest)
         if found is not None and newest > self._ledger.state.stored_version:
-            with suppress(FileNotFoundError):
-                path = str(self._store.path_of(newest))
-                self._ledger.find_stored(newest, path, found.label, found.digest)
+            manifest, path = found
+            self._ledger.find_stored(newest, path, manifest.label, manifest.digest)
 
     def _foreign(self) -> Owners:
         """Versions of another fleet."""
@@ -210,13 +209,15 @@ class StoreKeeper:
 
         Omits versions with an unreadable manifest, which stay in the store.
         """
-        before, known = self._known, dict[int, VersionManifest]()
+        before, known = self._known, dict[int, tuple[VersionManifest, str]]()
         for version in self._store.list():
             with suppress(OSError, ValueError):
-                read = before.get(version) or replace(self._store.manifest_of(version), tensors={})
-                known[version] = read
+                if (found := before.get(version)) is None:
+                    manifest = replace(self._store.manifest_of(version), tensors={})
+                    found = manifest, str(self._store.path_of(version))
+                known[version] = found
         self._known = known
-        return {version: manifest.fleet_id for version, manifest in known.items()}
+        return {version: manifest.fleet_id for version, (manifest, _) in known.items()}
 
 
 def _name(owner: str | None) -> str:
