@@ -9,17 +9,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.ledger.decisions import Committed, Decision
+from deployments.ledger.decisions import Cataloged, Committed, Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import LedgerConfig
+from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.ledger.state import PendingCall
+from deployments.protocol.adapters import Adapter, AdapterFiles, LoadAdapter, LoadRequest, SetAdapters
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
 from deployments.protocol.poll import Body, Commit, Directive, Outcome, Receive, Release, Report, Verify
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 Move = tuple[Any, ...]
-FAILING: tuple[type[Body], ...] = (Receive, Verify, Commit, Release)
+FAILING: tuple[type[Body], ...] = (Receive, Verify, Commit, Release, LoadAdapter, SetAdapters)
+ONE_VERSION = AdapterLimits(keep=1)
+FILES = AdapterFiles(path="/a", digest="d", size_bytes=1)
 OUTCOMES = (Outcome.REPLICA_FAILED, Outcome.TRANSFER_FAILED, Outcome.REJECTED)
 
 
@@ -34,12 +37,63 @@ class Seat:
 
 
 @dataclass(slots=True)
+class AdapterUser:
+    """Loads one name so many times, and unloads it."""
+
+    loads: int
+    step: str = "load"  # load, complete, wait, unload, unloaded, or end
+    adapter: Adapter | None = None  # the last one
+    call: PendingCall | None = None
+    promised: int = 0  # the newest version that it was told is live
+    failed: set[int] = field(default_factory=set)  # ids that it was told are not
+    unloaded: bool = False  # as it was told
+
+    def go_on(self, ledger: Ledger, now: float) -> None:
+        """Its next call, or the answer to the last one."""
+        match self.step:
+            case "load":
+                self.adapter = ledger.begin_adapter(LoadRequest(name="n", path="/a", in_place=True), now)
+                self.call, self.step = ledger.stage_adapter(self.adapter, FILES, now), "complete"
+                self.loads -= 1
+            case "complete":
+                assert self.adapter is not None
+                ledger.complete_adapter(self.adapter, now)
+                self.step = "wait"
+            case "wait":
+                assert self.adapter is not None and self.call is not None
+                if self.call.error is None:
+                    self.promised = self.adapter.version
+                else:
+                    self.failed.add(self.adapter.adapter_id)
+                self.call, self.step = None, "load" if self.loads else "unload"
+            case "unload":
+                self.promised = 0
+                self.step = "end"
+                with suppress(SlipstreamError):  # no load succeeded
+                    self.call, self.step = ledger.unload_adapter("n", now), "unloaded"
+            case "unloaded":
+                self.unloaded, self.call, self.step = True, None, "end"
+
+    def loses_its_call(self) -> None:
+        if self.call is not None:
+            following = "load" if self.loads else "unload"
+            self.call, self.step = None, "end" if self.step == "unloaded" else following
+
+    @property
+    def waits(self) -> bool:
+        answered = self.call is None or self.call.done
+        return self.step == "end" or (self.step in ("wait", "unloaded") and not answered)
+
+
+@dataclass(slots=True)
 class SmallFleet:
-    """A ledger with replicas, a publisher that runs rounds, and a number of faults that may still happen."""
+    """A ledger with replicas, a publisher that runs rounds, a user of an adapter, and a number of faults that
+    may still happen."""
 
     count: int
     rounds: int
     faults: int
+    loads: int = 0
     now: float = 100.0
     journal: list[Decision] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
@@ -50,8 +104,11 @@ class SmallFleet:
     call: PendingCall | None = None
     ledger: Ledger = field(default_factory=Ledger)
     config: LedgerConfig = field(default_factory=LedgerConfig)
+    user: AdapterUser = field(init=False)
 
     def __post_init__(self) -> None:
+        self.user = AdapterUser(self.loads, "load" if self.loads else "end")
+        self.step = "open" if self.rounds else "end"
         self.restart()
         for index in range(self.count):
             self.seats.append(Seat(FakeReplica(replica_id=f"r{index}", incarnation=f"r{index}-1")))
@@ -67,6 +124,8 @@ class SmallFleet:
                 yield ("poll", index) if seat.answer is None else ("take", index)
         if self.step != "end" and (self.call is None or self.call.done):
             yield ("publish",)
+        if not self.user.waits:
+            yield ("use_adapters",)
         if not self.faults:
             return
         for index, seat in enumerate(self.seats):
@@ -86,7 +145,7 @@ class SmallFleet:
     def make(self, move: Move) -> None:
         """Let it happen, and check what must hold."""
         name, *rest = move
-        if name not in ("poll", "take", "publish"):
+        if name not in ("poll", "take", "publish", "use_adapters"):
             self.faults -= 1
         getattr(self, name)(*rest)
         self.check()
@@ -132,7 +191,7 @@ class SmallFleet:
 
     def restart(self) -> None:
         """The controller; calls that wait for it fail."""
-        self.ledger = Ledger(self.config)
+        self.ledger = Ledger(self.config, adapters=ONE_VERSION)
         self.ledger.recover(self.journal, self.now)
         self.persist()
         for seat in self.seats:
@@ -143,6 +202,7 @@ class SmallFleet:
         self.persist()
         if self.call is not None:
             self.call, self.step = None, "end"
+        self.user.loses_its_call()
 
     def forsake(self) -> None:
         """The publisher dies; its lease ends."""
@@ -171,6 +231,11 @@ class SmallFleet:
         except SlipstreamError:
             self.call = None
             self._next_round()
+        self.persist()
+
+    def use_adapters(self) -> None:
+        self.user.go_on(self.ledger, self.now)
+        self.ledger.tick(self.now)
         self.persist()
 
     def _next_round(self) -> None:
@@ -219,9 +284,9 @@ class SmallFleet:
             if each.alive and each.replica.admitted and not each.replica.held
         ]
 
-    def seen_by_users(self) -> list[tuple[str, int]]:
-        """Which replicas would answer, from which version."""
-        return [(each.replica_id, each.version) for each in self.serving()]
+    def seen_by_users(self) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Which replicas would answer, from which version, and with which adapters."""
+        return [(each.replica_id, each.version, tuple(each.adapters.live)) for each in self.serving()]
 
     def check(self) -> None:
         committed = max((each.version for each in self.journal if isinstance(each, Committed)), default=0)
@@ -229,20 +294,37 @@ class SmallFleet:
         assert len(versions) <= 1, f"served at once: {versions}"
         assert all(version <= committed for version in versions), f"{versions}, the disk says {committed}"
         assert self.ledger.state.committed_version == committed
+        catalogs = [each.catalog for each in self.journal if isinstance(each, Cataloged)]
+        decided = {adapter.adapter_id for catalog in catalogs for adapter in catalog.live}
+        for replica in self.serving():
+            live = replica.adapters.live
+            assert live.keys() <= decided, "requests may name what the disk does not"
+            assert not self.user.failed & replica.adapters.held.keys(), "a user was told that it failed"
+            newest = max((each.version for each in live.values()), default=0)
+            assert newest >= self.user.promised, f"{replica.replica_id} lacks what a user was promised"
+            assert not (self.user.unloaded and live), "its user was told that it is unloaded"
 
     def check_end(self) -> None:
         """With messages that arrive every round ends, and who is not fenced serves its version."""
-        for _ in range(5 * self.rounds):
+        for _ in range(5 * (self.rounds + self.loads)):
             self.settle()
             if self.step != "end":
                 assert self.call is None or self.call.done, "a publisher waits for ever"
                 self.publish()
+            if self.user.step != "end":
+                assert not self.user.waits, "a user of an adapter waits for ever"
+                self.use_adapters()
         self.settle()
         assert self.ledger.status(self.now).round is None, "a round does not end"
         committed = self.ledger.state.committed_version
+        live = [each.adapter_id for each in self.ledger.state.adapters.catalog.live]
+        fenced = any(seat.alive and seat.replica.fenced for seat in self.seats)
+        if not fenced:  # it may read its adapters until it exits
+            assert self.ledger.adapter_ids() == {*live}, "files stay for ever"
         for seat in self.seats:
             replica = seat.replica
             if seat.alive and replica.fenced is None:
                 assert replica.version == committed or not replica.admitted
                 assert not replica.held, f"{replica.replica_id} is held for ever"
-        assert self.step == "end"
+                assert [*replica.adapters.live] == [*replica.adapters.held] == live
+        assert self.step == self.user.step == "end"

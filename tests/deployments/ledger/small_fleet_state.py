@@ -8,6 +8,8 @@ from typing import Any
 
 from deployments.ledger.decisions import Admitted, Committed, Ended, Opened
 from deployments.ledger.state import Member, PendingCall
+from deployments.protocol.adapters import AdapterState, LoadAdapter, SetAdapters
+from deployments.protocol.poll import Body
 from tests.deployments.ledger.small_fleet import Seat, SmallFleet
 
 
@@ -48,8 +50,10 @@ def _pending(fleet: SmallFleet) -> list[PendingCall]:
 
 
 def _publisher(fleet: SmallFleet) -> Any:
-    call, held = fleet.call, fleet.ledger.state.publisher.lease
+    call, held, user = fleet.call, fleet.ledger.state.publisher.lease, fleet.user
     return (
+        (user.loads, user.step, user.promised, tuple(sorted(user.failed)), user.unloaded),
+        None if user.call is None else (user.call.done, user.call.error is None),
         fleet.faults,
         fleet.step,
         fleet.done,
@@ -66,8 +70,35 @@ def _fleet(fleet: SmallFleet, pending: list[PendingCall]) -> Any:
         state.committed_version,
         None if current is None else (current.round_id, current.phase.value, current.close is not None),
         tuple((call.name, call.round_id, call.certain, call.done) for call in pending),
+        _adapters(fleet),
         _journal(fleet) if fleet.faults else (),
     )
+
+
+def _adapters(fleet: SmallFleet) -> Any:
+    adapters = fleet.ledger.state.adapters
+    loads = [
+        (each.adapter.adapter_id, each.stored, each.decided, each.error is None, each.call is not None)
+        for each in adapters.loads.values()
+    ]
+    catalog = [
+        tuple(each.adapter_id for each in them) for them in (adapters.catalog.live, adapters.catalog.retired)
+    ]
+    return adapters.catalog.last_id, *catalog, tuple(loads), len(adapters.unloads), adapters.recovered
+
+
+def _content(body: Body) -> Any:
+    """What an instruction about adapters says."""
+    match body:
+        case LoadAdapter():
+            return body.adapter.adapter_id
+        case SetAdapters():
+            return tuple(each.adapter_id for each in body.live), tuple(body.keep)
+    return None
+
+
+def _held(state: AdapterState) -> Any:
+    return tuple(state.held), tuple(state.live), tuple(state.unloading)
 
 
 def _journal(fleet: SmallFleet) -> Any:
@@ -108,12 +139,19 @@ def _seat(seat: Seat, fleet: SmallFleet) -> Any:
         replica.admitted,
         replica.held,
         replica.fenced is not None,
+        _held(replica.adapters.state()),
         tuple(
             (place.get(seq, -1), each.outcome.value) for seq, each in sorted(replica.acknowledgements.items())
         ),
         None
         if last is None or not fleet.faults
-        else (last.version, last.staged_round, last.fenced, len(last.acknowledgements)),
+        else (
+            last.version,
+            last.staged_round,
+            last.fenced,
+            len(last.acknowledgements),
+            _held(last.adapters),
+        ),
         None
         if answer is None
         else (
@@ -121,7 +159,7 @@ def _seat(seat: Seat, fleet: SmallFleet) -> Any:
             answer.fenced is not None,
             bool(set(answer.acknowledged) & set(replica.acknowledgements)),
             tuple(
-                (place.get(each.seq, -1), each.body.name, each.seq in replica.seen)
+                (place.get(each.seq, -1), each.body.name, _content(each.body), each.seq in replica.seen)
                 for each in answer.instructions
             ),
         ),
@@ -139,7 +177,13 @@ def _member_of(seat: Seat, fleet: SmallFleet, pending: list[PendingCall]) -> Any
         member.was_serving,
         member.fence_delivered,
         member.failed_transfers,
-        tuple((each.instruction.body.name, each.delivered) for each in member.queue),
+        tuple((each.body.name, _content(each.body), each.delivered) for each in member.queue),
+        _held(member.adapters),
+        member.incarnation in fleet.ledger.state.adapters.told_live,
+        tuple(
+            (member.incarnation in each.asked, name in each.rejected)
+            for each in fleet.ledger.state.adapters.loads.values()
+        ),
         tuple((member in call.waiting, _outcome(call, name)) for call in pending),
         None
         if current is None

@@ -1,6 +1,6 @@
 """A walk through all states of a small fleet, and what it leaves out because it makes no difference.
 
-    python -m tests.deployments.ledger.small_fleet_walk REPLICAS ROUNDS FAULTS
+    python -m tests.deployments.ledger.small_fleet_walk REPLICAS ROUNDS FAULTS LOADS
 
 Three reductions, none of which loses a state that could be wrong (a test compares with the whole graph):
 
@@ -51,9 +51,9 @@ class Expanded:
     end: int | None  # the key of a state in which nothing more can happen
 
 
-def walk(count: int, rounds: int, faults: int, *, reduced: bool = True) -> Walked:
+def walk(count: int, rounds: int, faults: int, loads: int = 0, *, reduced: bool = True) -> Walked:
     """Visit all states; raises what does not hold, with the moves that lead there."""
-    first = SmallFleet(count, rounds, faults)
+    first = SmallFleet(count, rounds, faults, loads)
     walked, seen = Walked(), {hash(key(first))}
     todo: list[tuple[bytes, Trail]] = [(frozen(first), None)]
     began = said = time.monotonic()
@@ -145,4 +145,4 @@ def _attempt(action: Callable[[], None], trail: Trail) -> None:
 
 
 if __name__ == "__main__":
-    print(walk(*map(int, sys.argv[1:4])), flush=True)
+    print(walk(*map(int, sys.argv[1:5])), flush=True)

@@ -43,18 +43,6 @@ def test_a_joiner_admitted_in_the_middle_of_a_load_is_asked_as_well() -> None:
 # -- a restart of the controller ---------------------------------------------------------------
 
 
-def test_after_a_restart_in_the_middle_of_a_load_no_replica_keeps_it() -> None:
-    scene = AdapterScene(2)
-    scene.replicas[1].hangs_in = {LoadAdapter}
-    scene.load("math")
-    scene.restart()
-    scene.replicas[1].hangs_in = set()
-    scene.poll(6)
-    assert [held(each) for each in scene.replicas] == [[], []]
-    assert scene.ledger.adapter_ids() == set()
-    assert ended(scene.load("code")).adapter_id == 2  # type: ignore[attr-defined]
-
-
 def test_after_a_restart_behind_the_decision_the_adapter_is_live_everywhere() -> None:
     scene = AdapterScene(2)
     scene.replicas[1].hangs_in = {SetAdapters}
@@ -81,19 +69,6 @@ def test_after_a_restart_files_stay_until_all_replicas_have_reported() -> None:
     assert scene.ledger.adapter_ids() == set()
 
 
-def test_a_retired_version_that_was_never_live_on_a_replica_is_dropped_there() -> None:
-    scene = AdapterScene(2)
-    scene.replicas[1].hangs_in = {SetAdapters}
-    scene.load("math")
-    scene.restart()
-    scene.poll(1)
-    call = scene.unload("math")
-    scene.replicas[1].hangs_in = set()
-    scene.poll(6)
-    assert call.done and [held(each) for each in scene.replicas] == [[], []]
-    assert scene.ledger.adapter_ids() == set()
-
-
 def test_an_unload_waits_for_a_replica_that_an_earlier_controller_told_to_make_it_live() -> None:
     scene = AdapterScene(2)
     late = scene.replicas[1]
@@ -112,20 +87,6 @@ def test_an_unload_waits_for_a_replica_that_an_earlier_controller_told_to_make_i
     late.take(directive)
     scene.poll(6)
     assert call.done and live(late) == []
-
-
-def test_a_load_is_answered_when_no_replica_takes_requests_that_does_not_have_it() -> None:
-    scene = AdapterScene(2, min_replicas=1)
-    scene.replicas[1].outcomes[LoadAdapter] = Outcome.REPLICA_FAILED
-    scene.load("math", polls=1)
-    unheard = scene.replicas[1]
-    scene.ledger.poll(unheard.report(), scene.now)  # its fence is decided, and does not reach it
-    [call] = [load.call for load in scene.ledger.state.adapters.loads.values()]
-    assert call is not None
-    scene.poll(6, only=scene.replicas[:1])
-    assert live(scene.replicas[0]) == ["math@1"] and not call.done
-    scene.poll(3)
-    assert ended(call) and unheard.fenced
 
 
 @pytest.mark.slow

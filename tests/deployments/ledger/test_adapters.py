@@ -1,7 +1,6 @@
 import pytest
 
 from deployments.ledger.adapter_catalog import REMEMBERED, next_adapter, numbered
-from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.adapters import (
     AdapterCatalog,
@@ -9,12 +8,10 @@ from deployments.protocol.adapters import (
     LoadAdapter,
     LoadedAdapter,
     LoadRequest,
-    SetAdapters,
 )
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
 from deployments.protocol.poll import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
-from tests.deployments.ledger.ledger_scene import STORE
 
 
 def test_an_adapter_is_live_on_all_replicas_when_its_load_is_answered() -> None:
@@ -81,28 +78,6 @@ def test_times_are_kept_of_versions_that_are_there() -> None:
     assert all(each.timings is not None for each in listed)
 
 
-def test_the_decision_is_durable_before_a_replica_learns_of_it() -> None:
-    scene = AdapterScene(2)
-    adapter = scene.begin("math")
-    scene.ledger.stage_adapter(adapter, FILES, scene.now)
-    scene.ledger.complete_adapter(adapter, scene.now)
-    scene.ledger.tick(scene.now)
-    for _ in range(8):
-        for replica in scene.replicas:
-            directive = scene.ledger.poll(replica.report(), scene.now)
-            scene.journal += scene.ledger.take_decisions()
-            successor = Ledger(scene.config, STORE, scene.size)
-            successor.recover(scene.journal, scene.now)
-            known = {each.adapter_id for each in successor.state.adapters.catalog.live}
-            for instruction in directive.instructions:
-                if isinstance(instruction.body, SetAdapters):
-                    assert {each.adapter_id for each in instruction.body.live} <= known
-                if isinstance(instruction.body, LoadAdapter):
-                    assert successor.state.adapters.catalog.last_id >= instruction.body.adapter.adapter_id
-            replica.take(directive)
-    assert live(scene.replicas[0]) == ["math@1"]
-
-
 def test_what_one_replica_rejects_no_replica_keeps() -> None:
     scene = AdapterScene(2)
     scene.replicas[1].outcomes[LoadAdapter] = Outcome.REJECTED
@@ -111,17 +86,6 @@ def test_what_one_replica_rejects_no_replica_keeps() -> None:
     assert [held(each) for each in scene.replicas] == [[], []]
     assert names(scene) == [] and scene.ledger.adapter_ids() == set()
     assert [scene.state_of(each) for each in scene.replicas] == ["serving", "serving"]
-
-
-def test_the_error_is_answered_once_no_replica_has_it() -> None:
-    scene = AdapterScene(2)
-    scene.replicas[1].outcomes[LoadAdapter] = Outcome.REJECTED
-    scene.replicas[0].hangs_in = {SetAdapters}
-    call = scene.load("math")
-    assert held(scene.replicas[0]) == ["math@1"] and not call.done
-    scene.replicas[0].hangs_in = set()
-    scene.poll(4)
-    assert call.error is not None and held(scene.replicas[0]) == []
 
 
 def test_what_all_replicas_reject_is_the_callers_fault() -> None:
@@ -141,17 +105,6 @@ def test_a_replica_that_hangs_is_fenced_and_the_others_go_on() -> None:
     assert ended(call)
     assert scene.state_of(scene.replicas[1]) in ("fenced", "gone")
     assert live(scene.replicas[0]) == ["math@1"]
-
-
-@pytest.mark.parametrize("step", [LoadAdapter, SetAdapters])
-def test_a_replica_that_dies_in_the_middle_does_not_stop_the_load(step: type) -> None:
-    scene = AdapterScene(2)
-    scene.replicas[1].hangs_in = {step}
-    call = scene.load("math")
-    dead = scene.replicas.pop()
-    scene.ledger.lost([(dead.replica_id, dead.incarnation)], "gone", scene.now)
-    scene.poll(4)
-    assert ended(call) and live(scene.replicas[0]) == ["math@1"]
 
 
 def test_with_too_few_replicas_left_the_load_fails() -> None:
