@@ -84,7 +84,7 @@ async def test_leftover_round_is_dropped_before_an_adapter_is_received(
 async def test_error_is_the_payloads_only_while_the_engine_lives(
     member: StagedMember, llm: FakeLlm, body: Body
 ) -> None:
-    member._engine.adapters._takes_adapters = True
+    llm.vllm_config.lora_config = object()
     llm.broken = OverflowError("int too big")
     with pytest.raises(PayloadRejected, match="OverflowError: int too big"):
         await member.execute(body)
