@@ -88,7 +88,7 @@ class VersionWriter:
         self,
         *,
         write_files: Callable[[Path], None],
-        report: Callable[[StoreResult], None] | None = None,
+        report: Callable[[StoreResult], object] = lambda result: None,
     ) -> None:
         self._write_files = write_files
         self._report = report
@@ -131,16 +131,14 @@ class VersionWriter:
             with self._changed:
                 self.result = result
                 self._writing = False
-                self._reports += self._report is not None
+                self._reports += 1
                 self._changed.notify_all()
-            if (
-                self._report is not None
-            ):  # in a thread of its own: if nobody answers, the next version is written
-                threading.Thread(target=self._tell, args=(self._report, result), daemon=True).start()
+            # On a thread of its own: the next version does not wait for an answer that never comes.
+            threading.Thread(target=self._tell, args=(result,), daemon=True).start()
 
-    def _tell(self, report: Callable[[StoreResult], object], result: StoreResult) -> None:
+    def _tell(self, result: StoreResult) -> None:
         try:
-            report(result)
+            self._report(result)
         except Exception as error:  # the controller finds the version in the store
             what = "not stored" if result.problem else "stored"
             logger.warning("failed to report that version %d was %s: %s", result.version, what, error)
