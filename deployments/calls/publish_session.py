@@ -6,7 +6,7 @@ a slow call                              the lease is renewed until it returns
 any exception before the report          the round is aborted at once, not when its lease expires
 the controller dies before the close     TransferAborted, {"send_again": true}: the round died with it
 the controller dies during the close     the successor answers: it knows a decided round by its number
-nothing answers the close                AnswerLost; `settle` looks for the round in the record
+nothing answers the close                AnswerLost; `outcome` finds the round in the record
 another publisher took the lease         StalePublisher
 """
 
@@ -82,7 +82,6 @@ class PublishSession:
         self._lease = None if joined is None else joined.lease
         self.round_id = None if joined is None else joined.round_id
         self.remaining_s = 0.0 if joined is None else joined.remaining_s
-        self._unanswered: int | None = None  # the round whose close was not answered
 
     async def __aenter__(self) -> Self:
         return self
@@ -118,7 +117,8 @@ class PublishSession:
         await self._call("send_adapter", load_id, payload)
 
     async def close(self, label: str | None = None) -> RoundReport:
-        """Commit the open round. Raises AnswerLost: it may be committed, or be committed later."""
+        """Commit the open round. Raises AnswerLost: it may be committed, or be committed later; `outcome`
+        tells."""
         assert self._lease is not None and self.round_id is not None, "open a round first"
         token, round_id = self._lease.token, self.round_id
         try:
@@ -128,35 +128,12 @@ class PublishSession:
                 limit_s=CALL_TIMEOUT_S,
             )
         except FleetUnavailable as error:
-            self._unanswered = round_id
             raise AnswerLost(
                 f"round {round_id} may be committed, see /fleet/rounds: {error.message}",
                 {"round_id": round_id},
             ) from error
         self.round_id = None
         return report
-
-    async def settle(self, fleet_id: str) -> RoundReport | None:
-        """The report of the round whose close was not answered; None: every close was. Raises RoundAborted,
-        Conflict (the fleet has no record of it) or FleetUnavailable (it has not ended; nothing answers)."""
-        round_id, loop = self._unanswered, asyncio.get_running_loop()
-        if round_id is None:
-            return None
-        until = loop.time() + CALL_TIMEOUT_S
-        while True:
-            fleet = await retried(lambda: self._controller.fleet.remote(), "fleet")
-            ended = await retried(lambda: self._controller.rounds.remote(), "rounds")
-            try:
-                report = outcome(round_id, fleet_id, fleet, ended)
-            except SlipstreamError:
-                self._unanswered = None
-                raise
-            if report is not None:
-                self._unanswered = None
-                return report
-            if loop.time() >= until:
-                raise FleetUnavailable(f"round {round_id} has not ended yet")
-            await asyncio.sleep(ASK_AGAIN_S)
 
     async def abort(self, reason: str) -> None:
         """Abort the open round, if any, and release the lease."""

@@ -67,9 +67,6 @@ class FleetWeightSyncClient:
         self.report = run_sync(self._session.close(label))
         self.release()
 
-    def settle(self, fleet_id: str) -> RoundReport | None:
-        return run_sync(self._session.settle(fleet_id))
-
     def abort(self, reason: str) -> None:
         run_sync(self._session.abort(reason))
 

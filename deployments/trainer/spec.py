@@ -47,6 +47,7 @@ class LoadedTrainer:
     parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the model lacks of the checkpoint, in words
     adapter_version: int = 0  # the newest live one
+    fleet_id: str = ""  # of a trainer of all weights
     initial: InitialWeights | None = None  # rank 0's model; None: not known, or not read
 
 

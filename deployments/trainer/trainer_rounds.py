@@ -1,6 +1,8 @@
 """The trainer's version, and the rounds that move the fleet to its weights."""
 
-from deployments.calls.publish_session import PublishSession
+import asyncio
+
+from deployments.calls.publish_session import ASK_AGAIN_S, PublishSession, outcome
 from deployments.calls.rpc import CallHandle, retried
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import (
@@ -26,7 +28,7 @@ class TrainerRounds:
     Attributes:
         version: of the weights that the trainer loaded or published last.
         missed: why `version` is not the committed one, and what to do. None: the trainer knows of no other.
-        unanswered: the last round may be committed; its close was not answered.
+        unanswered: the round whose close was not answered, and which may be committed.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class TrainerRounds:
         self.version = loaded.version
         self.missed = loaded.missed
         self.last: RoundReport | None = None
-        self.unanswered = False
+        self.unanswered: int | None = None
+        self._fleet_id = loaded.fleet_id
         self._untold: RoundReport | SlipstreamError | None = None  # what became of it
 
     def require_committed(self) -> None:
@@ -70,21 +73,36 @@ class TrainerRounds:
 
     async def settle(self) -> None:
         """Learn what became of a round whose close was not answered, and adopt its version if it is
-        committed. Raises FleetUnavailable: nothing answers yet."""
-        if not self.unanswered:
+        committed. Raises FleetUnavailable: it has not ended, or nothing answers."""
+        if self.unanswered is None:
             return
         try:
-            report: RoundReport = await self._group.call("settle", timeout_s=self._spec.publish_timeout_s)
+            report = await self._ended(self.unanswered)
         except FleetUnavailable:
             raise
         except SlipstreamError as error:
-            self.unanswered = False
+            self.unanswered = None
             self._untold = None if isinstance(error, RoundAborted) else error
             logger.warning("the last publish was not answered: %s", error.message)
             return
         logger.warning("the last publish was not answered: it is committed, as version %d", report.version)
         self._untold = report
+        await self._group.call("adopt", report, timeout_s=self._spec.config.step_timeout_s)
         await self._adopt(report)
+
+    async def _ended(self, round_id: int) -> RoundReport:
+        """As `outcome`; waits until the round has ended."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._spec.publish_timeout_s
+        while True:
+            fleet = await retried(lambda: self._controller.fleet.remote(), "fleet")
+            ended = await retried(lambda: self._controller.rounds.remote(), "rounds")
+            report = outcome(round_id, self._fleet_id, fleet, ended)
+            if report is not None:
+                return report
+            if loop.time() >= until:
+                raise FleetUnavailable(f"round {round_id} has not ended yet")
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def replace(self, label: str | None, after: int | None = None) -> RoundReport:
         """Publish the weights in place of version `after`; None: of any."""
@@ -100,15 +118,15 @@ class TrainerRounds:
         return report
 
     async def _adopt(self, report: RoundReport) -> None:
-        self.version, self.last, self.missed, self.unanswered = report.version, report, None, False
+        self.version, self.last, self.missed, self.unanswered = report.version, report, None, None
         await self._group.call("save_checkpoint", timeout_s=self._spec.config.step_timeout_s)
 
     async def _run_round(self, label: str | None, after: int | None) -> RoundReport:
         limit_s = self._spec.publish_timeout_s
         try:
             report: RoundReport = await self._group.call("publish", label, after, timeout_s=limit_s)
-        except AnswerLost:
-            self.unanswered = True
+        except AnswerLost as error:
+            self.unanswered = error.detail["round_id"]
             raise
         except FleetUnavailable:
             if self._group.broken is not None:  # else the fleet would wait for this trainer's successor

@@ -80,16 +80,15 @@ class WeightPublisher:
         self._connection = FleetConnection(
             spec, rank, self._client, self.source, chunk_bytes=spec.chunk_bytes, takes_over=True
         )
-        self._unanswered: Mapping[str, torch.Tensor] = {}  # what was sent in a round that may be committed
+        self.unanswered: Mapping[str, torch.Tensor] = {}  # what was sent in a round that may be committed
         if not spec.native:
             warm_up(source.device)
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Run one round. Returns its report on rank 0, None elsewhere. Raises AnswerLost (it may be
-        committed; call `settle` before anything changes) or another SlipstreamError (the fleet is as it
-        was)."""
+        committed, with the tensors in `unanswered`) or another SlipstreamError (the fleet is as it was)."""
         self.source.begin()
-        self._unanswered = {}
+        self.unanswered = {}
         self._client.label, self._client.options = label, RoundOptions(after=after)
         membership = self._connection.agree()
         try:
@@ -98,15 +97,10 @@ class WeightPublisher:
             self._connection.send_weights()
         except BaseException as error:
             if isinstance(error, AnswerLost):
-                self._unanswered = self.source.take_copy()
+                self.unanswered = self.source.take_copy()
             self._clean_up(error)
             raise
         return self._client.report
-
-    def settle(self, fleet_id: str) -> tuple[RoundReport, Mapping[str, torch.Tensor]] | None:
-        """The round whose close was not answered, and what was sent in it; see `PublishSession.settle`."""
-        report = self._client.settle(fleet_id)
-        return None if report is None else (report, self._unanswered)
 
     def close(self) -> None:
         self._connection.close()

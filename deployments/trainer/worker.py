@@ -263,6 +263,7 @@ class TrainerWorker(TrainerRank):
             step=self._learner.steps_done,
             parameters=sum(parameter.numel() for parameter in self._policy.model.parameters()),
             untrained=untrained,
+            fleet_id=self._fleet_id,
             initial=self._initial,
         )
 
@@ -283,11 +284,10 @@ class TrainerWorker(TrainerRank):
         report = self._publisher.publish(label, after)
         return None if report is None else self._adopt(report, self._publisher.source.take_copy())
 
-    def settle(self) -> RoundReport | None:
-        """Adopt the version of a round whose answer was lost, if it is committed. Call it before the next
-        step. Raises as `PublishSession.settle`."""
-        found = self._publisher.settle(self._fleet_id)
-        return None if found is None else self._adopt(*found)
+    def adopt(self, report: RoundReport) -> None:
+        """Store the version of a round whose answer was lost. Call it before the next step."""
+        if self._rank == 0:
+            self._adopt(report, self._publisher.unanswered)
 
     def _adopt(self, report: RoundReport, tensors: Mapping[str, torch.Tensor]) -> RoundReport:
         self._digest = report.digest

@@ -4,7 +4,13 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from deployments.calls.publish_session import CALL_TIMEOUT_S, CLEAN_UP_TIMEOUT_S, PublishSession, joined
+from deployments.calls.publish_session import (
+    CALL_TIMEOUT_S,
+    CLEAN_UP_TIMEOUT_S,
+    PublishSession,
+    joined,
+    outcome,
+)
 from deployments.calls.rpc import RESTART_WAIT_S
 from deployments.protocol.errors import (
     AnswerLost,
@@ -223,31 +229,18 @@ async def test_a_decided_round_is_not_reported_as_failed_when_its_controller_die
 
 
 @virtual_time
-async def test_a_close_that_nothing_answers_is_settled_later(controller: FakeController) -> None:
-    fleet_id, session = (await controller.fleet()).fleet_id, session_of(controller)
-    assert await session.settle(fleet_id) is None
-    controller.fail_next["close_round"] = FleetUnavailable("no answer")  # and it never arrived
-    with pytest.raises(AnswerLost, match="round 4 may be committed") as caught:
-        await one_round(session)
-    assert caught.value.detail == {"round_id": 4} and controller.lease is None
-    controller.fail_next["rounds"] = FleetUnavailable("no answer")
-    with pytest.raises(FleetUnavailable):
-        await session.settle(fleet_id)
-    with pytest.raises(RoundAborted, match="round 4 was aborted: round 4 aborted by its publisher"):
-        await session.settle(fleet_id)
-    assert await session.settle(fleet_id) is None, "it is settled"
-
-
-@virtual_time
-async def test_the_rounds_of_another_fleet_with_the_same_number_are_not_ones_own(
+async def test_a_round_whose_close_nothing_answers_is_aborted_if_it_was_not_closed(
     controller: FakeController,
 ) -> None:
-    session = session_of(controller)
-    controller.fail_next["close_round"] = FleetUnavailable("no answer")
-    with pytest.raises(AnswerLost):
-        await one_round(session)
-    with pytest.raises(Conflict, match=r"whether round 4 of fleet other was committed is not known"):
-        await session.settle("other")
+    controller.fail_next["close_round"] = FleetUnavailable("no answer")  # and it never arrived
+    with pytest.raises(AnswerLost, match="round 4 may be committed") as caught:
+        await one_round(session_of(controller))
+    assert caught.value.detail == {"round_id": 4} and controller.lease is None
+    fleet, ended = await controller.fleet(), await controller.rounds()
+    with pytest.raises(RoundAborted, match="round 4 was aborted: round 4 aborted by its publisher"):
+        outcome(4, fleet.fleet_id, fleet, ended)
+    with pytest.raises(Conflict, match="whether round 4 of fleet other was committed is not known"):
+        outcome(4, "other", fleet, ended)
 
 
 @virtual_time

@@ -33,7 +33,8 @@ class Scene:
         spec = small_spec(directory)
         self.controller = controller
         self.worker = started(spec, controller)
-        loaded = LoadedTrainer(version=0, step=0, parameters=0)
+        fleet_id = controller.status.fleet_id
+        loaded = LoadedTrainer(version=0, step=0, parameters=0, fleet_id=fleet_id)
         self.rounds = TrainerRounds(OneRank(self.worker), controller, spec, loaded)  # type: ignore[arg-type]
 
     async def unanswered(self, label: str | None = None) -> None:
@@ -100,7 +101,7 @@ async def test_a_controller_that_forgot_the_round_says_that_its_outcome_is_not_k
     await scene.unanswered()
     other = ControllerInProcess(tmp_path / "other")
     try:
-        scene.worker._publisher._client._session._controller = other  # type: ignore[assignment]
+        scene.rounds._controller = other  # type: ignore[assignment]
         if by_itself:
             await scene.rounds.settle()
         with pytest.raises(Conflict, match=r"round 2 of fleet .* is not known.*is at version 0$"):

@@ -47,7 +47,9 @@ def test_a_restarted_trainer_resumes_from_the_newest_version(
     straight = trained(spec, controller, steps=2)
     resumed = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     parameters = sum(parameter.numel() for parameter in tiny_llama(0, tied=True).parameters())
-    assert resumed.load(("", 0)) == LoadedTrainer(version=2, step=2, parameters=parameters)
+    fleet_id = controller.status.fleet_id
+    loaded = LoadedTrainer(version=2, step=2, parameters=parameters, fleet_id=fleet_id)
+    assert resumed.load(("", 0)) == loaded
     assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
 
 
