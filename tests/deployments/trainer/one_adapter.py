@@ -10,7 +10,7 @@ from deployments.protocol.responses import AdapterReport
 from deployments.trainer.adapter_worker import AdapterWorker
 from deployments.trainer.spec import TrainerSpec, state_directory
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import BATCH, small_spec
+from tests.deployments.trainer.one_worker import go_on, small_spec
 from tests.deployments.trainer.trainer_specs import with_config
 
 TENSORS = "adapter_model.safetensors"
@@ -34,11 +34,7 @@ def published(worker: AdapterWorker, label: str | None = None) -> AdapterReport:
 
 def trained(spec: TrainerSpec, controller: ControllerInProcess, steps: int = 2) -> AdapterWorker:
     worker = started(spec, controller)
-    for _ in range(steps):
-        worker.step(BATCH)
-        worker.publish(None)
-        worker.save_checkpoint()
-        assert worker.flush(30.0)
+    go_on(worker, steps)
     return worker
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deployments.protocol.publishing import RoundReport
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.worker import TrainerWorker
+from deployments.trainer.worker import TrainerRank, TrainerWorker
 from tests.deployments.controller_in_process import CONTROLLER_THREAD, ControllerInProcess
 from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import save_tiny_llama
@@ -35,6 +36,26 @@ def started(spec: TrainerSpec, controller: ControllerInProcess) -> TrainerWorker
     worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     worker.load(("127.0.0.1", 0))
     return worker
+
+
+def go_on(worker: TrainerRank, steps: int) -> None:
+    """Each step is published, stored and followed by a save of the state."""
+    for _ in range(steps):
+        worker.step(BATCH)
+        worker.publish(None)
+        worker.save_checkpoint()
+        assert worker.flush(30.0)
+
+
+def trained(spec: TrainerSpec, controller: ControllerInProcess, *, steps: int) -> TrainerWorker:
+    worker = started(spec, controller)
+    go_on(worker, steps)
+    return worker
+
+
+def saved(worker: TrainerWorker, directory: Path) -> dict[str, torch.Tensor]:
+    worker.save(str(directory))
+    return load_file(directory / "model.safetensors")
 
 
 def published(worker: TrainerWorker, label: str | None = None) -> RoundReport:

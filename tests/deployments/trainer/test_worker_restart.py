@@ -9,27 +9,11 @@ from deployments.trainer import stored_weights
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import BATCH, equal, lines, published, started
+from tests.deployments.trainer.one_worker import BATCH, equal, lines, published, saved, started, trained
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.full_disk import full_disk
 from tests.tiny_models import tiny_llama
 from trainers.settings import OptimizerConfig
-
-
-def trained(spec: TrainerSpec, controller: ControllerInProcess, *, steps: int) -> TrainerWorker:
-    """A worker after this many steps, each published, stored and followed by a save of the state."""
-    worker = started(spec, controller)
-    for _ in range(steps):
-        worker.step(BATCH)
-        worker.publish(None)
-        worker.save_checkpoint()
-        assert worker.flush(30.0)
-    return worker
-
-
-def saved(worker: TrainerWorker, directory: Path) -> dict[str, torch.Tensor]:
-    worker.save(str(directory))
-    return load_file(directory / "model.safetensors")
 
 
 def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
