@@ -26,6 +26,7 @@ from tests.app.http.serving import FakeRouter, no_metrics, tokens
 from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm
 from tests.deployments.weights.staging.memory_worker import MemoryWorker, write_checkpoint
 from tests.deployments.weights.transports.vllm_trainer import CpuIpc, CpuNccl
+from tests.waiting import reached
 
 LIMIT_S = 30.0
 
@@ -108,17 +109,12 @@ class StagedFleet:
     async def start(self, *names: str) -> None:
         for name in names:
             self.replicas[name] = StagedReplica(name, self.checkpoint, self._kind, self.controller)
-        await self.until(lambda: all(replica.member.admitted for replica in self.replicas.values()))
+        await reached(lambda: all(replica.member.admitted for replica in self.replicas.values()))
 
     async def lose(self, name: str) -> None:
         """Its process is gone."""
         self._dead.add(name)
         await self.replicas.pop(name).end()
-
-    async def until(self, reached: Any) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not reached():
-                await asyncio.sleep(0.02)
 
     def client(self) -> HTTPVLLMWeightSyncClient:
         """vLLM's own client. For a thread: it waits."""

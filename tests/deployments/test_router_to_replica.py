@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.deployments.routed_fleet import SPANS, Fleet, service
+from tests.waiting import reached
 
 
 async def test_answer_passes_through_and_gains_versions() -> None:
@@ -42,11 +43,7 @@ async def test_client_disconnect_aborts_the_request_and_frees_its_place() -> Non
         async with client.stream("GET", "/stream?events=1000") as answer:
             await anext(answer.aiter_raw())
             assert router.in_flight == 1
-        for _ in range(100):
-            if fleet.engines["a"].left and router.in_flight == 0:
-                return
-            await asyncio.sleep(0.05)
-        pytest.fail(f"left {fleet.engines['a'].left}, in flight {router.in_flight}")
+        await reached(lambda: fleet.engines["a"].left == 1 and router.in_flight == 0)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.deployments.routed_fleet import Fleet, service
+from tests.waiting import reached
 
 PROMPTS = [f"prompt {letter}" for letter in "abcdefgh"]
 ROOM = {"max_body_bytes": 10_000, "max_sequences": 100}
@@ -29,12 +30,6 @@ def events_of(text: str) -> list[Any]:
     return found
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.slow
 async def test_list_is_answered_by_all_replicas_as_by_one() -> None:
     asked = {"prompt": PROMPTS, "n": 2, "logprobs": 1, "prompt_logprobs": 1, "return_token_ids": True}
@@ -51,7 +46,7 @@ async def test_list_is_answered_by_all_replicas_as_by_one() -> None:
             assert whole.pop("id").startswith("cmpl-") and whole.pop("created")
         assert together == alone | {"metrics": None}
         assert [choice["index"] for choice in together["choices"]] == list(range(16))
-        await until(lambda: router.in_flight == 0)
+        await reached(lambda: router.in_flight == 0)
 
 
 @pytest.mark.slow
@@ -74,14 +69,14 @@ async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> No
         asked = {"prompt": ["slow", *PROMPTS[:6], "slow"], "n": 2}
         headers = {"x-slipstream-router": "guess,99"}
         posted = asyncio.create_task(client.post("/v1/completions", json=asked, headers=headers))
-        await until(lambda: all(engine.completions.bodies for engine in fleet.engines.values()))
+        await reached(lambda: all(engine.completions.bodies for engine in fleet.engines.values()))
         counts = [front.load for front in fleet.fronts.values()]
         assert [list(each.values()) for each in counts] == [[8], [8]]
         assert len({name for each in counts for name in each}) == 1
         for engine in fleet.engines.values():
             engine.completions.lives.set()
         assert (await posted).status_code == 200
-        await until(lambda: [front.load for front in fleet.fronts.values()] == [{}, {}])
+        await reached(lambda: [front.load for front in fleet.fronts.values()] == [{}, {}])
 
 
 async def test_every_part_has_the_demands_and_the_name_of_the_request() -> None:
@@ -110,7 +105,7 @@ async def test_one_part_that_is_refused_answers_the_whole(stream: bool) -> None:
         slow = ["slow", *PROMPTS[:6], "wrong"]
         answer = await client.post("/v1/completions", json={"prompt": slow, "stream": stream})
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "a wrong prompt")
-        await until(lambda: fleet.engines["a"].completions.cancelled == 1)
+        await reached(lambda: fleet.engines["a"].completions.cancelled == 1)
         assert router.in_flight == 0
 
 
@@ -133,7 +128,7 @@ async def test_part_that_had_begun_is_retried_while_the_client_has_nothing_of_it
         fleet.fronts["b"].stop(in_order=in_order)
         prompts = ["slow", *PROMPTS[1:]]
         posted = asyncio.create_task(client.post("/v1/completions", json={"prompt": prompts, "stream": True}))
-        await until(lambda: sum(PROMPTS[4:] in lists for lists in asked_of(fleet).values()) == 2)
+        await reached(lambda: sum(PROMPTS[4:] in lists for lists in asked_of(fleet).values()) == 2)
         assert not posted.done()
         for engine in fleet.engines.values():
             engine.completions.lives.set()
@@ -174,7 +169,7 @@ async def test_stream_has_the_events_of_all_parts_one_usage_and_one_end() -> Non
         assert texts == [prompt.upper() for prompt in PROMPTS for _ in range(2)]
         assert spans == [[{"version": 7, "start": 0, "end": 8}]] * 16
         assert [len(lists) for lists in asked_of(fleet).values()] == [1, 1]
-        await until(lambda: router.in_flight == 0)
+        await reached(lambda: router.in_flight == 0)
 
 
 async def test_stream_begins_when_every_part_has_and_is_not_held_back_after_that() -> None:
@@ -189,11 +184,11 @@ async def test_stream_begins_when_every_part_has_and_is_not_held_back_after_that
                     seen.append(piece)
 
         reading = asyncio.create_task(read())
-        await until(lambda: fleet.engines["b"].completions.bodies)
+        await reached(lambda: fleet.engines["b"].completions.bodies)
         await asyncio.sleep(0.1)
         assert seen == [], "the first part has not begun"
         fleet.engines["a"].completions.lives.set()
-        await until(lambda: b'"index":0' in b"".join(seen))
+        await reached(lambda: b'"index":0' in b"".join(seen))
         assert b"[DONE]" not in b"".join(seen), "the second part goes on"
         fleet.engines["b"].completions.lives.set()
         await asyncio.wait_for(reading, 5)
@@ -212,7 +207,7 @@ async def test_part_that_is_lost_after_the_client_has_some_of_it_ends_the_stream
                     fleet.engines["b"].completions.lives.set()
         last = events_of(text)[-1]
         assert last["error"]["type"] == "replica_unavailable"
-        await until(lambda: fleet.engines["a"].completions.cancelled == 1)
+        await reached(lambda: fleet.engines["a"].completions.cancelled == 1)
         assert router.in_flight == 0
 
 
@@ -230,5 +225,5 @@ async def test_client_disconnect_aborts_all_parts() -> None:
         asked = {"prompt": ["slowly", *PROMPTS[:6], "slowly"], "stream": True}
         async with client.stream("POST", "/v1/completions", json=asked) as answer:
             await anext(answer.aiter_raw())
-        await until(lambda: [each.completions.cancelled for each in fleet.engines.values()] == [1, 1])
-        await until(lambda: router.in_flight == 0)
+        await reached(lambda: [each.completions.cancelled for each in fleet.engines.values()] == [1, 1])
+        await reached(lambda: router.in_flight == 0)

@@ -18,6 +18,7 @@ from tests.deployments.weights.staging.memory_worker import Tensors, weights
 from tests.deployments.weights.transports.transport_contract import free_port
 from tests.deployments.weights.transports.transport_fleet import ListSource
 from tests.deployments.weights.transports.vllm_trainer import vllm_without_a_gpu
+from tests.waiting import reached
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* has size")  # vLLM's, of a buffer this small
 WIRES = ["ipc", "ipc packed", "nccl", "nccl packed"]
@@ -80,7 +81,7 @@ async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_store
         checks = ["names", "shapes", "dtypes", "complete", "finite", "replicas"]
         assert [check.value for check in last.checks] == checks and last.verification.value == "replicas"
         manifest = tmp_path / "store" / "v00000002" / "manifest.json"
-        await fleet.until(manifest.exists)
+        await reached(manifest.exists)
         assert json.loads(manifest.read_text())["digest"] == last.digest
 
 
@@ -101,7 +102,7 @@ async def test_a_replica_that_dies_in_mid_broadcast_frees_the_other_and_the_publ
         trainer, go_on = await connect(fleet, wire, ListSource(weights(1.0))), threading.Event()
         trainer.model_update_group.before[1] = go_on
         sending = asyncio.create_task(asyncio.to_thread(trainer.send_weights))
-        await fleet.until(lambda: trainer.model_update_group.broadcasts == 1)
+        await reached(lambda: trainer.model_update_group.broadcasts == 1)
         await fleet.lose("b")
         async with asyncio.timeout(LIMIT_S):
             while not (rounds := await fleet.controller.rounds()):

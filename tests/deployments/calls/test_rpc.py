@@ -10,6 +10,7 @@ import pytest
 
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer, is_lost, retried, run_sync
 from deployments.protocol.errors import Conflict, FleetUnavailable, SlipstreamError
+from tests.waiting import reached
 
 
 class Target:
@@ -107,8 +108,7 @@ async def test_many_calls_wait_at_once_and_large_ones_arrive_whole(
     waiting = [calls.hangs.remote() for _ in range(150)]
     payload = b"x" * (5 << 20)
     assert await calls.echo.remote(payload) == ("first", (payload,), {})
-    while target.called < 151:
-        await asyncio.sleep(0.01)
+    await reached(lambda: target.called == 151)
     for each in waiting:
         each.cancel()
 
@@ -130,8 +130,7 @@ async def test_a_lost_process_fails_its_calls_and_the_next_call_reaches_its_succ
     successor = CallServer(Target("second"), lambda: "127.0.0.1")
     calls = handle(Deployment(server, successor))
     waiting = asyncio.ensure_future(calls.hangs.remote())
-    while not target.called:
-        await asyncio.sleep(0.01)
+    await reached(lambda: target.called == 1)
     await server.aclose()
     with pytest.raises(FleetUnavailable, match="is gone") as lost:
         await asyncio.wait_for(waiting, 5)

@@ -13,6 +13,7 @@ from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.publishing import RoundReport
 from tests.deployments.controller.slow_disk import HELD_S, SlowDisk
 from tests.deployments.ledger.fake_replica import FakeReplica
+from tests.waiting import reached
 
 CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
 LONGER_THAN_ANY_DEADLINE_S = 60.0
@@ -113,9 +114,7 @@ class Fleet:
                 await asyncio.sleep(0.01)
 
     async def until(self, ready: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not ready():
-                await asyncio.sleep(0.01)
+        await reached(ready, WAIT_S)
 
     async def polled(self, *replica_ids: str) -> None:
         """Until each has polled twice more: what the controller wants of it has arrived, and is done."""

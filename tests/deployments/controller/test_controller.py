@@ -100,9 +100,7 @@ async def test_a_hung_process_is_killed_once_its_replica_is_lost_and_blocks_no_r
     await publish(fleet)
     assert not fleet.killed
     fleet.ray_answers.set()
-    async with asyncio.timeout(5):
-        while not fleet.killed:
-            await asyncio.sleep(0.01)
+    await fleet.until(lambda: bool(fleet.killed))
     assert fleet.killed == ["b"]
 
 
@@ -116,9 +114,7 @@ async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
         await fleet.elapse(2.6)
         await fleet.polled("a")
     await fleet.members(1)
-    async with asyncio.timeout(5):
-        while "failed to kill replica b: RuntimeError: no GCS" not in caplog.text:
-            await asyncio.sleep(0.01)
+    await fleet.until(lambda: "failed to kill replica b: RuntimeError: no GCS" in caplog.text)
     await publish(fleet)
 
 

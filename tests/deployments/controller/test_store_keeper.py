@@ -16,6 +16,7 @@ from deployments.weights.store.owner import OWNER, claim
 from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
 from tests.deployments.controller.fleet import Fleet, publish
 from tests.tiny_adapters import save_tiny_adapter
+from tests.waiting import reached
 
 OURS = "fleet"
 HERE = Path(__file__).parent
@@ -39,9 +40,7 @@ def keeper(store: Store, *decisions: Decision, keep: int = 1, stored: int = 0) -
 
 
 async def settled(store: Store, versions: list[int]) -> None:
-    async with asyncio.timeout(5):
-        while list(store.list()) != versions:
-            await asyncio.sleep(0.01)
+    await reached(lambda: list(store.list()) == versions)
 
 
 async def test_a_promised_version_outlives_the_newest_until_its_joiner_is_gone(

@@ -13,6 +13,7 @@ from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import Conflict
 from deployments.protocol.routing import KEY_HEADER, ROUTER_HEADER, Demand, router_header
 from deployments.replica.http_front import ReplicaFront
+from tests.waiting import reached
 
 NEWER = {"x-min-weight-version": "4"}
 
@@ -46,9 +47,7 @@ class Replica:
             return answer.status, await answer.read()
 
     async def until(self, *, in_flight: int) -> None:
-        async with asyncio.timeout(1):
-            while self.front.in_flight != in_flight:
-                await asyncio.sleep(0.01)
+        await reached(lambda: self.front.in_flight == in_flight)
 
     async def _admit(self, demand: Demand) -> None:
         await self.opens.wait()

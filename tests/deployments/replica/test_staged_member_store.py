@@ -13,6 +13,7 @@ from deployments.weights.store.version_writer import CommittedVersion, write_ver
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.deployments.replica.round_instructions import COMMIT, receive
+from tests.waiting import reached
 
 
 @pytest.mark.slow
@@ -63,9 +64,7 @@ async def test_failed_write_can_be_retried(member: StagedMember, llm: FakeLlm) -
         await member.execute(write)
         assert member.store_result is None, "nothing is known of this attempt"
         llm.stored = StoreResult(version=4, label="l", path="", problem=problem)
-        async with asyncio.timeout(5):
-            while member.store_result != llm.stored:
-                await asyncio.sleep(0.01)
+        await reached(lambda: member.store_result == llm.stored)
 
 
 @pytest.mark.parametrize("intact", [True, False])

@@ -17,6 +17,7 @@ from deployments.router.http_client import (
     NotConnected,
     ResponseLost,
 )
+from tests.waiting import reached
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 LIMIT_S = 10.0
@@ -60,9 +61,7 @@ class Server:
             writer.close()
 
     async def until_ended(self, count: int) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while self.ended < count:
-                await asyncio.sleep(0.01)
+        await reached(lambda: self.ended >= count)
 
 
 def says(*pieces: bytes, closes: bool = False) -> Writes:
@@ -283,9 +282,8 @@ async def test_a_reader_who_leaves_what_has_arrived_does_not_block_the_next_requ
     length = MAX_UNREAD_BYTES + 1
     whole = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + b"x" * length
     async with serving(says(whole)) as (_, address, pool):
-        async with asyncio.timeout(LIMIT_S), pool.request(address, "GET", "/", [], b"") as response:
-            while not response.is_complete:
-                await asyncio.sleep(0.001)
+        async with pool.request(address, "GET", "/", [], b"") as response:
+            await reached(lambda: response.is_complete)
         assert len(await post(pool, address)) == length
 
 

@@ -13,6 +13,7 @@ from deployments.protocol.errors import DeadlyRequest, FleetUnavailable, Invalid
 from deployments.router.forwarding import RETRY_AFTER_S, WAITED_S
 from deployments.serve.instruments import REQUESTS, REROUTED, WAITED, WAITED_SECONDS
 from tests.deployments.router.router_scene import ENGINE_LOST, LIMITS, NOTHING, OK, REFUSAL, TRUNCATED, scene
+from tests.waiting import reached
 
 
 async def test_request_is_forwarded_as_it_is_without_the_headers_of_its_connection() -> None:
@@ -126,9 +127,7 @@ async def test_replica_death_under_many_requests_retries_all() -> None:
         killed.works_s = 0.1
         count = LIMITS.max_ongoing_requests
         posts = asyncio.gather(*[fleet.client.post("/x", content=b"the same") for _ in range(count)])
-        async with asyncio.timeout(5):
-            while len(killed.received) < count // 2:
-                await asyncio.sleep(0.01)
+        await reached(lambda: len(killed.received) >= count // 2)
         del fleet.handle.metadata["r0"]  # Serve has noticed
         assert [answer.text for answer in await posts] == ["ok"] * count
         assert len(intact.received) == count
@@ -144,9 +143,7 @@ async def test_waiting_request_is_refused_once_an_identical_one_was() -> None:
     async with scene(NOTHING, NOTHING, OK) as fleet:
         fleet.replicas[1].works_s = 0.1
         first = asyncio.ensure_future(fleet.client.post("/x", content=b"deadly"))
-        async with asyncio.timeout(5):
-            while not fleet.replicas[1].received:
-                await asyncio.sleep(0.01)
+        await reached(lambda: bool(fleet.replicas[1].received))
         fleet.handle.ready.clear()
         twin = asyncio.ensure_future(fleet.client.post("/x", content=b"deadly"))
         with pytest.raises(DeadlyRequest, match="2 replicas"):

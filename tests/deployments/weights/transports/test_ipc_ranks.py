@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +23,7 @@ from deployments.weights.transports.ipc_channel import (
     parse_channels,
 )
 from tests.deployments.weights.transports.transport_fleet import ListSource
+from tests.waiting import until
 
 TIMEOUT_S = 20.0  # of the waits in the pages
 SOON_S = 8.0
@@ -77,7 +78,7 @@ class Workers:
 
     def take(self, rank: int) -> None:
         """The worker on this rank's GPU takes everything that is published now."""
-        wait_until(lambda: self.pages[rank][PUBLISHED] >> 32 > 0)
+        until(lambda: self.pages[rank][PUBLISHED] >> 32 > 0, SOON_S, "a chunk is published", 0.001)
         self.pages[rank][TAKEN + 1 + rank] = self.pages[rank][PUBLISHED]
 
 
@@ -87,13 +88,6 @@ class Engine(IpcTrainerWeightTransferEngine):
     def _share(self) -> PackedBuffers:
         self._buffers = [torch.empty(1 << 12, dtype=torch.uint8) for _ in range(ipc.BUFFERS)]
         return PackedBuffers(buffers=(HANDLE, HANDLE))
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Pair:
@@ -210,7 +204,8 @@ def test_rank_may_close_before_the_round_has_ended(pair: Pair) -> None:
 def test_reports_of_a_round_do_not_count_in_the_next(pair: Pair) -> None:
     for attempt in (1, 2):
         first, second = pair.send()
-        wait_until(lambda: all(page[PUBLISHED] >> 32 == attempt for page in pair.fleet.pages))  # noqa: B023
+        pages = pair.fleet.pages
+        until(lambda: all(page[PUBLISHED] >> 32 == attempt for page in pages), SOON_S, "a round", 0.001)  # noqa: B023
         pair.fleet.take(0)
         time.sleep(0.1)
         assert not second.done()
