@@ -25,15 +25,11 @@ class Answer:
     @property
     def oldest_version(self) -> int:
         """Version of the adapter, else the oldest weights behind any token."""
-        if self.adapter is not None:
-            return int(self.adapter.rpartition("@")[2])
-        return min(span.version for span in self.weight_versions)
+        return min(span.version for span in self.trained_versions)
 
     @property
     def newest_version(self) -> int:
-        if self.adapter is not None:
-            return int(self.adapter.rpartition("@")[2])
-        return max(span.version for span in self.weight_versions)
+        return max(span.version for span in self.trained_versions)
 
     @property
     def aborted(self) -> bool:
@@ -54,7 +50,8 @@ class Answer:
         """Version spans of the trained part; an adapter has one version."""
         if self.adapter is None:
             return self.weight_versions
-        return [VersionSpan(version=self.oldest_version, start=0, end=len(self.token_ids))]
+        version = int(self.adapter.rpartition("@")[2])
+        return [VersionSpan(version=version, start=0, end=len(self.token_ids))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

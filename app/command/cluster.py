@@ -20,7 +20,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,12 @@ class LocalCluster:
         self._client.close()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()
-            _wait(self._head, _STOP_TIMEOUT_S)
+            with suppress(subprocess.TimeoutExpired):
+                self._head.wait(_STOP_TIMEOUT_S)
         self._end_processes()
         if self._head is not None:
-            _wait(self._head, 1)
+            with suppress(subprocess.TimeoutExpired):
+                self._head.wait(1)
         self._ports.close()
         keep_logs_only(self.directory)
 
@@ -160,7 +162,8 @@ class LocalCluster:
             deadline_s = time.monotonic() + _STOP_TIMEOUT_S
             while (left := list(marked_processes(self.mark))) and time.monotonic() < deadline_s:
                 for pid in left:
-                    _send(pid, number)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
                 time.sleep(0.2)
 
     def _answers(self) -> bool:
@@ -281,20 +284,6 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
             else:
                 reason = f"cannot be opened on {host}: expected an address and a port that this user may take"
             raise ClusterError(f"port {port} ({purpose}) {reason} ({error.strerror})") from error
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def without_frames(text: str) -> str:

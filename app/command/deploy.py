@@ -20,17 +20,13 @@ from app.command.shell import reported
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import ConfigError
 
-ROUTER = ("max_ongoing_requests", "request_timeout_s")
-WEIGHTS = (
-    "min_replicas",
-    "max_unavailable",
-    "stage_timeout_s",
-    "commit_timeout_s",
-    "drain_timeout_s",
-    "commit",
-    "in_flight",
-)
-LIVE: Mapping[str, tuple[str, ...]] = {"router": ROUTER, "weights": WEIGHTS}
+LIVE: Mapping[str, tuple[str, ...]] = {
+    "router": ("max_ongoing_requests", "request_timeout_s"),
+    "weights": (
+        *("commit", "in_flight", "min_replicas", "max_unavailable"),
+        *("stage_timeout_s", "commit_timeout_s", "drain_timeout_s"),
+    ),
+}
 DEPLOYMENTS: Mapping[str, str] = {"router": "router", "weights": "controller"}
 
 
