@@ -15,6 +15,7 @@ import json
 import signal
 import sys
 import time
+import uuid
 from contextlib import AsyncExitStack
 from dataclasses import asdict, fields
 from hashlib import sha256
@@ -168,11 +169,13 @@ def configured(run: Run) -> Configuration:
     address, _ = without_credentials(run.options.url)
     options = {**asdict(run.options), "url": address}
     prompts = run.options.prompts
+    before = metrics.last_configuration(run.path) if run.options.resume else None
     return Configuration(
         options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         model=run.policy.model,
         version=run.version,
         began=time.time(),
+        run_id=uuid.uuid4().hex[:8] if before is None else before.run_id,
         prompts_digest=None if prompts is None else sha256(prompts.read_bytes()).hexdigest(),
     )
 

@@ -135,6 +135,7 @@ class Configuration:
     model: str  # or the adapter
     version: int  # version when the job began
     began: float  # seconds since 1970
+    run_id: str = ""  # the same after each --resume
     prompts_digest: str | None = None  # of the file of --prompts
 
 

@@ -50,11 +50,10 @@ class Wandb:
 
     def __init__(self, package: str, name: str, configuration: Configuration) -> None:
         self._module = module = _module(package, package)
-        own = {"id": name} if package == "wandb" else {}  # trackio identifies runs by name
+        known_as = f"{name}-{configuration.run_id}"  # other runs may have a record of this name
+        own = {"id": known_as, "name": name} if package == "wandb" else {"name": known_as}
         with blamed(f"--log {package}"):
-            self._run = module.init(
-                project=PROJECT, name=name, config=asdict(configuration), resume="allow", **own
-            )
+            self._run = module.init(project=PROJECT, config=asdict(configuration), resume="allow", **own)
 
     def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
         logged: dict[str, Any] = dict(values)

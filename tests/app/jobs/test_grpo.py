@@ -18,7 +18,7 @@ from app.client.connection import FleetError
 from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs.environments.environment import Problem
-from app.jobs.grpo import require_fleet
+from app.jobs.grpo import configured, prepared, require_fleet
 from app.jobs.metrics import Configuration, append
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
@@ -140,6 +140,18 @@ async def test_a_resumed_run_has_the_same_problems_and_says_what_else_has_change
         ValueError, match=r"problems: --task was 'spell_backward', and is 'chain_sum' now; --"
     ):
         await run_job(FakeFleet(), path, *asked)
+
+
+async def test_a_resumed_run_is_the_same_for_trackers(tmp_path: Path) -> None:
+    path, fleet, task, of_one_run = tmp_path / "m.jsonl", FakeFleet(), CountingTask(), set()
+    async with fleet.client() as client:
+        for given in ([], ["--resume"], ["--resume"]):
+            options = parse(JobOptions, given)
+            run = await prepared(client, options, (task, task), path, Display(), time.monotonic())
+            made = configured(run)
+            append(path, made)
+            of_one_run.add(made.run_id)
+    assert len(of_one_run) == 1 and "" not in of_one_run
 
 
 async def test_a_run_that_is_resumed_with_another_fleet_says_so(

@@ -12,7 +12,7 @@ from app.jobs.metrics import Configuration, Row
 from app.jobs.options import Tracking
 from app.jobs.trackers import BEHIND, Trackers, open_trackers
 
-CONFIGURATION = Configuration(options={"steps": 3}, model="tiny", version=4, began=1e9)
+CONFIGURATION = Configuration(options={"steps": 3}, model="tiny", version=4, began=1e9, run_id="1a2b")
 
 
 @pytest.mark.parametrize("wanted", list(Tracking))
@@ -62,7 +62,8 @@ def test_a_tracker_gets_the_configuration_and_some_rollouts(
     }
     tracker.log(1, {"reward": 0.5}, [row] * 20)
     begun, (step, values) = sys.modules[wanted].logged
-    assert begun["name"] == "run" and begun["config"]["options"] == {"steps": 3}
+    assert begun.get("id", begun["name"]) == "run-1a2b", "another run may have a record of this name"
+    assert begun["config"]["options"] == {"steps": 3}
     assert step == 1 and values["reward"] == 0.5 and len(values["rollouts"]) == 16
     assert values["rollouts"][0]["versions"] == "4, 5" and values["rollouts"][0]["text"] == "8"
     del sys.modules[wanted]
