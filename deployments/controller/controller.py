@@ -165,11 +165,17 @@ class Controller:
             self._round_trace = tracing.headers()
             return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
-    async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
-        """Returns once every participant has received. A collective's data must flow meanwhile."""
+    async def send(self, token: int, to: int | str, payload: JsonValue | FilePart) -> None:
+        """Returns once every participant has received. A collective's data must flow meanwhile.
+
+        Args:
+            to: the open round's id, or the `load_id` of an adapter, whose two files the payload has.
+        """
         async with self._durable.answer():
+            if isinstance(to, str) and _LOAD_ID.fullmatch(to) is None:  # becomes part of a directory's name
+                raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {to[:80]!r}")
             checked = payload if isinstance(payload, FilePart) else json_only(payload, "payload")
-            await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
+            await self._durable.result(self._ledger.send(token, to, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
         """Verify and commit; returns when every participant has swapped. May be repeated."""
@@ -211,15 +217,6 @@ class Controller:
                     raise
             live: Adapter = await self._durable.result(call)
             return live
-
-    async def send_adapter(self, token: int, load_id: str, payload: JsonValue) -> None:
-        """Returns once every replica has received an adapter's files for the load with this `load_id`."""
-        async with self._durable.answer():
-            if _LOAD_ID.fullmatch(load_id) is None:  # becomes part of a directory's name
-                raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {load_id[:80]!r}")
-            checked = json_only(payload, "payload")
-            now = self._durable.now()
-            await self._durable.result(self._ledger.send_adapter(token, load_id, checked, now))
 
     async def unload_adapter(self, name: str) -> None:
         """No new request can use it on any replica; see `Ledger.unload_adapter`."""

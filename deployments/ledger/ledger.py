@@ -29,7 +29,7 @@ from deployments.ledger import (
 from deployments.ledger.decisions import Decision, Labelled, Scaled
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import Member, MemberState, PendingCall, State
-from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, LoadRequest, ReceiveAdapter
+from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Disconnect, Operation, Sleep
 from deployments.protocol.errors import RoundAborted, SlipstreamError
 from deployments.protocol.poll import DesiredReplicas, Directive, FilePart, JoinAnswer, Report, Unloadable
@@ -147,17 +147,14 @@ class Ledger:
         self.advance(now)
         return round_id
 
-    def send(self, token: int, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
-        self.renew(token, now)
-        call = staging_phase.send(self.state, round_id, payload)
-        self.advance(now)
-        return call
-
-    def send_adapter(self, token: int, load_id: str, payload: JsonValue, now: float) -> PendingCall:
+    def send(self, token: int, to: int | str, payload: JsonValue | FilePart, now: float) -> PendingCall:
+        """`to`: the open round, or outside of any the load of an adapter."""
         publisher = self.renew(token, now).publisher
-        commit_phase.require_no_round(self.state, "send an adapter")
-        body = ReceiveAdapter(load_id=load_id, payload=payload)
-        call = publisher_session.send_adapter(self.state, publisher, body)
+        if isinstance(to, int):
+            call = staging_phase.send(self.state, to, payload)
+        else:
+            commit_phase.require_no_round(self.state, "send an adapter")
+            call = publisher_session.send_adapter(self.state, publisher, to, payload)
         self.advance(now)
         return call
 

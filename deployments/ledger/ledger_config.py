@@ -2,7 +2,6 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.poll import (
@@ -88,7 +87,7 @@ class LedgerConfig(BaseModel):
                 return self.commit_timeout_s
             case CatchUp():
                 return self.catch_up_timeout_s
-            case Connect() | Receive() | Verify() | Drop() | ReceiveAdapter():
+            case Connect() | Receive() | Verify() | Drop():
                 return self.stage_timeout_s
             case _:
                 return self.call_timeout_s

@@ -12,9 +12,8 @@ from pydantic import JsonValue
 from deployments.ledger import membership
 from deployments.ledger.decisions import LeaseIssued
 from deployments.ledger.state import Connection, Member, PendingCall, State, classify, join_reasons
-from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
-from deployments.protocol.poll import Connect, Drop
+from deployments.protocol.poll import Connect, Drop, FilePart, Receive
 from deployments.protocol.publishing import Lease
 
 # -- the lease --------------------------------------------------------------------------------
@@ -162,7 +161,7 @@ def cancel_rendezvous(state: State) -> None:
     """Its members may be waiting for a peer: have them leave it."""
     current, state.publisher.rendezvous = state.publisher.rendezvous, None
     for member in () if current is None else tuple(current[1].waiting):
-        membership.withdraw(member, lambda body: isinstance(body, Connect | ReceiveAdapter), delivered=True)
+        membership.withdraw(member, lambda body: isinstance(body, Connect | Receive), delivered=True)
         membership.send_or_fence(state, member, Drop(round_id=None))
 
 
@@ -208,8 +207,8 @@ def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[M
 # -- adapters over the connection -------------------------------------------------------------
 
 
-def send_adapter(state: State, publisher: str, body: ReceiveAdapter) -> PendingCall:
-    """Every member of the connection receives an adapter's files.
+def send_adapter(state: State, publisher: str, load_id: str, payload: JsonValue | FilePart) -> PendingCall:
+    """Every member of the connection receives an adapter's files, for the load with this id.
 
     The call's error names the replicas without it, which load the fleet's copy. A communicator is not used
     again then.
@@ -219,8 +218,8 @@ def send_adapter(state: State, publisher: str, body: ReceiveAdapter) -> PendingC
     cancel_rendezvous(state)
     call = membership.send(
         state,
-        body.name,
-        dict.fromkeys(members, body),
+        Receive.name,
+        dict.fromkeys(members, Receive(payload=payload, load_id=load_id)),
         on_complete=partial(_adapter_received, connection=connection),
     )
     state.publisher.rendezvous = connection, call

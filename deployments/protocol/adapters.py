@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pydantic import JsonValue
-
 LOAD_TIMEOUT_S = 300.0  # the fleet has shorter deadlines; this one ends a call to a controller that hangs
 
 
@@ -63,18 +61,6 @@ NO_ADAPTERS = AdapterState()
 class LoadedAdapter:
     read_s: float  # checking its files and reading them in the workers, while the engine decodes
     add_s: float  # vLLM's `add_lora`, between two decoding steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveAdapter:
-    """Receive an adapter's two files over the publisher's connection, for the load with this `load_id`.
-
-    If it is rejected or fails, the load reads the fleet's copy.
-    """
-
-    name: ClassVar[str] = "receive_adapter"
-    load_id: str
-    payload: JsonValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

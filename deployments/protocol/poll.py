@@ -16,7 +16,6 @@ from deployments.protocol.adapters import (
     AdapterState,
     LoadAdapter,
     LoadedAdapter,
-    ReceiveAdapter,
     SetAdapters,
 )
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
@@ -78,12 +77,17 @@ class StagingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """Stage one payload: one for all workers, or a list with one for each. The first one begins the round."""
+    """Stage one payload: one for all workers, or a list with one for each. The first one begins the round.
+
+    With a `load_id` it has an adapter's two files, for that load, and is of no round. If it is rejected or
+    fails, the load reads the fleet's copy.
+    """
 
     name: ClassVar[str] = "receive"
-    round_id: int
     payload: JsonValue | FilePart
-    options: StagingOptions
+    round_id: int | None = None
+    options: StagingOptions = StagingOptions()
+    load_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +202,11 @@ Body = (
     | RunOperation
     | WriteVersion
     | Forget
-    | ReceiveAdapter
     | LoadAdapter
     | SetAdapters
 )
 # They may wait for a peer and change no live weights, but with `staging: none` from the first byte on.
-BEFORE_COMMIT = (Connect, Receive, Verify, ReceiveAdapter)
+BEFORE_COMMIT = (Connect, Receive, Verify)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

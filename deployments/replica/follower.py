@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from deployments.host import tracing
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     BEFORE_COMMIT,
@@ -217,7 +216,7 @@ class Follower:
                 if overtaken and not interrupted:
                     interrupted = await self._interrupt() is None
                     # A dropped receive waits for nothing that still counts; its outcome is ignored.
-                    if not interrupted or isinstance(instruction.body, Receive | ReceiveAdapter):
+                    if not interrupted or isinstance(instruction.body, Receive):
                         return False
             return not interrupted
         finally:

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import LoadAdapter, ReceiveAdapter, SetAdapters
+from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.engine_state import (
     MEMORY_TAGS,
     AbortRequests,
@@ -179,6 +179,8 @@ class EngineMember(ABC):
         match body:
             case Connect():
                 await self.connect(body)
+            case Receive() if body.load_id:
+                await self.receive_adapter(body)
             case Receive():
                 self._check_awake()
                 await self.receive(body)
@@ -202,8 +204,6 @@ class EngineMember(ABC):
                 await self.write_version(body)
             case Forget():
                 await self.forget(body)
-            case ReceiveAdapter():
-                await self.receive_adapter(body)
             case LoadAdapter():
                 self._check_awake()
                 return await self._engine.adapters.load(body.adapter)
@@ -243,7 +243,7 @@ class EngineMember(ABC):
     @abstractmethod
     async def receive(self, body: Receive) -> None: ...
 
-    async def receive_adapter(self, body: ReceiveAdapter) -> None:
+    async def receive_adapter(self, body: Receive) -> None:
         raise PayloadRejected("vLLM's own weight transfer engines cannot receive adapters")
 
     @abstractmethod

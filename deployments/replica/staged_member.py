@@ -8,7 +8,6 @@ from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import remove_segment
-from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
@@ -96,7 +95,7 @@ class StagedMember(EngineMember):
         self._payloads += 1
         await self._until_received(self._payloads)
 
-    async def receive_adapter(self, body: ReceiveAdapter) -> None:
+    async def receive_adapter(self, body: Receive) -> None:
         await self._discard_leftover()
         await self._engine.adapters.reader.receive(body.load_id, body.payload)
         await self._until_received(1)

@@ -73,7 +73,7 @@ class AdapterSyncClient(FleetWeightSyncClient):
 
     def update_weights(self, update_info: Any) -> None:
         self.on_sending()
-        run_sync(self._session.send_adapter(self.load_id, update_info))
+        run_sync(self._session.send(update_info, self.load_id))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.release()

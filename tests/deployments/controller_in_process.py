@@ -14,7 +14,6 @@ from typing import Any, Literal
 from ray.exceptions import ActorDiedError
 
 from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
-from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.errors import FleetUnavailable, TransferFailed
 from deployments.protocol.poll import Body, Receive, Verify
 from deployments.protocol.publishing import RoundOptions, RoundReport
@@ -48,14 +47,14 @@ class ReadingReplica(FakeReplica):
     def carry_out(self, body: Body) -> Any:
         value = super().carry_out(body)
         match body:
+            case Receive(payload={"segment": _} as payload) if body.load_id:
+                self.files_received[body.load_id] = {
+                    name: tensor.numpy().tobytes() for name, tensor in _read(payload).items()
+                }
             case Receive(payload={"segment": _} as payload):
                 if self._round_received != body.round_id:
                     self._round_received, self.received = body.round_id, {}
                 self.received |= _read(payload)
-            case ReceiveAdapter(payload={"segment": _} as payload):
-                self.files_received[body.load_id] = {
-                    name: tensor.numpy().tobytes() for name, tensor in _read(payload).items()
-                }
             case Verify() if self._round_received == body.round_id:
                 return replace(value, digest=_digest(self.received), by_name=True)
         return value

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from deployments.protocol.adapters import (
     NO_ADAPTERS,
     LoadAdapter,
-    ReceiveAdapter,
     SetAdapters,
 )
 from deployments.protocol.engine_state import (
@@ -183,7 +182,7 @@ class SimMember(Mortal):
             case Commit():
                 if engine.staged_round is not None:
                     await work.do(0.03)
-            case Connect() | ReceiveAdapter() | Drop() | WriteVersion():
+            case Connect() | Drop() | WriteVersion():
                 await work.do(0.01)
         before = engine.version
         value = engine.carry_out(body)

@@ -116,7 +116,7 @@ async def test_an_adapter_is_loaded_while_its_copy_is_synced_and_live_after_it(
 ) -> None:
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
     if sent:
-        await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+        await adapters.controller.send(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     await adapters.polled("a", "b")
     [status] = await adapters.controller.adapters()
@@ -130,7 +130,7 @@ async def test_a_received_adapter_is_dropped_if_it_cannot_be_stored(
 ) -> None:
     disk.full = True
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+    await adapters.controller.send(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     disk.goes.set()
     with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
@@ -142,7 +142,7 @@ async def test_a_received_adapter_is_dropped_if_it_cannot_be_stored(
 
 async def test_a_cancelled_load_leaves_no_adapter(adapters: Fleet, tmp_path: Path, disk: Disk) -> None:
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    await adapters.controller.send_adapter(await connected(adapters), LOAD, {})
+    await adapters.controller.send(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
@@ -165,8 +165,8 @@ async def test_nothing_is_sent_that_is_no_adapter(
 ) -> None:
     token = await connected(adapters)
     with pytest.raises(InvalidRequest, match=said):
-        await adapters.controller.send_adapter(token, load_id, payload)
-    assert all("receive_adapter" not in each.names() for each in adapters.replicas.values())
+        await adapters.controller.send(token, load_id, payload)
+    assert all("receive" not in each.names() for each in adapters.replicas.values())
 
 
 @pytest.mark.slow

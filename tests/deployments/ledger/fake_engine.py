@@ -13,7 +13,6 @@ from deployments.protocol.adapters import (
     AdapterState,
     LoadAdapter,
     LoadedAdapter,
-    ReceiveAdapter,
     SetAdapters,
 )
 from deployments.protocol.engine_state import (
@@ -189,6 +188,11 @@ class FakeEngine:
 
     def carry_out(self, body: Body) -> Value:
         match body:
+            case Receive() if body.load_id:
+                if self.updates_in_place:
+                    raise PayloadRejected("vLLM's own engines receive no adapters")
+                self._discard()
+                self.adapters.arrived = body.load_id
             case Receive():
                 self._receive(body)
             case Verify():
@@ -223,11 +227,6 @@ class FakeEngine:
                 self._call(body)
             case Connect() if not self.updates_in_place:
                 self._discard()
-            case ReceiveAdapter():
-                if self.updates_in_place:
-                    raise PayloadRejected("vLLM's own engines receive no adapters")
-                self._discard()
-                self.adapters.arrived = body.load_id
             case LoadAdapter():
                 if SleepTag.WEIGHTS in self.memory.asleep:
                     raise PayloadRejected("its weights sleep")

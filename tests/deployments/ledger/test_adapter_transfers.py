@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from deployments.ledger.state import PendingCall
-from deployments.protocol.adapters import Adapter, ReceiveAdapter
+from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
-from deployments.protocol.poll import Outcome
+from deployments.protocol.poll import Outcome, Receive
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
 from tests.deployments.ledger.ledger_scene import GROUP
 
@@ -13,7 +13,7 @@ LOAD = "1" * 32
 
 
 def send(scene: AdapterScene, *, polls: int = 4) -> PendingCall:
-    call = scene.ledger.send_adapter(scene.token, LOAD, {}, scene.now)
+    call = scene.ledger.send(scene.token, LOAD, {}, scene.now)
     scene.poll(polls)
     return call
 
@@ -52,7 +52,7 @@ def test_a_replica_that_joins_between_transfer_and_load_takes_the_stores_copy() 
 @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.TRANSFER_FAILED])
 def test_a_replica_without_the_bytes_is_named_and_loads_the_stores_copy(outcome: Outcome) -> None:
     scene = connected()
-    scene.replicas[1].outcomes[ReceiveAdapter] = outcome
+    scene.replicas[1].outcomes[Receive] = outcome
     call = send(scene)
     assert isinstance(call.error, Conflict) and list(call.error.detail["replicas"]) == ["r1"]
     ended(scene.load("math", load_id=LOAD))
@@ -62,7 +62,7 @@ def test_a_replica_without_the_bytes_is_named_and_loads_the_stores_copy(outcome:
 
 def test_a_group_in_which_a_transfer_failed_is_not_used_again() -> None:
     scene = connected(GROUP)
-    scene.replicas[0].outcomes[ReceiveAdapter] = Outcome.TRANSFER_FAILED
+    scene.replicas[0].outcomes[Receive] = Outcome.TRANSFER_FAILED
     assert send(scene).error is not None
     with pytest.raises(Conflict, match="connect before"):
         send(scene)
@@ -74,7 +74,7 @@ def test_a_group_in_which_a_transfer_failed_is_not_used_again() -> None:
 def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     scene = connected(GROUP)
     for replica in scene.replicas:
-        replica.hangs_in = {ReceiveAdapter}
+        replica.hangs_in = {Receive}
     call = send(scene)
     assert not call.done
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
@@ -94,7 +94,7 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
 @pytest.mark.parametrize("end", ["release", "expire", "acquire", "send"])
 def test_a_transfer_ends_with_its_publishers_turn(end: str) -> None:
     scene = connected()
-    scene.replicas[1].hangs_in = {ReceiveAdapter}
+    scene.replicas[1].hangs_in = {Receive}
     call = send(scene)
     match end:
         case "release":
@@ -104,7 +104,7 @@ def test_a_transfer_ends_with_its_publishers_turn(end: str) -> None:
         case "acquire":
             scene.ledger.acquire("trainer", scene.now)
         case "send":
-            scene.ledger.send_adapter(scene.token, LOAD, {}, scene.now)
+            scene.ledger.send(scene.token, LOAD, {}, scene.now)
     scene.replicas[1].hangs_in = set()
     scene.poll()
     assert isinstance(call.error, Conflict) and "no longer waited for" in call.error.message
@@ -115,7 +115,7 @@ def test_a_transfer_ends_with_its_publishers_turn(end: str) -> None:
 
 def test_one_that_stands_still_in_a_transfer_is_fenced_at_its_deadline() -> None:
     scene = connected()
-    scene.replicas[1].hangs_in = {ReceiveAdapter}
+    scene.replicas[1].hangs_in = {Receive}
     call = send(scene)
     for _ in range(int(scene.config.stage_timeout_s + scene.config.grace_s + 2)):
         scene.ledger.renew(scene.token, scene.now)

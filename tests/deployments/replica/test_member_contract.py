@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.protocol.adapters import ReceiveAdapter
 from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
@@ -82,7 +81,7 @@ R2, V2, C2, D2 = receive(2), Verify(round_id=2), commit(2), Drop(round_id=2)
 H1, RELEASE = commit(1, hold=True), Release(round_id=1)
 LEAVE, CONNECT = Drop(round_id=None), Connect(init_info={})
 DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
-ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={})
+ADAPTER = Receive(load_id="1" * 32, payload={})
 W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
 PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
     RunOperation(operation=each)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deployments.host.shared_memory import DIRECTORY
-from deployments.protocol.adapters import Adapter, LoadAdapter, ReceiveAdapter
+from deployments.protocol.adapters import Adapter, LoadAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
     Body,
@@ -26,7 +26,7 @@ from deployments.weights.staging.worker_reports import ConnectState, ProgressPag
 from tests.deployments.replica.fake_vllm import CHECKS, DONE, FakeLlm, staged_member
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
-ADAPTER = ReceiveAdapter(load_id="1" * 32, payload={"x": 1})
+ADAPTER = Receive(load_id="1" * 32, payload={"x": 1})
 LOAD = LoadAdapter(adapter=Adapter(adapter_id=1, name="a", version=1, path="/a", digest="d", size_bytes=1))
 PART = FilePart(
     directory="/c", path="/c/m.safetensors", names=("w",), dtypes=("F32",), shapes=((2,),), ranges=((0, 8),)

@@ -62,7 +62,7 @@ def test_the_connection_of_another_publisher_is_left_to_it(
     assert "'somebody else' is connected" in lines(caplog)[-1] and "connect" not in controller.calls
 
 
-@pytest.mark.parametrize("method", ["acquire", "connect", "send_adapter", "release"])
+@pytest.mark.parametrize("method", ["acquire", "connect", "send", "release"])
 @pytest.mark.parametrize("fate", ["fails", "before", "after"])
 def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
     spec: TrainerSpec,
@@ -82,7 +82,7 @@ def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
     assert controller.live == [f"math@{report.version}"]
     failures = [each for each in lines(caplog) if "its transfer over 'shm' failed" in each]
     assert len(failures) == (report.transfer_s is None)
-    if method in ("connect", "send_adapter"):  # others are asked again, or matter to nobody
+    if method in ("connect", "send"):  # others are asked again, or matter to nobody
         assert report.transfer_s is None
     assert published(worker).transfer_s is not None, "the next one is sent again"
 
