@@ -117,21 +117,17 @@ class Controller:
     # All calls raise SlipstreamError; those with a token StalePublisher if it is not the current one.
 
     async def acquire(self, publisher: str) -> Lease:
-        """The lease. Raises Conflict: another publisher holds it."""
+        """See `Ledger.acquire`."""
         async with self._durable.answer(records=True):
             return self._ledger.acquire(publisher, self._durable.now())
 
     async def join_lease(self, publisher: str, renew: bool) -> JoinedLease:
-        """The lease and the open round of a publisher whose calls carry no token; acquires if needed.
-
-        Args:
-            renew: the call belongs to the open round; others must not keep a lost publisher's round alive.
-        """
+        """See `Ledger.join_lease`."""
         async with self._durable.answer():
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
     async def leave_lease(self, publisher: str, renew: bool) -> None:
-        """Ends what `join_lease` began: releases the lease unless a round or another call needs it."""
+        """See `Ledger.leave_lease`."""
         async with self._durable.answer():
             self._ledger.leave_lease(publisher, self._durable.now(), renew=renew)
 
@@ -141,7 +137,7 @@ class Controller:
             return self._ledger.renew(token, self._durable.now())
 
     async def release(self, token: int) -> None:
-        """Release the lease; an undecided round is aborted."""
+        """An undecided round is aborted."""
         async with self._durable.answer():
             self._ledger.release(token, self._durable.now())
 
@@ -283,9 +279,7 @@ class Controller:
         """Run an operation on every serving replica; returns the results by replica id. Raises
         ReplicaUnavailable: names the replicas that did not run it."""
         async with self._durable.answer():
-            await self._durable.wait(
-                self._ledger.is_complete, None
-            )  # includes replicas that have not registered yet
+            await self._durable.wait(self._ledger.is_complete, None)
             return dict(await self._durable.result(self._ledger.call(operation, self._durable.now())))
 
     async def reconfigure(self, settings: Mapping[str, JsonValue]) -> None:
@@ -295,19 +289,17 @@ class Controller:
     # -- the store ----------------------------------------------------------------------------
 
     async def stored(self, version: int, path: str, label: str | None = None) -> None:
-        """The trainer wrote a committed version to the store: joiners may load it. Raises InvalidRequest:
-        the fleet never committed it."""
+        """See `Ledger.set_stored`."""
         async with self._durable.answer():
             self._ledger.set_stored(version, path, label, self._durable.now())
 
     async def not_stored(self, version: int, reason: str) -> None:
-        """The trainer could not write a version."""
+        """See `Ledger.set_unstored`."""
         async with self._durable.answer():
             self._ledger.set_unstored(version, reason, self._durable.now())
 
     async def rollback_source(self, version: int) -> str:
-        """The directory of a stored version, to be published as an ordinary round. Raises InvalidRequest:
-        it is not in the store, is another fleet's, or its manifest cannot be read."""
+        """See `StoreKeeper.source`; it is published as an ordinary round."""
         return await asyncio.to_thread(self._keeper.source, version)
 
     async def stored_versions(self) -> list[int]:
@@ -315,12 +307,11 @@ class Controller:
         return await asyncio.to_thread(self._keeper.own)
 
     async def scale(self, wanted: int | None) -> SizeStatus:
-        """Set the number of replicas; None: as many as the load needs. See `FleetSize.want`."""
+        """See `Ledger.scale`."""
         async with self._durable.answer(records=True):
             return self._ledger.scale(wanted, await self._capacity(), self._durable.now())
 
     async def set_label(self, label: str) -> None:
-        """Give the committed version another label."""
         async with self._durable.answer(records=True):
             self._ledger.set_label(label, self._durable.now())
 
@@ -335,7 +326,7 @@ class Controller:
             return self._ledger.health()
 
     async def rounds(self, after: int = 0) -> list[RoundReport]:
-        """Rounds that ended, oldest first; only those with a greater id than `after`."""
+        """Rounds with a greater id than `after`, oldest first."""
         async with self._durable.answer(asks=True):
             return self._ledger.history(after)
 
