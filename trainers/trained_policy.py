@@ -61,17 +61,15 @@ class TrainedPolicy:
         trust_remote_code: bool = False,
         mesh: DeviceMesh | None = None,
     ) -> Self:
-        """Read a checkpoint directory.
+        """Read a checkpoint directory. With a mesh, each rank must call this, and the model is sharded.
 
         Args:
-            device: ignored if there is a mesh.
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: see `trainers.layers`.
             packed: attention for `trainers.packed_lines`, which needs a GPU to train.
-            mesh: ranks and device of a sharded model; each rank makes this call.
 
-        Raises:
-            ValueError: no such directory, unsuitable layers, missing parameters, two tensors for tied names.
+        Raises ValueError for no such directory, unsuitable layers, missing parameters, or two tensors for
+        tied names.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():

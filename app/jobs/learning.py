@@ -225,17 +225,12 @@ async def resume(run: Run, past: Sequence[StepRecord]) -> None:
     published = last_publish(status, label, newer_than=left.record.version)
     began = time.monotonic()
     try:
-        version = (
-            published.version
-            if published is not None
-            else await training.publish(label, newer_than=run.version, step=status.step)
-        )
+        version = published.version if published else await training.publish(label, run.version, status.step)
     except StepLost as lost:
         run.say(f"{label} was lost, its problems are sampled again: {lost}")
         return
     publish_s = time.monotonic() - began if published is None else published.duration_s
-    train_s = status.last_step.get("step_s")
-    train_s = float(train_s) if isinstance(train_s, int | float) else 0.0
+    train_s = float(status.last_step.get("step_s") or 0.0)
     step_s = left.record.wait_s + train_s + publish_s
     groups = left.record.groups + left.record.groups_filtered
     tokens = left.record.answer_tokens_mean * groups * run.options.answers_per_group

@@ -1,4 +1,4 @@
-"""A run's record (JSON Lines, which `--resume` reads), trackers, and the curve of rewards."""
+"""A run's record (JSON Lines, which `--resume` reads), and the curve of rewards."""
 
 import fcntl
 import json
