@@ -12,6 +12,7 @@ from tests.fleet.deployed import Fleet
 from tests.fleet.processes import descendants, wait_until_ended
 from tests.fleet.talk import trainer_publishes
 from tests.journal_copy import JournalCopy
+from tests.waiting import until
 
 
 def members(client: httpx.Client) -> set[str]:
@@ -59,10 +60,11 @@ def kill_a_replica(victim: psutil.Process) -> None:
 
 
 def wait_for_another(client: httpx.Client, before: set[str], timeout_s: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while len(now := members(client)) < len(before) or now == before:
-        assert time.monotonic() < deadline, f"the replica did not come back: {before} before, {now} now"
-        time.sleep(0.2)
+    def is_back() -> bool:
+        now = members(client)
+        return len(now) >= len(before) and now != before
+
+    until(is_back, timeout_s, f"another replica than {before}", pause_s=0.2)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Processes of a fleet, as the operating system shows them."""
 
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import psutil
 
 from deployments.host.shared_memory import DIRECTORY, PREFIX
+from tests.waiting import until
 
 _CLIENT = "fork_server/client.py"
 _ENGINE = "VLLM::EngineCore"
@@ -71,10 +71,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def wait_until_ended(processes: list[psutil.Process], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while left := [each for each in processes if is_running(each)]:
-        assert time.monotonic() < deadline, f"not all have ended: {left}"
-        time.sleep(0.01)
+    until(lambda: not any(map(is_running, processes)), timeout_s, f"the end of {processes}", pause_s=0.01)
 
 
 def names_of(replica: psutil.Process) -> list[str]:
@@ -89,7 +86,4 @@ def names_of(replica: psutil.Process) -> list[str]:
 
 def wait_until_gone(names: list[str], timeout_s: float = 30.0) -> None:
     """From /dev/shm."""
-    deadline = time.monotonic() + timeout_s
-    while left := [name for name in names if (DIRECTORY / name).exists()]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    until(lambda: not any((DIRECTORY / name).exists() for name in names), timeout_s, f"{names} are gone")
