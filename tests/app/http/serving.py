@@ -16,6 +16,7 @@ from app.http.auth import Guard
 from app.http.ingress import build_app, own_routes
 from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
+from deployments.protocol.errors import FleetUnavailable
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.deployments.controller_in_process import ControllerInProcess
@@ -32,6 +33,13 @@ class FakeRouter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse(self._answer(scope["path"]))(scope, receive, send)
+
+
+class NoReplica:
+    """Stands for the router of a fleet whose replicas are gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise FleetUnavailable("no replica is ready")
 
 
 async def no_metrics(names: Sequence[str]) -> Scraped:

@@ -5,23 +5,14 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
 
-from deployments.protocol.errors import FleetUnavailable
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.fuzzing import fuzz
-from tests.app.http.serving import application, on_a_socket
+from tests.app.http.serving import NoReplica, application, on_a_socket
 
 pytestmark = pytest.mark.timeout(600)
 TOKEN = "operator-0123456789"
-
-
-class NoReplica:
-    """Stands for the router of a fleet whose replicas are gone."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise FleetUnavailable("no replica is ready")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import schemathesis
 from schemathesis.core.result import Ok
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm.entrypoints.launchers.app import build_app
 
 from app.http.openapi import fetch, merged, own_document
@@ -14,7 +14,7 @@ from deployments.protocol.passed_routes import PASSED
 from deployments.replica.server_arguments import EngineSpec, server_arguments
 from deployments.replica.server_info import add_server_info
 from tests.app.http.fake_controller import FakeController
-from tests.app.http.serving import FakeRouter, application, client
+from tests.app.http.serving import FakeRouter, NoReplica, application, client
 
 MESSAGE = {
     "title": "vLLM's own",
@@ -51,11 +51,6 @@ async def document(router: Any, token: str | None = None) -> dict[str, Any]:
     return made
 
 
-class BrokenRouter(FakeRouter):
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raise FleetUnavailable("no replica is ready")
-
-
 class SlowRouter(FakeRouter):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(10)
@@ -76,8 +71,8 @@ async def test_our_routes_are_added_to_vllms() -> None:
     assert schemas["SlipstreamMessage"]["required"] == ["message"]
 
 
-@pytest.mark.parametrize("router", [BrokenRouter(), FakeRouter(lambda path: [1])])
-async def test_without_a_replicas_document_ours_stands_alone(router: FakeRouter) -> None:
+@pytest.mark.parametrize("router", [NoReplica(), FakeRouter(lambda path: [1])])
+async def test_without_a_replicas_document_ours_stands_alone(router: ASGIApp) -> None:
     made = await document(router)
     assert made["info"]["title"] == "Slipstream" and "No replica" in made["info"]["description"]
     assert "/fleet" in made["paths"] and "/v1/completions" not in made["paths"]
@@ -138,7 +133,7 @@ async def test_replica_that_is_slow_is_not_waited_for() -> None:
 
 
 async def test_every_route_has_a_summary_and_its_schemas_and_every_reference_resolves() -> None:
-    made = await document(BrokenRouter(), token="secret")
+    made = await document(NoReplica(), token="secret")
     for path, operations in made["paths"].items():
         for operation in operations.values():
             assert operation["summary"], path
@@ -149,7 +144,7 @@ async def test_every_route_has_a_summary_and_its_schemas_and_every_reference_res
 
 
 async def test_parameters_bodies_and_answers_are_those_of_the_models() -> None:
-    made = await document(BrokenRouter())
+    made = await document(NoReplica())
     paths, schemas = made["paths"], made["components"]["schemas"]
     names = [(each["name"], each["required"]) for each in paths["/pause"]["post"]["parameters"]]
     assert names == [("mode", False), ("clear_cache", False)]
