@@ -94,7 +94,7 @@ class Policy:
 
 def is_too_long(error: FleetError) -> bool:
     """Whether a prompt exceeds the context, by vLLM's words: every wrong request is a 400."""
-    words = ("maximum context length", "maximum model length")
+    words = ("maximum context length", "maximum model length", "max_tokens must be at least 1, got 0")
     return error.status == 400 and any(each in error.message for each in words)
 
 

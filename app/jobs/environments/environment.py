@@ -145,11 +145,11 @@ class Conversations(Environment):
             try:
                 answer = await policy.complete(transcript.tokens, session)
             except FleetError as error:
-                if turn == 1 and is_too_long(error):
-                    raise Unanswered(error.message) from error
-                if turn == 1 or error.status != 400:
+                if not is_too_long(error):
                     raise
-                break  # it exceeds the engine's context
+                if turn == 1:
+                    raise Unanswered(error.message) from error
+                break
             transcript.append_answer(answer)
             texts.append(answer.text)
             cut = cut or answer.finish_reason == "length"

@@ -21,7 +21,7 @@ from aiohttp import web
 from app.client.completions import Answer, Completion, read_completion
 from app.client.connection import Call, FleetError
 from app.jobs.environments.transcript import Transcript
-from app.jobs.policy import CHAT, DISTRIBUTION, Moved, Policy, Unanswered
+from app.jobs.policy import CHAT, DISTRIBUTION, Moved, Policy, Unanswered, is_too_long
 from app.jobs.task_groups import run_beside
 from trainers.trajectory import Trajectory
 
@@ -51,7 +51,7 @@ class AgentSession:
 
     Attributes:
         failure: why a request got no answer, through no fault of the model.
-        refused: why the fleet refused one, mostly a conversation that exceeds the engine's context.
+        refused: why the fleet refused one, as a conversation that exceeds the engine's context.
         over: the agent sends no more requests, so the address can be reused.
     """
 
@@ -165,9 +165,9 @@ async def _ask(
         call = Call(method="POST", path=path, body=body, read=read)
         completion = await session.policy.forward(call, name)
     except FleetError as error:
-        if error.status in (400, 413):
+        if error.status == 413 or is_too_long(error):
             session.refused = error.message
-        else:
+        elif error.status != 400:  # the agent's own mistake, which it may handle
             session.fail(error)
         return _error(error.status or 502, error.message)
     except (Unanswered, Moved) as error:

@@ -106,11 +106,10 @@ async def test_a_deadly_prompt_is_given_up_at_once() -> None:
 async def test_a_prompt_that_the_model_cannot_take_is_unanswered_and_another_wrong_request_is_an_error() -> (
     None
 ):
-    policy = Policy(
-        client=fleet(refusal(400, "x", "maximum context length is 8"))[0], model="m", max_tokens=9
-    )
-    with pytest.raises(Unanswered, match="maximum context length is 8"):
-        await policy.chat([{"role": "user", "content": "x"}], 4)
+    for words in ("maximum context length is 8", "max_tokens must be at least 1, got 0."):  # none is left
+        policy = Policy(client=fleet(refusal(400, "x", words))[0], model="m", max_tokens=9)
+        with pytest.raises(Unanswered, match=words):
+            await policy.chat([{"role": "user", "content": "x"}], 4)
     policy = Policy(client=fleet(refusal(400, "x", "temperature"))[0], model="m", max_tokens=9)
     with pytest.raises(FleetError, match="temperature"):
         await policy.chat([{"role": "user", "content": "x"}], 4)

@@ -31,6 +31,7 @@ class ChattingFleet:
         self.drops_words = False  # a template that leaves out what the assistant said before
         self.last_token = END
         self.too_long_from = 1 << 30
+        self.refuses_with = "longer than the maximum model length of 80"
 
     def policy(self, version: int | None = None) -> Policy:
         return Policy(client=client_of(self.answer), model="m", max_tokens=8, version=version)
@@ -51,7 +52,7 @@ class ChattingFleet:
         self.asked.append(body)
         self.headers.append(request.headers)
         if len(body["prompt"]) >= self.too_long_from:
-            return refusal(400, "x", "too long")
+            return refusal(400, "x", self.refuses_with)
         said = self.says.pop(0)
         ids = [*tokens(said), self.last_token]
         spans = [{"version": self.version, "start": 0, "end": len(ids)}]

@@ -141,13 +141,26 @@ async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
     assert [each.answer.token_ids for each in session.turns] == [[6]]
 
 
-@pytest.mark.parametrize(("status", "is_failure"), [(400, False), (503, True)])
-async def test_what_the_fleet_refuses_reaches_the_agent(status: int, is_failure: bool) -> None:
-    async with relayed(lambda _: refusal(status, "x", "too long")) as (session, agent):
+LONG = "This model's maximum context length is 8 tokens"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "is_failure", "is_too_long"),
+    [
+        (400, LONG, False, True),
+        (413, "the body is too large", False, True),
+        (400, "this model calls no tools", False, False),
+        (503, LONG, True, False),
+    ],
+)
+async def test_what_the_fleet_refuses_reaches_the_agent(
+    status: int, message: str, is_failure: bool, is_too_long: bool
+) -> None:
+    async with relayed(lambda _: refusal(status, "x", message)) as (session, agent):
         got = await agent.post(f"{session.url}{CHAT}", json={"messages": []})
-    assert got.status_code == status and got.json()["error"]["message"] == "too long"
+    assert got.status_code == status and got.json()["error"]["message"] == message
     assert (session.failure is not None) is is_failure and not session.turns
-    assert session.refused == (None if is_failure else "too long")
+    assert session.refused == (message if is_too_long else None)
 
 
 async def test_a_failed_request_ends_the_rollout_and_the_fleet_is_not_asked_again() -> None:

@@ -56,12 +56,13 @@ class TwoTurnFleet:
     def __init__(self) -> None:
         self.asked = 0
         self.status = {1: 200, 2: 200}  # of a turn
+        self.says = "this model's maximum context length is 8 tokens"
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         self.asked += 1
         turn = len(json.loads(request.content)["messages"])
         if self.status[turn] != 200:
-            return refusal(self.status[turn], "x", "this model's maximum context length is 8 tokens")
+            return refusal(self.status[turn], "x", self.says)
         choice = chat_choice([10 * turn, 10 * turn + 1], text=f"turn {turn}", version=4 + turn)
         choice["logprobs"] = {"content": [{"logprob": -0.25}, {"logprob": -0.5}]}
         prompt = [1, 2, 10, 11, 3] if turn == 2 else [1, 2]
@@ -153,6 +154,15 @@ async def test_a_conversation_that_gets_too_long_has_no_reward_and_is_learned_fr
         (rollout,) = await made.rollouts(3, 1, policy)
     assert rollout.reward == 0.0 and rollout.text == "turn 1"
     assert [list(trajectory.token_ids) for trajectory in rollout.trajectories] == [[10, 11]]
+
+
+async def test_a_request_that_the_fleet_does_not_take_is_no_reward_of_0(tmp_path: Path) -> None:
+    fleet = TwoTurnFleet()
+    fleet.status[2], fleet.says = 400, "this model calls no tools"
+    made = environment("plays", tmp_path)
+    async with fleet.policy() as policy, made.running():
+        with pytest.raises(Unanswered, match="verifiers: "):
+            await made.rollouts(3, 1, policy)
 
 
 async def test_a_prompt_that_is_too_long_is_left_out_at_once(tmp_path: Path) -> None:
