@@ -80,15 +80,6 @@ def test_server_info_is_vllms_without_secrets(config: VllmConfig) -> None:
     assert answer["vllm_config"] == theirs
 
 
-def test_server_info_has_what_trl_reads(config: VllmConfig) -> None:
-    shown = ours(config, "?config_format=json")["vllm_config"]
-    assert shown["weight_transfer_config"] == {"backend": "shm"}
-    assert shown["lora_config"] is None
-    assert shown["parallel_config"]["data_parallel_size"] == 1
-    assert shown["model_config"]["dtype"] == "torch.float32"
-    assert shown["model_config"]["logprobs_mode"] == "raw_logprobs"
-
-
 def test_data_parallel_size_of_a_replica_is_hidden(config: VllmConfig) -> None:
     config.parallel_config.data_parallel_size = 4
     assert ours(config, "?config_format=json")["vllm_config"]["parallel_config"]["data_parallel_size"] == 1
