@@ -41,8 +41,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     made = Fleet(tmp_path)
-    made.start("r0", "r1")
-    await made.admitted("r0", "r1")
+    await made.serve("r0", "r1")
     yield made
     await made.aclose()
 

@@ -17,8 +17,7 @@ from tests.tiny_adapters import save_tiny_adapter
 
 @pytest.fixture
 async def adapters(fleet: Fleet, tmp_path: Path) -> Fleet:
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     for number in (1, 2):
         save_tiny_adapter(tmp_path / f"adapter-{number}", number)
     return fleet
@@ -174,8 +173,7 @@ async def test_nothing_is_sent_that_is_no_adapter(
 async def test_a_process_that_is_lost_during_a_call_is_ended(operation: str, tmp_path: Path) -> None:
     save_tiny_adapter(tmp_path / "adapter-1", 1)
     fleet = Fleet(tmp_path, tick_s=2.0)  # the call is quicker
-    fleet.start("a", "b")
-    await fleet.admitted("a", "b")
+    await fleet.serve("a", "b")
     if operation == "unload":
         await load(fleet, tmp_path)
     fleet.hang("b")

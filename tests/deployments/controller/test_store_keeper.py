@@ -47,8 +47,7 @@ async def test_a_promised_version_outlives_the_newest_until_its_joiner_is_gone(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "store")
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     fleet_id = (await fleet.controller.fleet()).fleet_id
     for version in range(1, 7):
         await publish(fleet)
@@ -68,8 +67,7 @@ async def test_a_version_whose_writer_could_not_report_it_is_found(
 ) -> None:
     """A fleet was stopped while it was written, or the writer was killed just after."""
     store = Store(tmp_path / "store")
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     fleet_id = (await fleet.controller.fleet()).fleet_id
     for _ in range(2):
         await publish(fleet)
@@ -190,8 +188,7 @@ async def load(fleet: Fleet, directory: Path) -> Path:
 
 async def with_adapter(fleet: Fleet, directory: Path) -> Path:
     """Where the fleet keeps an adapter that is live on it."""
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     save_tiny_adapter(directory / "adapter", 1)
     return await load(fleet, directory)
 
@@ -304,8 +301,7 @@ REFUSED = r"state .*has versions of the model 'one', and 'model' is 'two'"
 async def used(directory: Path, model: str | None) -> None:
     """A fleet runs, commits a version, and ends."""
     fleet = Fleet(directory, model=model)
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     await publish(fleet)
     await fleet.aclose()
 
@@ -334,32 +330,23 @@ async def test_a_fleet_that_has_committed_nothing_may_serve_another_model(tmp_pa
 
 async def test_an_adapter_is_of_a_model_too(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, model="one")
-    fleet.start("a")
-    await fleet.admitted("a")
-    save_tiny_adapter(tmp_path / "adapter", 1)
-    await load(fleet, tmp_path)
+    await with_adapter(fleet, tmp_path)
     await fleet.aclose()
     with pytest.raises(JournalError, match=REFUSED):
         Fleet(tmp_path, model="two")
 
 
 async def test_live_adapters_are_not_given_to_replicas_that_take_none(tmp_path: Path) -> None:
-    none, refused = (
-        AdapterLimits(refusal="set 'x' to true"),
-        r"1 live adapters, among them 'math@1'.*set 'x' to true",
-    )
+    none = AdapterLimits(refusal="set 'x' to true")
+    refused = r"1 live adapters, among them 'math@1'.*set 'x' to true"
     fleet = Fleet(tmp_path)
-    fleet.start("a")
-    await fleet.admitted("a")
-    save_tiny_adapter(tmp_path / "adapter", 1)
-    await load(fleet, tmp_path)
+    await with_adapter(fleet, tmp_path)
     await fleet.aclose()
     for _ in range(2):
         with pytest.raises(JournalError, match=refused):
             Fleet(tmp_path, adapters=none)
     fleet = Fleet(tmp_path)  # the state was not changed, nor is it locked
-    fleet.start("a")
-    await fleet.admitted("a")
+    await fleet.serve("a")
     await fleet.controller.unload_adapter("math")
     await fleet.aclose()
     await Fleet(tmp_path, adapters=none).aclose()
