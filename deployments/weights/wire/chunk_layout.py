@@ -137,23 +137,15 @@ def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, t
     if repeated:
         name = repeated[0]
         raise ValueError(f"each tensor must be named once, got {name!r} {names.count(name)} times")
-    return [
-        (name, _dtype(name, dtype_name), _shape(name, shape))
-        for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True)
-    ]
-
-
-def _dtype(name: str, dtype_name: str) -> torch.dtype:
-    dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"tensor {name!r}: expected the name of a torch dtype, got {dtype_name!r}")
-    return dtype
-
-
-def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"tensor {name!r}: expected a shape of integers of at least 0, got {shape!r}")
-    return tuple(shape)
+    parsed = []
+    for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
+        dtype = getattr(torch, dtype_name, None) if isinstance(dtype_name, str) else None
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"tensor {name!r}: expected the name of a torch dtype, got {dtype_name!r}")
+        if not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"tensor {name!r}: expected a shape of integers of at least 0, got {shape!r}")
+        parsed.append((name, dtype, tuple(shape)))
+    return parsed
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
