@@ -7,6 +7,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NoReturn, Self, TypeVar
@@ -151,8 +152,9 @@ class AsyncFleetClient:
                 if answer.status_code != 503 or time.monotonic() >= deadline:
                     return read(call, answer)
                 self._waits(call, answer.text[:MAX_SHOWN])
-                pause_s = float(answer.headers.get("retry-after", self._retry_pause_s))
-            await asyncio.sleep(pause_s)
+                with suppress(ValueError):  # a date, of a proxy
+                    pause_s = float(answer.headers.get("retry-after", pause_s))
+            await asyncio.sleep(min(max(0.0, deadline - time.monotonic()), pause_s))
 
     def _waits(self, call: Call[Any], reason: str) -> None:
         if self._say is not None and not self._waiting:

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,20 @@ def ok(body: object = HEALTH) -> httpx.Response:
     return httpx.Response(200, json=body)
 
 
-def busy() -> httpx.Response:
-    return httpx.Response(503, headers={"retry-after": "0"}, json={"error": {"message": "no replica"}})
+def busy(retry_after: str = "0") -> httpx.Response:
+    headers = {"retry-after": retry_after}
+    return httpx.Response(503, headers=headers, json={"error": {"message": "no replica"}})
 
 
 async def test_a_fleet_that_is_short_of_replicas_is_asked_again() -> None:
-    async with patient(busy(), busy(), ok()) as client:
+    async with patient(busy(), busy("Sat, 28 Nov 2026 21:00:00 GMT"), ok()) as client:  # a proxy's
         assert (await client.send(calls.health())).status == "ok"
+
+
+async def test_no_answer_makes_a_call_wait_longer_than_its_patience() -> None:
+    async with client_of(handler(busy("1e9"), busy()), patience_s=0.01) as client:
+        with pytest.raises(FleetError, match="503"):
+            await asyncio.wait_for(client.send(calls.health()), 20)
 
 
 async def test_a_call_without_patience_takes_the_first_answer() -> None:
