@@ -108,7 +108,6 @@ async def prepared(
 
 
 async def loop(run: Run, trackers: Trackers) -> None:
-    """Learn while producers sample, to the last step."""
     producers = [produce(run) for _ in range(run.options.groups_in_flight)]
     await run_beside(learn(run, trackers), [*producers, show_status(run)])
     await publish_best(run)
@@ -122,7 +121,7 @@ async def show_status(run: Run) -> None:
 
 
 async def main(options: JobOptions, began: float) -> None:
-    """Run the job; `began` is when its process started, on the monotonic clock."""
+    """Run the job; `began` is the start of its process, on the monotonic clock."""
     end_on_signals()
     with announced("RL job: loading the task", STATUS_S):
         learned, held_out = load_environments(options)
@@ -185,8 +184,8 @@ OF_A_JOB = ("url", "steps", "metrics", "log", "working_dir", "dry_run", "resume"
 
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
-    """What a resumed run is started with otherwise than before. Raises ValueError: it has other problems, of
-    which the record has the numbers alone."""
+    """What else differs from the run's last start. Raises ValueError if the problems do: the record has only
+    their numbers."""
     found = {
         name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
         for name, value in now.options.items()

@@ -181,7 +181,7 @@ def claimed(path: Path, resume: bool) -> Iterator[None]:
 
 
 def append(path: Path, record: "StepRecord | Configuration") -> None:
-    """Write one line, in place of a truncated last one; creates the file and its directory."""
+    """Write a line over a truncated last one."""
     _append(path, [asdict(record)], durable=True)
 
 
@@ -196,7 +196,7 @@ def _append(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = F
 
 
 def _end_of_lines(stream: BinaryIO) -> int:
-    """Where the last complete line ends: a killed job leaves a truncated one."""
+    """The end of the last complete line; a killed job leaves a truncated one."""
     end = stream.seek(0, os.SEEK_END)
     while end > 0:
         begin = stream.seek(max(0, end - BLOCK))
@@ -211,7 +211,6 @@ Row = Mapping[str, Any]
 
 
 def rows(step: int, groups: Sequence[Group]) -> list[Row]:
-    """Rollouts with rewards and versions of tokens."""
     return [
         {
             "step": step,
@@ -235,14 +234,13 @@ def rows(step: int, groups: Sequence[Group]) -> list[Row]:
 
 
 def sample(row: Row, max_text: int = 2000) -> RolloutSample:
-    """A rollout for the fleet's page."""
     spans = [span for trajectory in row["weight_versions"] for span in trajectory]
     versions = [(version, end - start) for version, start, end in spans]
     return RolloutSample(text=row["text"][:max_text], reward=row["reward"], versions=versions)
 
 
 def append_rollouts(path: Path, made: Sequence[Row]) -> None:
-    """Write rollouts beside the record; a step that is made again has them twice."""
+    """A repeated step has its rollouts twice."""
     _append(path.with_suffix(ROLLOUTS), made)
 
 
@@ -267,7 +265,7 @@ def _pending_file(path: Path) -> Path:
 
 
 def records(path: Path) -> list[StepRecord]:
-    """The records of all complete lines; a killed job leaves a truncated last line."""
+    """All complete lines."""
     read = []
     for number, line in enumerate(_lines(path), start=1):
         if line.startswith(_CONFIGURATION):
@@ -280,7 +278,7 @@ def records(path: Path) -> list[StepRecord]:
 
 
 def last_configuration(path: Path) -> Configuration | None:
-    """What a run was last started with; None: its record does not say."""
+    """The last start of a run; None: its record does not say."""
     lines = [line for line in _lines(path) if line.startswith(_CONFIGURATION)]
     return _CONFIGURATIONS.validate_json(lines[-1]) if lines else None
 

@@ -35,10 +35,8 @@ EXIT_S = 1.0  # limit from the end of its pipe to its exit
 
 
 def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) -> Reward:
-    """A reward by its import path, `package.module:function`.
-
-    It raises ValueError when the function raises or returns no finite number, and Unanswered when it takes
-    too long.
+    """A reward by its import path, `package.module:function`. It raises ValueError when the function raises
+    or returns no finite number, and Unanswered when it takes too long.
 
     Args:
         processes: of a function that is not `async def`; they start on demand.
