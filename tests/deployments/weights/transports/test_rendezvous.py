@@ -4,6 +4,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import rendezvous as rendezvous_module
 from deployments.weights.transports.gloo import GlooGroup
-from deployments.weights.transports.rendezvous import HOST_S, RollCall, rendezvous
+from deployments.weights.transports.rendezvous import HOST_S, RendezvousInfo, RollCall, rendezvous
 from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 
@@ -82,38 +83,35 @@ def test_a_check_that_raises_ends_the_wait(rank: int) -> None:
             future.result(10.0)
 
 
-def wait_for_abandoned_threads() -> None:
-    """Python must not end while torch's store is being opened in a thread."""
+@pytest.fixture
+def hung_host() -> Iterator[RendezvousInfo]:
+    """Connections to it succeed, and nothing is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        yield replace(info_for(2, timeout_s=0.5), master_port=silent.getsockname()[1])
     for thread in threading.enumerate():
-        if thread.name == "rendezvous":
+        if thread.name == "rendezvous":  # Python must not end while it opens torch's store
             thread.join(20.0)
             assert not thread.is_alive()
 
 
 @pytest.mark.slow
-def test_wait_for_a_hung_host_ends_at_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections succeed, and nothing is answered
-        info = replace(info_for(2, timeout_s=0.5), master_port=silent.getsockname()[1])
-        start = time.monotonic()
-        with pytest.raises(TransferFailed, match=r"within 0\.5 s: the rendezvous does not answer$"):
-            rendezvous(info, 1, no_check)
-        assert time.monotonic() - start < 10.0
-    wait_for_abandoned_threads()
+def test_wait_for_a_hung_host_ends_at_the_timeout(hung_host: RendezvousInfo) -> None:
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match=r"within 0\.5 s: the rendezvous does not answer$"):
+        rendezvous(hung_host, 1, no_check)
+    assert time.monotonic() - start < 10.0
 
 
 @pytest.mark.slow
-def test_check_ends_the_wait_for_a_hung_host() -> None:
+def test_check_ends_the_wait_for_a_hung_host(hung_host: RendezvousInfo) -> None:
     def check() -> None:
         if time.monotonic() - start > 0.3:
             raise TransferFailed("the connection was aborted")
 
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        info = replace(info_for(2, timeout_s=3.0), master_port=silent.getsockname()[1])
-        start = time.monotonic()
-        with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
-            rendezvous(info, 1, check)
-        assert time.monotonic() - start < 2.0
-    wait_for_abandoned_threads()
+    start = time.monotonic()
+    with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
+        rendezvous(replace(hung_host, timeout_s=3.0), 1, check)
+    assert time.monotonic() - start < 2.0
 
 
 @pytest.mark.slow
@@ -201,9 +199,8 @@ def test_member_that_has_finished_the_broadcast_is_not_missing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("silent", [1, 2, 3])
-def test_gloo_names_the_member_that_takes_part_in_no_broadcast(silent: int) -> None:
-    info = info_for(4, timeout_s=3.0)
+def test_gloo_names_the_member_that_takes_part_in_no_broadcast() -> None:
+    info, silent = info_for(4, timeout_s=3.0), 2
     with ThreadPoolExecutor(max_workers=4) as pool:
         groups = list(pool.map(lambda rank: GlooGroup(info, rank, no_check), range(4)))
         block = torch.zeros(4 << 20, dtype=torch.uint8)  # larger than the kernel's socket buffers
