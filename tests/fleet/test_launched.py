@@ -51,7 +51,7 @@ ROUTERS = 2
 KEPT = 1  # version in the store: fewer than rounds while an engine starts
 PERIOD_S = 0.2  # between quick rounds
 LISTS = 24  # requests at a time
-SEEN_S = 60.0  # Ray's processes report to the agent every ten seconds
+SEEN_S = 60.0  # what Ray's processes count reaches the agent, and spans the collector
 
 PROMPTS = [[5 + row, 6, 7 + 2 * row, 8] for row in range(12)]
 GREEDY = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -74,8 +74,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Ite
         "store": {"keep": KEPT},
     }
     model = save_tiny_llama(root / "model", seed=1)
-    tracing = {"OTEL_EXPORTER_OTLP_ENDPOINT": traces.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "500"}
-    with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex, variables=tracing) as fleet:
+    variables = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": traces.endpoint,
+        "OTEL_BSP_SCHEDULE_DELAY": "500",
+        "RAY_metrics_report_interval_ms": "1000",  # Ray's default is ten seconds
+    }
+    with launch(root, model, changes, host="0.0.0.0", token=uuid.uuid4().hex, variables=variables) as fleet:
         until(lambda: len(fleet.named("router")) == ROUTERS, SEEN_S, "the second router")
         with fleet.client(300) as client:
             noise = complete(client)
