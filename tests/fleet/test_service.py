@@ -113,8 +113,10 @@ def test_engine_and_trainer_agree_about_the_weights_that_they_share(fleet: Fleet
         assert metrics["logprob_difference_max"] < 0.01
         assert metrics["effective_sample_fraction"] == pytest.approx(1.0, abs=1e-3)
         # The weights have changed, and the fleet has not: the next step has nothing to compare.
-        again = succeeded(client.post("/train/step", json={"trajectories": batch})).json()
+        body = {"trajectories": batch, "settings": {"learning_rate": metrics["learning_rate"] / 2}}
+        again = succeeded(client.post("/train/step", json=body)).json()
         assert "logprob_difference_max" not in again
+        assert again["learning_rate"] == pytest.approx(metrics["learning_rate"] / 2)
         arrays = to_bytes([Trajectory.from_json(each) for each in batch])
         content = {"content": arrays, "headers": {"content-type": MEDIA_TYPE}}
         third = succeeded(client.post("/train/step", **content)).json()
