@@ -123,7 +123,7 @@ def _held(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
 def _round(arena: Arena, case: Case) -> Iterator[None]:
     """A round that goes by itself, of the trainer if it is to be hit; its end is not waited for."""
     if any(target in OF_TRAINER for target in case.targets):
-        threading.Thread(target=arena.train, daemon=True).start()
+        threading.Thread(target=lambda: print("the trainer's round:", arena.train()), daemon=True).start()
     else:
         arena.publisher.begin(arena.next_mark())
     yield

@@ -64,7 +64,7 @@ def device_of(transport: str) -> str:
 
 def timeout_of(transport: str) -> float:
     """Of every wait of a connection: enough to form a group on a busy machine."""
-    return 4.0 if TRANSPORTS[transport].device == "cuda" else 2.0
+    return 12.0 if TRANSPORTS[transport].device == "cuda" else 2.0
 
 
 def make_fleet(transport: str, checkpoint: Path, count: int = 2, corrupt: bool = False) -> Fleet:
