@@ -46,6 +46,8 @@ class LearnedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
+    """What a loss returns for the M learned tokens of a micro-batch."""
+
     values: torch.Tensor  # float32 [M], with gradient
     clipped: torch.Tensor | None = None  # bool [M], for metrics: the clip holds the token back
 

@@ -56,6 +56,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
+    """The sampled completions of one prompt."""
+
     answers: Sequence[Answer]
     prompt_token_ids: Sequence[int] = ()  # empty if not requested
 

@@ -41,6 +41,8 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
+    """A request to the fleet, and how its response is read."""
+
     method: str
     path: str
     read: Reader[T]
@@ -62,6 +64,8 @@ class Call(Generic[T]):
 
 
 class FleetClient:
+    """Sends calls one at a time. `connect` makes one; use it as a context manager."""
+
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
 

@@ -73,6 +73,10 @@ def _phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
     if case.phase is Phase.IDLE:
         yield
         return
+    if any(target in OF_TRAINER for target in case.targets):
+        # So that it is connected with all members, which a trainer that has just come back is not.
+        refused = arena.train()
+        assert refused is None, refused
     if case.phase in (Phase.STAGING, Phase.VERIFYING):
         yield from _held(arena, case, brake)
         return
@@ -99,8 +103,6 @@ def _phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
 
 def _held(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
     if any(target in OF_TRAINER for target in case.targets):
-        refused = arena.train()  # so that it is connected with all members: an engine has to answer that
-        assert refused is None, refused
         with _standing_still(brake) as go, _round(arena, case):
             until(lambda: arena.phase() == "open", HELD_S, "the trainer's round")
             yield

@@ -30,7 +30,10 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
     module = importlib.import_module(name)
     for public in module.__all__:
         value = getattr(module, public)
-        assert isinstance(value, str) or value.__doc__, public
+        text = value.__doc__ or ""
+        assert isinstance(value, str) or (text and not text.startswith(f"{public}(")), (
+            public
+        )  # a dataclass's own
 
 
 @pytest.mark.slow
