@@ -179,8 +179,8 @@ def configured(run: Run) -> Configuration:
     )
 
 
-OF_PROBLEMS = ("task", "task_settings", "prompts", "environment", "seed")
-OF_A_JOB = ("url", "steps", "metrics", "log", "working_dir", "dry_run", "resume")
+PROBLEM_OPTIONS = ("task", "task_settings", "prompts", "environment", "seed")
+JOB_OPTIONS = ("url", "steps", "metrics", "log", "working_dir", "dry_run", "resume")
 
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
@@ -189,13 +189,13 @@ def differences(before: Configuration, now: Configuration) -> list[str]:
     found = {
         name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
         for name, value in now.options.items()
-        if name not in OF_A_JOB and name in before.options and before.options[name] != value
+        if name not in JOB_OPTIONS and name in before.options and before.options[name] != value
     }
     if before.prompts_digest is not None and before.prompts_digest == now.prompts_digest:
         found.pop("prompts", None)
     elif before.prompts_digest is not None and now.prompts_digest is not None:
         found.setdefault("prompts", f"{now.options['prompts']} has changed")
-    if others := [found[name] for name in OF_PROBLEMS if name in found]:
+    if others := [found[name] for name in PROBLEM_OPTIONS if name in found]:
         raise ValueError(
             f"the run to resume has other problems: {'; '.join(others)}. Begin a run of its own for them, "
             "with another --metrics: the trainer goes on from where it is"

@@ -31,7 +31,7 @@ MARK = "SLIPSTREAM_CHAOS"
 START_S = 240.0
 STOP_S = 90.0
 # CUDA and joblib leave names of killed processes: benchmarks/RESULTS.md, GPU tests.
-OF_LIBRARIES = ("cuda.shm.", "sem.loky-")
+LIBRARY_PREFIXES = ("cuda.shm.", "sem.loky-")
 DISK_MIB = 128  # for decisions and versions of 1 MiB
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 # On a machine with GPUs a fleet, its trainer and the outside publisher share one.
@@ -255,7 +255,7 @@ def _identity(path: str | Path) -> tuple[int, int]:
 
 def _shared_memory() -> set[str]:
     names = {path.name for path in Path("/dev/shm").iterdir()}
-    return {name for name in names if not name.startswith(OF_LIBRARIES)}
+    return {name for name in names if not name.startswith(LIBRARY_PREFIXES)}
 
 
 def _started(process: psutil.Process) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from app.settings.config import AppConfig
 
 MODEL = "tiny"
-RAYS_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")  # seen to outlive their node by half a minute
+RAY_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")  # seen to outlive their node by half a minute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ def ray_cluster(**options: Any) -> Iterator[None]:
     finally:
         ray.shutdown()
         left = left_behind(mark)
-        _end(mark, only=RAYS_AGENTS)
+        _end(mark, only=RAY_AGENTS)
         assert not left, f"processes were left behind: {left}"
 
 
@@ -151,7 +151,7 @@ def left_behind(mark: str, patience_s: float = 30.0) -> list[str]:
     deadline = time.monotonic() + patience_s
     while True:
         names = [_name(pid) for pid in marked_processes(mark)]
-        left = [each for each in names if each.startswith(("VLLM::", "ray::")) and each not in RAYS_AGENTS]
+        left = [each for each in names if each.startswith(("VLLM::", "ray::")) and each not in RAY_AGENTS]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.2)

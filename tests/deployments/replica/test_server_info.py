@@ -143,7 +143,7 @@ def test_step_tokens_grow_with_threads(threads: int, tokens: int) -> None:
     assert step_tokens(threads) == tokens
 
 
-@pytest.mark.skipif(not current_platform.is_cpu(), reason="of engines on CPUs")
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="expects what a CPU engine reports")
 @pytest.mark.parametrize(
     ("threads", "arguments", "tokens"),
     [
