@@ -13,6 +13,7 @@ import signal
 import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,16 @@ from deployments.host.fork_server.client import SWITCH
 
 PORT = 8465
 LIMIT_S = 240.0
+MARK = "SLIPSTREAM_RECOVERY"  # an environment variable that all processes of the fleet inherit
 VICTIMS = {"replica": "ray::ServeReplica:slipstream:rollout", "engine": "VLLM::EngineCore"}
 
 
-def victims(title: str) -> list[int]:
+def victims(title: str, mark: str) -> list[int]:
+    """Processes of the fleet that has the mark: others may run beside it."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if process.info["cmdline"] and process.info["cmdline"][0].startswith(title):
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command, environment = process.info["cmdline"], process.info["environ"] or {}
+        if command and command[0].startswith(title) and environment.get(MARK) == mark:
             found.append(process.pid)
     return sorted(found)
 
@@ -63,7 +67,7 @@ def recover(client: httpx.Client, pid: int, before: set[str]) -> float:
 
 
 @contextlib.contextmanager
-def fleet(file: Path, *, forked: bool) -> Iterator[tuple[httpx.Client, float]]:
+def fleet(file: Path, mark: str, *, forked: bool) -> Iterator[tuple[httpx.Client, float]]:
     """A fleet, and the seconds that it took to start."""
     config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))
     config["http_options"]["port"] = PORT
@@ -71,7 +75,7 @@ def fleet(file: Path, *, forked: bool) -> Iterator[tuple[httpx.Client, float]]:
     replicas = arguments["engine"].get("num_replicas", 1)
     with (
         tempfile.TemporaryDirectory() as root,
-        mock.patch.dict(os.environ, {} if forked else {SWITCH: "off"}),
+        mock.patch.dict(os.environ, {MARK: mark} if forked else {MARK: mark, SWITCH: "off"}),
     ):
         arguments["state_dir"] = f"{root}/state"
         begin = time.monotonic()
@@ -92,12 +96,13 @@ def main() -> None:
     for name in ("forked", "spawned"):
         if options.only not in (None, name):
             continue
-        with fleet(options.config, forked=name == "forked") as (client, start_s):
+        mark = uuid.uuid4().hex
+        with fleet(options.config, mark, forked=name == "forked") as (client, start_s):
             for victim, title in VICTIMS.items():
                 times = []
                 for _ in range(options.kills):
                     before = set(serving(client))
-                    times.append(recover(client, victims(title)[0], before))
+                    times.append(recover(client, victims(title, mark)[0], before))
                     time.sleep(3)
                 each = ", ".join(f"{taken:.1f}" for taken in times)
                 print(
