@@ -28,7 +28,7 @@ from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
 from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
 from deployments.host.fork_server.use import forked_worker
-from deployments.replica.graceful_shutdown import RELEASE_S
+from deployments.replica.graceful_shutdown import RELEASE_S, WRITE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
 from deployments.router.forwarding import RouterLimits
@@ -163,7 +163,7 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
         max_ongoing_requests=UNLIMITED,
         ray_actor_options=_engine_resources(args),
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=args.engine.drain_timeout_s + RELEASE_S + STOP_TIMEOUT_S,
+        graceful_shutdown_timeout_s=args.engine.drain_timeout_s + max(RELEASE_S, WRITE_S) + STOP_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
             request_router_class=FleetRequestRouter, request_routing_stats_period_s=STATS_PERIOD_S
         ),

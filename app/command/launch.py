@@ -182,9 +182,11 @@ def await_writes(
     store: Store, say: Callable[[str], None], pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Wait for writes to the store; the trainer's last version may be on no other disk."""
-    left_s = WRITE_S
-    while (written := store.being_written()) and left_s > 0:
-        say(f"{', '.join(written)} is being written, at most {left_s:.0f} s more")
+    left_s, before = WRITE_S, False
+    while ((written := store.being_written()) or before) and left_s > 0:
+        if written:
+            say(f"{', '.join(written)} is being written, at most {left_s:.0f} s more")
+        before = bool(written)  # its writer may be about to begin the next version
         pause(_POLL_S)
         left_s -= _POLL_S
 

@@ -92,7 +92,8 @@ class FleetRoutes:
         now = time.time()
         if self._dashboard is None:
             self._dashboard = await asyncio.to_thread(dashboard)
-        replicas = {name: load_of(text) for name, text in scraped.replicas.items() if text is not None}
+        loads = {name: load_of(text) for name, text in scraped.replicas.items() if text is not None}
+        replicas = {name: load for name, load in loads.items() if load is not None}
         return responses.FleetLoad(at=now, replicas=replicas, dashboard=self._dashboard)
 
     async def events(

@@ -49,18 +49,21 @@ RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE)
 
 
-def load_of(text: str) -> ReplicaLoad:
-    """The load of a replica, summed over its engines."""
+def load_of(text: str) -> ReplicaLoad | None:
+    """The load of a replica, summed over its engines; None: the text cannot be parsed."""
     found: dict[str, list[float]] = {name: [] for name in LOAD}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.get(sample.name, []).append(sample.value)
-    return ReplicaLoad(
-        generated_tokens=int(sum(found[GENERATED])),
-        running=int(sum(found[RUNNING])),
-        waiting=int(sum(found[WAITING])),
-        kv_cache_use=max(found[KV_CACHE], default=0.0),
-    )
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                found.get(sample.name, []).append(sample.value)
+        return ReplicaLoad(
+            generated_tokens=int(sum(found[GENERATED])),
+            running=int(sum(found[RUNNING])),
+            waiting=int(sum(found[WAITING])),
+            kv_cache_use=max(found[KV_CACHE], default=0.0),
+        )
+    except (ValueError, OverflowError):  # as `merge`; NaN and infinity are no counts
+        return None
 
 
 class _Families(Collector):

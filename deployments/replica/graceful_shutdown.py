@@ -3,7 +3,8 @@
     no new requests ─► running ones finish ─► the ledger releases it between rounds ─► last report
                        at most `drain_s`      at most `RELEASE_S`
 
-It takes part in rounds until its last request has finished. If the whole application stops, it only drains.
+It takes part in rounds until its last request has finished. If the whole application stops, it drains, and
+ends its write to the store, which no other replica will do.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from deployments.host.logs import serve_logger
 
 RELEASE_S = 60.0  # longer than most rounds
 LOST_CONTACT_S = 30.0  # the controller may be restarting
+WRITE_S = 300.0  # for the version that it writes
 APPLICATION_DRAIN_S = 10.0  # if the whole application stops
 STATUS_S = 3.0
 LAST_REPORT_S = 5.0
@@ -28,6 +30,9 @@ class LeavingMember(Protocol):
     leaving: bool
     drained: bool
     may_leave: bool
+
+    @property
+    def is_writing(self) -> bool: ...
 
 
 class GracefulShutdown:
@@ -76,6 +81,8 @@ class GracefulShutdown:
             logger.warning("aborting %d requests that are still running", self._in_flight())
         self._stop()
         self._member.drained = True
+        if all_stops:
+            await self._until(lambda: not self._member.is_writing, WRITE_S, alone=True)
         if self._failed() or all_stops:
             return
         if not await self._until(lambda: self._member.may_leave, self._release_s) and not self._failed():
@@ -83,12 +90,14 @@ class GracefulShutdown:
         with contextlib.suppress(Exception):  # the controller may be gone
             await asyncio.wait_for(self._send_last_report(), LAST_REPORT_S)
 
-    async def _until(self, ready: Callable[[], bool], limit_s: float) -> bool:
-        """Whether it became true in time; gives up if the replica failed or lost its controller."""
+    async def _until(self, ready: Callable[[], bool], limit_s: float, *, alone: bool = False) -> bool:
+        """Whether it became true in time; gives up if the replica failed, or, unless `alone`, lost its
+        controller."""
         begin = time.monotonic()
         while not ready():
             now = time.monotonic()
-            if self._failed() or now - begin > limit_s or now - self._last_contact() > self._lost_contact_s:
+            lost = not alone and now - self._last_contact() > self._lost_contact_s
+            if self._failed() or now - begin > limit_s or lost:
                 return False
             await asyncio.sleep(RECHECK_S)
         return True

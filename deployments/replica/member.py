@@ -154,6 +154,11 @@ class EngineMember(ABC):
             self.changed.notify_all()
         return value
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a version is being written to the store."""
+        return False
+
     @abstractmethod
     async def interrupt(self) -> None:
         """Break whatever the running instruction waits for."""

@@ -56,6 +56,10 @@ class StagedMember(EngineMember):
         self._page: ProgressPage | None = None  # None: a worker is on another host, or none has connected
         self._watching: asyncio.Task[None] | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        return self._watching is not None and not self._watching.done()
+
     async def interrupt(self) -> None:
         await self._engine.workers("staging_drop")
 

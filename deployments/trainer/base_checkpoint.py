@@ -3,7 +3,6 @@ tower, multi-token prediction) is frozen: sent and stored as it is, so that ever
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from deployments.host.durable_files import replacing
 from deployments.protocol.errors import InvalidRequest
-from deployments.weights.store.hub import copy_model_files, read_schema
+from deployments.weights.store.hub import model_files, read_schema, write_model_files
 from deployments.weights.store.version_writer import read_tensors, write_safetensors
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
@@ -20,10 +19,12 @@ CONFIG = "config.json"
 
 
 class BaseCheckpoint:
-    """`names` are the directory's tensors, empty without safetensors files. Raises OSError or ValueError."""
+    """`names` are the directory's tensors, empty without safetensors files; `files` what it has beside them,
+    as they are now: it may be overwritten. Raises OSError or ValueError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.files = model_files(directory)
         self._schema = read_schema(directory) or {}
         self.names: frozenset[str] = frozenset(self._schema)
 
@@ -48,14 +49,15 @@ class BaseCheckpoint:
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
         """Write all files of a checkpoint but the weights, which have `dtype`."""
-        copy_model_files(str(self.directory), directory)
-        if self._config.get("model_type") == model.config.model_type:
+        write_model_files(self.files, directory)
+        stored: dict[str, Any] = json.loads(self.files[CONFIG])
+        if stored.get("model_type") == model.config.model_type:
             config = type(model.config).from_dict(model.config.to_dict())
             config.dtype = dtype
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
             config.save_pretrained(directory)
         else:  # the model is a part, such as a vision-language model's text model
-            (directory / CONFIG).write_text(json.dumps(_with_dtype(self._config, dtype), indent=2))
+            (directory / CONFIG).write_text(json.dumps(_with_dtype(stored, dtype), indent=2))
 
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
@@ -68,11 +70,6 @@ class BaseCheckpoint:
                 write_safetensors(weights, partial)
         except OSError as error:
             raise InvalidRequest(f"the checkpoint cannot be written to {directory}: {error}") from error
-
-    @cached_property
-    def _config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((self.directory / CONFIG).read_text(encoding="utf-8"))
-        return config
 
 
 def summary(names: Sequence[str]) -> Sequence[str]:

@@ -23,7 +23,7 @@ from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, state_directory
 from deployments.trainer.stored_weights import Found, StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
-from deployments.weights.store.hub import downloaded
+from deployments.weights.store.hub import downloaded, model_files
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
@@ -237,6 +237,7 @@ class TrainerWorker(TrainerRank):
         else:
             self._base_version = self._find_base(version)
             directory = self._directory_of(self._base_version)
+        self._base.files = model_files(directory)
         self._policy = self._read(directory, self._merged)
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
         source = self._source(self._wire_dtype())

@@ -35,7 +35,7 @@ from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.store.file_read import FileRead
-from deployments.weights.store.hub import cached, copy_model_files, schema_of
+from deployments.weights.store.hub import cached, model_files, schema_of, write_model_files
 from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
 from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
@@ -69,11 +69,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         # `model_config.model` is a stored version at a replica that caught up.
         started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         loading = vllm_config.load_config
-        checkpoint = cached(started_from, vllm_config.model_config.revision, loading.download_dir)
+        loaded, checkpoint = (
+            cached(model, vllm_config.model_config.revision, loading.download_dir)
+            for model in (vllm_config.model_config.model, started_from)
+        )
         self.checkpoint = str(checkpoint)
         self.staging = make_staging(vllm_config, self.device, model)
         self.retained = RetainedVersions()
-        self.version_writer = VersionWriter(write_files=partial(copy_model_files, self.checkpoint))
+        self.version_writer = VersionWriter(write_files=partial(write_model_files, model_files(loaded)))
         # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)

@@ -4,8 +4,7 @@ downloaded   a trainer's: all that a checkpoint needs
 cached       an engine's: vLLM has downloaded what it loads
 """
 
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import _TYPES as SAFETENSORS_DTYPES
@@ -122,11 +121,16 @@ def read_schema(directory: Path) -> Schema | None:
     return schema or None
 
 
-_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", MANIFEST)
+def model_files(directory: Path) -> Mapping[str, bytes]:
+    """What a checkpoint needs beside its weights, by file name. Read it when the model is loaded: the
+    directory may be overwritten before a version is stored."""
+    needed = {file for pattern in _NEEDED for file in directory.glob(pattern) if file.is_file()}
+    weights = ("*.safetensors", "*.index.json", MANIFEST)
+    return {
+        file.name: file.read_bytes() for file in needed if not any(file.match(pattern) for pattern in weights)
+    }
 
 
-def copy_model_files(model: str, directory: Path) -> None:
-    """Copy every file of a checkpoint that holds no weights."""
-    for file in cached(model).iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
-            shutil.copyfile(file, directory / file.name)
+def write_model_files(files: Mapping[str, bytes], directory: Path) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)

@@ -16,7 +16,7 @@ from safetensors.torch import _TYPES
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import StoreResult
-from deployments.weights.store.versions import Store, StoredTensor, VersionManifest
+from deployments.weights.store.versions import MANIFEST, Store, StoredTensor, VersionManifest
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
@@ -165,13 +165,14 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     """Write a checkpoint directory with its manifest, and return it. If its writer crashed before it could
     report it, the version is there already, and stays. Raises ValueError if the tensors are not those that
     were committed, or are stored otherwise."""
-    manifest = _manifest(version)
     try:
-        with store.writing(manifest) as directory:
+        with store.writing(version.version, version.fleet_id) as directory:
+            manifest = _manifest(version)
             write_files(directory)
             write_safetensors(version.tensors, directory / "model.safetensors")
+            (directory / MANIFEST).write_text(manifest.encode())
     except FileExistsError:
-        stored = store.manifest_of(version.version)
+        stored, manifest = store.manifest_of(version.version), _manifest(version)
         if stored.fleet_id != manifest.fleet_id or stored.tensors != manifest.tensors:
             raise ValueError(
                 f"version {version.version} is in the store already, of {stored.owner} and with digest "

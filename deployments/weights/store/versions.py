@@ -128,15 +128,15 @@ class Store:
             raise ValueError(f"{file}: {error}") from error
 
     @contextmanager
-    def writing(self, manifest: VersionManifest) -> Iterator[Path]:
-        """A directory that becomes the version when the block succeeds, and is removed otherwise. Raises
-        FileExistsError (the version is complete) or OSError (the directory cannot be written or is another
-        fleet's, or a newer version was complete first)."""
-        if manifest.fleet_id is not None:
-            check_owner(self.directory, manifest.fleet_id)
-        final = self._path(manifest.version)
+    def writing(self, version: int, fleet_id: str | None = None) -> Iterator[Path]:
+        """A directory that becomes the version when the block succeeds, which writes its manifest too, and is
+        removed otherwise. Raises FileExistsError (the version is complete) or OSError (the directory cannot
+        be written or is another fleet's, or a newer version was complete first)."""
+        if fleet_id is not None:
+            check_owner(self.directory, fleet_id)
+        final = self._path(version)
         if final.exists():
-            raise FileExistsError(f"version {manifest.version} is in {self.directory} already")
+            raise FileExistsError(f"version {version} is in {self.directory} already")
         partial = self.directory / f".{final.name}.{uuid.uuid4().hex[:8]}.partial"
         partial.mkdir(parents=True)
         lock = os.open(partial, os.O_RDONLY)
@@ -145,16 +145,15 @@ class Store:
                 fcntl.flock(lock, fcntl.LOCK_SH)
             with replacing(final, partial):
                 yield partial
-                (partial / MANIFEST).write_text(manifest.encode())
         except OSError as error:
             if final.exists():  # its writer removed what is partial
-                raise FileExistsError(f"version {manifest.version} is in {self.directory} already") from error
+                raise FileExistsError(f"version {version} is in {self.directory} already") from error
             raise
         finally:
             os.close(lock)
         for entry in self.directory.iterdir():
             name = _PARTIAL.fullmatch(entry.name)
-            if name is not None and int(name[1]) <= manifest.version:  # a crash left it, or it is too late
+            if name is not None and int(name[1]) <= version:  # a crash left it, or it is too late
                 shutil.rmtree(entry, ignore_errors=True)
 
     def being_written(self) -> Sequence[str]:

@@ -26,7 +26,7 @@ from app.command.runs import MARK, marked_processes
 from app.command.submit import why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
-from deployments.weights.store.versions import Store, VersionManifest
+from deployments.weights.store.versions import Store
 from tests.environment import users_environment
 from tests.fake_http import JsonHandler, serving
 from tests.free_ports import free_ports
@@ -279,7 +279,7 @@ def test_a_stop_waits_for_a_version_that_a_living_process_writes(tmp_path: Path)
     await_writes(store, said.append)
     assert not said
     with ExitStack() as stack:
-        directory = stack.enter_context(store.writing(VersionManifest(version=12, tensors={})))
+        directory = stack.enter_context(store.writing(12))
         (directory / "model.safetensors").write_bytes(bytes(60_000_000))
         gone = directory / "gone since it was listed"
         gone.symlink_to("nowhere")
@@ -290,14 +290,18 @@ def test_a_stop_waits_for_a_version_that_a_living_process_writes(tmp_path: Path)
             gone.unlink(missing_ok=True)
             if paused == 50:
                 stack.close()
+            if paused == 51:  # its writer had a second version
+                stack.enter_context(store.writing(13))
+            if paused == 60:
+                stack.close()
 
         await_writes(store, said.append, pause)
-    assert paused == 50 and said[0] == "v00000012 (0.1 GB) is being written, at most 300 s more"
-    assert store.list() == [12]
+    assert paused == 61 and said[0] == "v00000012 (0.1 GB) is being written, at most 300 s more"
+    assert store.list() == [12, 13]
 
 
 def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
     pauses, said = list[float](), list[str]()
-    with Store(tmp_path).writing(VersionManifest(version=12, tensors={})):
+    with Store(tmp_path).writing(12):
         await_writes(Store(tmp_path), said.append, pauses.append)
     assert sum(pauses) == WRITE_S

@@ -26,7 +26,7 @@ from deployments.protocol.poll import Receive as ReceivePayload
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import RolloutSample, StepEntry, StepLog, TrainerStatus
 from deployments.router.scrape import Scraped
-from deployments.weights.store.versions import Store, VersionManifest
+from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
 from tests.app.http.fake_controller import Handle
 from tests.app.http.fake_trainer import STATUS, FakeTrainer
 from tests.app.http.serving import tokens
@@ -135,8 +135,8 @@ class PageFleet:
         if is_stored:
             fleet_id = (await controller.fleet()).fleet_id
             manifest = VersionManifest(version=report.version, fleet_id=fleet_id, tensors={})
-            with self._store.writing(manifest):
-                pass
+            with self._store.writing(report.version, fleet_id) as directory:
+                (directory / MANIFEST).write_text(manifest.encode())
             await controller.stored(report.version, str(self._store.path_of(report.version)), label)
         await controller.release(lease.token)
         return report

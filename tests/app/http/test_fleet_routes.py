@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import FleetRoutes
-from app.http.prometheus import LOAD
+from app.http.prometheus import LOAD, RUNNING
 from deployments.protocol.errors import FleetUnavailable, RoundAborted
 from deployments.protocol.poll import FilePart
 from deployments.protocol.responses import Event, ReplicaLoad
@@ -65,7 +65,7 @@ async def test_load_is_what_the_engines_of_each_replica_count() -> None:
             f'vllm:kv_cache_usage_perc{{engine="{engine}"}} 0.{engine}5\n'
             for engine in (1, 2)
         )
-        return Scraped(replicas={"a": engines, "late": None})
+        return Scraped(replicas={"a": engines, "late": None, "odd": "{", "lost": f"{RUNNING} NaN\n"})
 
     handle = Handle(FakeController())
     load = await FleetRoutes(handle, None, DirectoryPublisher(handle, ()), scrape).load()

@@ -260,8 +260,7 @@ async def test_an_empty_directory_in_place_of_the_store_is_not_written_to(tmp_pa
     gone = rf"fleet.json is not there, and this is fleet {fleet_id}'s store: is its disk mounted"
     with pytest.raises(Conflict, match=gone):
         await load(fleet, tmp_path)
-    second = VersionManifest(version=2, fleet_id=fleet_id, tensors={})
-    with pytest.raises(JournalError, match=gone), store.writing(second):
+    with pytest.raises(JournalError, match=gone), store.writing(2, fleet_id):
         pass
     assert not [*store.directory.iterdir()] and (await fleet.controller.fleet()).members[0].admitted
     await fleet.aclose()
@@ -270,7 +269,7 @@ async def test_an_empty_directory_in_place_of_the_store_is_not_written_to(tmp_pa
     store.directory.rmdir()
     (tmp_path / "away").rename(store.directory)
     fleet = Fleet(tmp_path)
-    with store.writing(second):
+    with store.writing(2, fleet_id):
         pass
     await fleet.aclose()
 

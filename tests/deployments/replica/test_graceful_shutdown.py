@@ -10,7 +10,7 @@ class Fleet:
     """The replica's member and front, and the controller that it talks to."""
 
     def __init__(self, running: int = 0, *, releases: bool = True) -> None:
-        self.leaving = self.drained = False
+        self.leaving = self.drained = self.is_writing = False
         self.running = running
         self.releases = releases
         self.failed = False
@@ -109,6 +109,16 @@ async def test_application_shutdown_only_drains_requests() -> None:
     fleet.running = 0
     assert await task < 1
     assert fleet.happened == ["stop with 0"]
+
+
+async def test_application_shutdown_waits_for_a_version_that_is_being_written() -> None:
+    fleet = Fleet()
+    fleet.all_stops = fleet.is_writing = True
+    task = asyncio.create_task(fleet.leave(lost_contact_s=-1.0))  # the controller may be gone
+    await asyncio.sleep(0.15)
+    assert fleet.happened == ["stop with 0"] and not task.done()
+    fleet.is_writing = False
+    await task
 
 
 async def test_lost_controller_is_not_waited_for() -> None:

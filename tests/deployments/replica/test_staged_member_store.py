@@ -62,9 +62,9 @@ async def test_failed_write_can_be_retried(member: StagedMember, llm: FakeLlm) -
     for problem in ("disk full", ""):
         llm.stored = None
         await member.execute(write)
-        assert member.store_result is None, "nothing is known of this attempt"
+        assert member.store_result is None and member.is_writing, "nothing is known of this attempt"
         llm.stored = StoreResult(version=4, label="l", path="", problem=problem)
-        await reached(lambda: member.store_result == llm.stored)
+        await reached(lambda: member.store_result == llm.stored and not member.is_writing)
 
 
 @pytest.mark.parametrize("intact", [True, False])

@@ -15,7 +15,7 @@ from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.checkpoint_files import check_files
-from deployments.weights.store.hub import copy_model_files
+from deployments.weights.store.hub import model_files, write_model_files
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.controller_in_process import ControllerInProcess
@@ -113,7 +113,7 @@ def test_a_trainer_that_starts_from_another_publishers_version_sends_all_of_it(
     version = controller.publish_as("another").version
     fleet_id = controller.status.fleet_id
     committed = CommittedVersion(version=version, label=None, fleet_id=fleet_id, tensors=changed)
-    write_version(committed, Store(Path(spec.store_dir)), partial(copy_model_files, str(model)))
+    write_version(committed, Store(Path(spec.store_dir)), partial(write_model_files, model_files(model)))
     for trainer in (worker, started(spec, controller)):
         trainer.load_version(version)
         published(trainer)
@@ -158,7 +158,7 @@ def test_a_checkpoint_without_safetensors_has_no_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_gone(
+def test_versions_have_their_tokenizer_though_the_model_is_overwritten_and_the_version_before_is_gone(
     tmp_path: Path, controller: ControllerInProcess
 ) -> None:
     model = save_tiny_llama(tmp_path / "model", 0)
@@ -167,11 +167,13 @@ def test_versions_have_a_tokenizer_though_the_version_that_was_resumed_from_is_g
     first.step(BATCH)
     published(first)
     assert first.flush(30.0)
+    tokenizer = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text("another model's")
     worker = started(spec, controller)  # resumes from version 1
     shutil.rmtree(Path(spec.store_dir) / "v00000001")  # as retention does after a few rounds
     published(worker)
     assert worker.flush(30.0)
-    assert (controller.directory_of(2) / "tokenizer.json").is_file()
+    assert (controller.directory_of(2) / "tokenizer.json").read_text() == tokenizer
 
 
 def test_the_configuration_of_a_whole_gets_the_dtype_of_its_weights(tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundEr
 from safetensors.torch import save_file
 
 from deployments.weights.store.checkpoint_files import INDEX
-from deployments.weights.store.hub import cached, copy_model_files, downloaded, read_schema, schema_of
+from deployments.weights.store.hub import (
+    cached,
+    downloaded,
+    model_files,
+    read_schema,
+    schema_of,
+    write_model_files,
+)
 from deployments.weights.wire.checkpoint_schema import TensorSpec
 from tests.fake_hub import FakeHub
 from tests.tiny_models import save_tiny_llama
@@ -134,13 +141,16 @@ WEIGHTS = {
 }
 
 
-def test_every_file_but_the_weights_is_copied(tmp_path: Path) -> None:
+def test_every_file_but_the_weights_is_copied_as_it_was_when_the_model_was_loaded(tmp_path: Path) -> None:
     model, target = tmp_path / "model", tmp_path / "target"
     (model / "sub").mkdir(parents=True)
     target.mkdir()
     for name in COPIED | WEIGHTS:
         (model / name).write_text(name)
-    copy_model_files(str(model), target)
+    files = model_files(model)
+    for name in (*COPIED, "tokenizer_config.json"):
+        (model / name).write_text("another model's")
+    write_model_files(files, target)
     assert {file.name: file.read_text() for file in target.iterdir()} == {name: name for name in COPIED}
 
 

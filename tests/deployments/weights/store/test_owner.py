@@ -8,7 +8,7 @@ import pytest
 
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner, hold
-from deployments.weights.store.versions import Store, VersionManifest
+from deployments.weights.store.versions import Store
 from tests.full_disk import full_disk
 
 OURS, STATE = "ours", Path("/state")
@@ -110,7 +110,7 @@ def test_nothing_is_written_into_the_store_of_another_fleet(tmp_path: Path) -> N
     claim(tmp_path, "theirs", STATE)
     with (
         pytest.raises(JournalError, match="belongs to fleet theirs"),
-        Store(tmp_path).writing(VersionManifest(version=1, fleet_id=OURS, tensors={})),
+        Store(tmp_path).writing(1, OURS),
     ):
         pass
     assert [each.name for each in tmp_path.iterdir()] == [OWNER]

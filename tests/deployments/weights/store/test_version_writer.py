@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.protocol.poll import StoreResult
-from deployments.weights.store.hub import copy_model_files
+from deployments.weights.store import version_writer
+from deployments.weights.store.hub import model_files, write_model_files
 from deployments.weights.store.owner import OWNER
 from deployments.weights.store.version_writer import (
     CommittedVersion,
@@ -63,7 +64,7 @@ def store(tmp_path: Path) -> Store:
 def test_a_written_version_is_a_checkpoint_that_transformers_loads(store: Store, tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model", seed=1)
     tensors = {name: parameter.detach() for name, parameter in tiny_llama(7).named_parameters()}
-    path = write_version(version_of(3, tensors), store, partial(copy_model_files, str(model)))
+    path = write_version(version_of(3, tensors), store, partial(write_model_files, model_files(model)))
     assert path == store.path_of(3)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for name, tensor in tensors.items():
@@ -81,6 +82,20 @@ def test_the_manifest_has_the_digests_of_what_was_written(store: Store) -> None:
         "w": StoredTensor(dtype="float32", shape=(2, 3), digest=f"{digest(loaded['w']):016x}"),
         "strided": StoredTensor(dtype="int64", shape=(3, 2), digest=f"{digest(loaded['strided']):016x}"),
     }
+
+
+def test_a_stop_waits_for_a_version_whose_digest_is_being_computed(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def slow(tensor: torch.Tensor) -> int:
+        seen.extend(store.being_written())
+        return digest(tensor)
+
+    monkeypatch.setattr(version_writer, "digest", slow)
+    write_version(version_of(3), store, no_files)
+    assert seen == ["v00000003 (0.0 GB)"]
 
 
 def test_tensors_that_changed_after_their_commit_are_not_stored(store: Store) -> None:

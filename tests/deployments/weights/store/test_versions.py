@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.weights.store.versions import Store, StoredTensor, VersionManifest
+from deployments.weights.store.versions import MANIFEST, Store, StoredTensor, VersionManifest
 
 
 def manifest_of(version: int) -> VersionManifest:
@@ -13,7 +13,8 @@ def manifest_of(version: int) -> VersionManifest:
 
 
 def write(store: Store, version: int) -> None:
-    with store.writing(manifest_of(version)) as directory:
+    with store.writing(version) as directory:
+        (directory / MANIFEST).write_text(manifest_of(version).encode())
         (directory / "config.json").write_text("{}")
         (directory / "sub").mkdir()
         (directory / "sub" / "weights.bin").write_bytes(b"x" * version)
@@ -26,17 +27,16 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_version_is_listed_once_it_is_complete(store: Store) -> None:
     assert list(store.list()) == []
-    with store.writing(manifest_of(3)) as directory:
+    with store.writing(3) as directory:
         (directory / "config.json").write_text("{}")
         assert list(store.list()) == []
     assert list(store.list()) == [3]
     assert store.path_of(3).name == "v00000003"
-    assert store.manifest_of(3) == manifest_of(3)
 
 
 def test_a_writer_that_fails_leaves_nothing(store: Store) -> None:
     write(store, 1)
-    with pytest.raises(RuntimeError, match="disk on fire"), store.writing(manifest_of(2)):
+    with pytest.raises(RuntimeError, match="disk on fire"), store.writing(2):
         raise RuntimeError("disk on fire")
     assert list(store.list()) == [1]
     assert [entry.name for entry in store.directory.iterdir()] == ["v00000001"]
@@ -45,7 +45,7 @@ def test_a_writer_that_fails_leaves_nothing(store: Store) -> None:
 @pytest.mark.parametrize("first_ends_first", [True, False])
 def test_two_writers_of_a_version_share_nothing(store: Store, first_ends_first: bool) -> None:
     """The first was believed lost."""
-    writers = [store.writing(manifest_of(1)) for _ in range(2)]
+    writers = [store.writing(1) for _ in range(2)]
     directories = [writer.__enter__() for writer in writers]
     order = [0, 1] if first_ends_first else [1, 0]
     (directories[order[0]] / "weights.bin").write_bytes(b"whole")
@@ -62,7 +62,7 @@ def test_two_writers_of_a_version_share_nothing(store: Store, first_ends_first: 
 
 @pytest.mark.parametrize("older_ends_first", [True, False])
 def test_a_writer_leaves_a_newer_version_to_its_writer(store: Store, older_ends_first: bool) -> None:
-    older, newer = store.writing(manifest_of(12)), store.writing(manifest_of(13))
+    older, newer = store.writing(12), store.writing(13)
     older.__enter__()
     (newer.__enter__() / "weights.bin").write_bytes(b"whole")
     if older_ends_first:
@@ -132,7 +132,7 @@ def test_version_that_is_being_removed_cannot_be_read(store: Store) -> None:
 # -- manifests -------------------------------------------------------------------------------------
 
 
-MANIFEST = VersionManifest(
+CONTENT = VersionManifest(
     version=7,
     label="step-7",
     trainer_step=70,
@@ -144,14 +144,14 @@ MANIFEST = VersionManifest(
 
 
 def test_manifest_round_trip_omits_fields_without_a_value() -> None:
-    assert VersionManifest.decode(MANIFEST.encode()) == MANIFEST
-    assert json.loads(MANIFEST.encode()).keys() == {"version", "label", "trainer_step", "tensors"}
+    assert VersionManifest.decode(CONTENT.encode()) == CONTENT
+    assert json.loads(CONTENT.encode()).keys() == {"version", "label", "trainer_step", "tensors"}
 
 
 def test_fields_of_a_newer_release_are_ignored() -> None:
-    newer = json.loads(MANIFEST.encode()) | {"shards": 2}
+    newer = json.loads(CONTENT.encode()) | {"shards": 2}
     newer["tensors"]["w"]["compression"] = "none"
-    assert VersionManifest.decode(json.dumps(newer)) == MANIFEST
+    assert VersionManifest.decode(json.dumps(newer)) == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,8 @@ def test_text_that_is_no_manifest_is_refused_by_its_first_wrong_field(text: str,
 
 def test_a_damaged_manifest_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with store.writing(MANIFEST):
-        pass
-    (store.path_of(7) / "manifest.json").write_text("{}")
+    with store.writing(7) as directory:
+        (directory / MANIFEST).write_text("{}")
     with pytest.raises(
         ValueError, match=r"v00000007/manifest\.json: not a manifest: version: Field required"
     ):
