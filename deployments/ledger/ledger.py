@@ -140,10 +140,8 @@ class Ledger:
 
     def open_round(self, token: int, options: RoundOptions, now: float) -> int:
         publisher = self.renew(token, now).publisher
-        connected = publisher_session.connection_of(self.state, publisher)
-        connection = None if options.file_bytes is not None else connected
         desired_state.check_awake(self.state)
-        round_id = staging_phase.open_round(self.state, options, connection)
+        round_id = staging_phase.open_round(self.state, publisher, options)
         self.advance(now)
         return round_id
 

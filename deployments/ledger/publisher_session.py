@@ -76,19 +76,12 @@ def expire(state: State) -> str | None:
 # -- the connection ---------------------------------------------------------------------------
 
 
-def connection_of(state: State, publisher: str) -> Connection | None:
-    """A connection belongs to its publisher; another one makes its own."""
-    connection = state.publisher.connection
-    return connection if connection is not None and connection.publisher == publisher else None
-
-
-def check_connection(state: State, connection: Connection | None, members: Sequence[Member]) -> Connection:
-    """Raises Conflict without a connection, or if a communicator lacks a member or has a dead one."""
-    if connection is None:
-        reason, broken_by = (
-            "connect before opening a round: no publisher is connected",
-            state.publisher.broken_by,
-        )
+def connection_to(state: State, publisher: str, members: Sequence[Member]) -> Connection:
+    """The publisher's own connection to these members. Raises Conflict if there is none, or if a communicator
+    lacks a member or has a dead one."""
+    connection, broken_by = state.publisher.connection, state.publisher.broken_by
+    if connection is None or connection.publisher != publisher:
+        reason = "connect before opening a round: no publisher is connected"
         if broken_by is not None:
             reason = f"the transfer group ended with round {broken_by}, which was aborted; connect again"
         raise Conflict(reason, {"connect_again": True})
@@ -214,7 +207,7 @@ def send_adapter(state: State, publisher: str, load_id: str, payload: JsonValue 
     again then.
     """
     members = state.for_round()
-    connection = check_connection(state, connection_of(state, publisher), members)
+    connection = connection_to(state, publisher, members)
     cancel_rendezvous(state)
     call = membership.send(
         state,

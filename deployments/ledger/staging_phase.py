@@ -14,7 +14,6 @@ from pydantic import JsonValue
 from deployments.ledger import commit_phase, membership, publisher_session
 from deployments.ledger.decisions import Opened
 from deployments.ledger.state import (
-    Connection,
     Member,
     PendingCall,
     PendingDrain,
@@ -53,12 +52,13 @@ from deployments.protocol.publishing import RoundOptions
 # -- the publisher's calls --------------------------------------------------------------------
 
 
-def open_round(state: State, options: RoundOptions, connection: Connection | None) -> int:
+def open_round(state: State, publisher: str, options: RoundOptions) -> int:
     """Open a round with every free member, joiners included: a round carries all weights."""
     members = _eligible(state)
     _check_after(state, options.after)
+    connection = None
     if options.file_bytes is None:
-        publisher_session.check_connection(state, connection, members)
+        connection = publisher_session.connection_to(state, publisher, members)
 
     config = state.config
     state.last_round_id += 1
@@ -70,7 +70,7 @@ def open_round(state: State, options: RoundOptions, connection: Connection | Non
         epoch=state.epoch,
         opened_at=state.now,
         part_since=state.now,
-        publisher="" if state.publisher.lease is None else state.publisher.lease.publisher,
+        publisher=publisher,
         participants=tuple(members),
         connection=connection,
         commit=config.commit,
@@ -123,22 +123,19 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
     parts = _split(payload, current.participants)
     current.go_on(RoundPart.STAGE, state.now)
     current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
-
-    def receive(member: Member) -> Receive:
-        options = StagingOptions(
-            retain_version=current.version if current.persist else None,
-            kv_cache=current.kv_cache,
-            in_flight=current.in_flight,
-        )
-        return Receive(round_id=round_id, payload=parts[member], options=options)
-
     members = current.remaining()
     call = membership.expect(state, Receive.name, members, on_complete=_answered, round_id=round_id)
+    options = StagingOptions(
+        retain_version=current.version if current.persist else None,
+        kv_cache=current.kv_cache,
+        in_flight=current.in_flight,
+    )
 
     def queue() -> None:
         for member in current.remaining():
             if member in call.waiting:
-                membership.queue(state, member, receive(member), call)
+                body = Receive(round_id=round_id, payload=parts[member], options=options)
+                membership.queue(state, member, body, call)
 
     if current.must_drain and any(member.updates_in_place for member in members):
         _drain(state, current, queue)  # the first payload changes live weights: no request may run by then
@@ -224,7 +221,8 @@ def advance(state: State) -> None:
 
 
 def _check_quorum(state: State, current: Round) -> None:
-    receiving = _collective_receive(state, current)
+    collective = current.connection is not None and current.connection.collective
+    receiving = next(iter(_receives(state, current)), None) if collective else None
     if receiving is not None:  # not only after the last answer: the others wait for the failed one
         membership.fence_each(state, classify(receiving).replica_failed, Receive.name)
     remaining, needed = current.remaining(), state.needed
@@ -241,13 +239,8 @@ def _check_quorum(state: State, current: Round) -> None:
             },
         )
         abort(state, current, error)
-    elif out and receiving is not None:
+    elif out and receiving is not None:  # a communicator is of no use without one of its members
         abort(state, current, _transfer_failed(current, out))
-
-
-def _collective_receive(state: State, current: Round) -> PendingCall | None:
-    """The pending receive over a communicator, which is of no use without one of its members."""
-    return next(iter(_receives(state, current)), None) if current.collective else None
 
 
 def _receives(state: State, current: Round) -> list[PendingCall]:

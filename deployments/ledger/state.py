@@ -197,18 +197,14 @@ class Verdict:
 
 
 def classify(call: PendingCall) -> Verdict:
-    def reasons(outcome: Outcome) -> dict[str, str]:
-        return {
-            replica_id: answer.message or f"{call.name} {outcome.value}"
-            for replica_id, answer in call.answers.items()
-            if answer.outcome is outcome
-        }
-
+    reasons: dict[Outcome, dict[str, str]] = {outcome: {} for outcome in Outcome}
+    for replica_id, answer in call.answers.items():
+        reasons[answer.outcome][replica_id] = answer.message or f"{call.name} {answer.outcome.value}"
     return Verdict(
-        done=frozenset(reasons(Outcome.DONE)),
-        rejected=reasons(Outcome.REJECTED),
-        transfer_failed=reasons(Outcome.TRANSFER_FAILED),
-        replica_failed=reasons(Outcome.REPLICA_FAILED),
+        done=frozenset(reasons[Outcome.DONE]),
+        rejected=reasons[Outcome.REJECTED],
+        transfer_failed=reasons[Outcome.TRANSFER_FAILED],
+        replica_failed=reasons[Outcome.REPLICA_FAILED],
     )
 
 
@@ -345,10 +341,6 @@ class Round:
     def hold(self) -> bool:
         """Whether a replica waits after its swap for the others, including those that a restart forgot."""
         return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
-
-    @property
-    def collective(self) -> bool:
-        return self.connection is not None and self.connection.collective
 
     @property
     def must_drain(self) -> bool:
