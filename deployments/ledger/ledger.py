@@ -12,6 +12,7 @@ The shell writes what `take_decisions` returns before any replica polls again; `
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 
 from pydantic import JsonValue
 
@@ -365,7 +366,8 @@ class Ledger:
         return [report for report in self.state.history if report.round_id > after]
 
     def events_since(self, event_id: int) -> list[Event]:
-        return self.state.events.since(event_id)
+        newer = takewhile(lambda event: event.event_id > event_id, reversed(self.state.events))
+        return list(newer)[::-1]
 
     def health(self) -> Health:
         members = self.state.members.values()

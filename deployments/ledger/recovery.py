@@ -40,7 +40,7 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
                 _fold(state, decision)
     generation += 1
     # Replicas ignore sequence numbers that they have seen.
-    state.next_seq = state.events.next_id = generation * ID_SPAN + 1
+    state.next_seq = state.next_event_id = generation * ID_SPAN + 1
     state.decide(decisions.Started(generation=generation))
     if state.founded is None:
         state.found(decisions.Founded(fleet_id=new_fleet_id))

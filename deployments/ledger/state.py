@@ -3,7 +3,6 @@
 `State.now` is the time of the current event; no module reads a clock.
 """
 
-import itertools
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,7 @@ from deployments.protocol.publishing import Lease, RoundReport
 from deployments.protocol.responses import Event
 
 FIRST_PATIENCE_S = 1.0
+KEPT_EVENTS = 1000
 ID_SPAN = 10**9  # ids of one controller process before those of the next begin
 UNKNOWN = -1  # a replica that did not say how many requests still run
 
@@ -464,20 +464,6 @@ class AdapterLoads:
 # -- the whole --------------------------------------------------------------------------------
 
 
-class EventLog:
-    def __init__(self, capacity: int = 1000) -> None:
-        self.events: deque[Event] = deque(maxlen=capacity)
-        self.next_id = 1
-
-    def record(self, event: str, now: float, **fields: JsonValue) -> None:
-        self.events.append(Event(event_id=self.next_id, name=event, at=now, fields=fields))
-        self.next_id += 1
-
-    def since(self, event_id: int) -> list[Event]:
-        newer = itertools.takewhile(lambda event: event.event_id > event_id, reversed(self.events))
-        return list(newer)[::-1]
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class State:
     config: LedgerConfig
@@ -488,7 +474,8 @@ class State:
     now: float = 0.0
     wall: float = 0.0  # `now` + `wall` is seconds since 1970
     decisions: list[Decision] = field(default_factory=list)  # not durable yet
-    events: EventLog = field(default_factory=EventLog)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
+    next_event_id: int = 1
 
     members: dict[str, Member] = field(default_factory=dict)  # replica id -> member, in order of registration
     fences: OrderedDict[str, Fenced] = field(
@@ -532,7 +519,8 @@ class State:
         self.decide(founded)
 
     def record(self, event: str, **fields: JsonValue) -> None:
-        self.events.record(event, self.now, **fields)
+        self.events.append(Event(event_id=self.next_event_id, name=event, at=self.now, fields=fields))
+        self.next_event_id += 1
 
     @property
     def fleet_id(self) -> str:

@@ -95,7 +95,7 @@ def expand(state: bytes, trail: Trail, reduced: bool) -> Expanded:
 
 def frozen(fleet: SmallFleet) -> bytes:
     """A state to be continued from; without what nobody looks at."""
-    fleet.ledger.state.events.events.clear()
+    fleet.ledger.state.events.clear()
     for seat in fleet.seats:
         seat.replica.ran.clear()
     return pickle.dumps(fleet, pickle.HIGHEST_PROTOCOL)
