@@ -149,13 +149,9 @@ class DurableLedger:
         self._written = asyncio.Event()
         self._failure: str | None = None  # why nothing is written any more
         self._running: list[asyncio.Task[None]] = []
-        self._looks, self._look_scheduled = 0, False
+        self.looks = 0  # at the consequences of reports, so far; see `look_soon`
+        self._look_scheduled = False
         self._look_at = 0.0  # event-loop time before which no look happens
-
-    @property
-    def looks(self) -> int:
-        """Looks at the consequences of reports so far; see `look_soon`."""
-        return self._looks
 
     def enter(self) -> None:
         """Begins every call. Raises FleetUnavailable: decisions could not be written."""
@@ -221,7 +217,7 @@ class DurableLedger:
             self._look_scheduled = True
             loop = asyncio.get_running_loop()
             loop.call_at(max(self._look_at, loop.time()), self._look)
-        return self._looks + 1
+        return self.looks + 1
 
     async def durable(self, made: int) -> None:
         """Wait until this many decisions are on disk. Raises FleetUnavailable: they could not be written."""
@@ -263,7 +259,7 @@ class DurableLedger:
         self.enter()
 
     def _look(self) -> None:
-        self._looks, self._look_scheduled = self._looks + 1, False
+        self.looks, self._look_scheduled = self.looks + 1, False
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:

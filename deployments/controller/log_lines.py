@@ -75,17 +75,13 @@ class LogLines:
     """Writes events to Serve's log. Remembers the round in flight, which other events belong to."""
 
     def __init__(self) -> None:
-        self._last_id = 0
+        self.last_id = 0  # the newest event that is written
         self._round = ""
         self._fenced: set[JsonValue] = set()
 
-    @property
-    def last_id(self) -> int:
-        return self._last_id
-
     def write(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._last_id = event.event_id
+            self.last_id = event.event_id
             fields = {"round": self._round, **event.fields}
             key = self._key(event)
             if "replicas" in fields and event.name == "round":

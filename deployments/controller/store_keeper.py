@@ -111,18 +111,12 @@ class StoreKeeper:
         # Without tensors, and its directory. A version never changes: its manifest is read once.
         self._known: Mapping[int, tuple[VersionManifest, str]] = {}
         # A version that is being read stays until a later pass.
-        self.removal = Removal(
-            "versions",
-            self.check_owner,
-            self._owners,
-            self._removable,
-            store.remove,
-        )
+        self.removal = Removal("versions", self.check_owner, self._owners, self._removable, store.remove)
         self._keep = keep
 
     def check_owner(self) -> None:
         """Reads the disk. Raises JournalError: the store is not this fleet's any more."""
-        check_owner(self._store.directory, self._ledger.fleet_id)
+        check_owner(self._store.directory, self._ledger.state.fleet_id)
 
     def claim(self) -> None:
         """Make the store this fleet's, or check that it is, when the controller starts. Reads the disk.
@@ -131,7 +125,7 @@ class StoreKeeper:
             JournalError: it belongs to another fleet, has versions of one, has none where this fleet stored
                 some, is used by another controller, or cannot be read or written.
         """
-        if not has_owner(self._store.directory, self._ledger.fleet_id):
+        if not has_owner(self._store.directory, self._ledger.state.fleet_id):
             self._claim()
         self._held = self._hold_claim(self._store.directory)
         self._find_stored(self._owners())
@@ -143,7 +137,7 @@ class StoreKeeper:
             os.close(held)
 
     def _claim(self) -> None:
-        directory, fleet_id = self._store.directory, self._ledger.fleet_id
+        directory, fleet_id = self._store.directory, self._ledger.state.fleet_id
         stored = self._ledger.state.stored
         if stored is not None and Path(stored.path).parent == directory and not self._store.list():
             self.check_owner()
@@ -193,7 +187,9 @@ class StoreKeeper:
 
     def _find_stored(self, owned: Owners) -> None:
         """A writer may have exited before it could report its version, or this process before it heard."""
-        newest = max((each for each, owner in owned.items() if owner == self._ledger.fleet_id), default=0)
+        newest = max(
+            (each for each, owner in owned.items() if owner == self._ledger.state.fleet_id), default=0
+        )
         found = self._known.get(newest)
         if found is not None and newest > self._ledger.state.stored_version:
             manifest, path = found
@@ -201,7 +197,7 @@ class StoreKeeper:
 
     def _foreign(self) -> Owners:
         """Versions of another fleet."""
-        ours = self._ledger.fleet_id
+        ours = self._ledger.state.fleet_id
         return {version: owner for version, owner in self._owners().items() if owner != ours}
 
     def _owners(self) -> Owners:

@@ -355,10 +355,6 @@ class Ledger:
 
     # -- queries ------------------------------------------------------------------------------
 
-    @property
-    def fleet_id(self) -> str:
-        return self.state.fleet_id
-
     def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
         return stored_versions.removable(self.state, on_disk, keep)
 

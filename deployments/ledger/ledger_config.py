@@ -4,18 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest
-from deployments.protocol.poll import (
-    Body,
-    CatchUp,
-    Commit,
-    CommitMode,
-    Connect,
-    Drop,
-    KvCache,
-    Receive,
-    Release,
-    Verify,
-)
+from deployments.protocol.poll import CommitMode, KvCache
 
 
 class SizeLimits(BaseModel):
@@ -79,15 +68,3 @@ class LedgerConfig(BaseModel):
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
     join_timeout_s: float = Field(default=3600.0, gt=0)  # a joiner's version stays in the store for so long
     grace_s: float = Field(default=5.0, ge=0)  # a replica may report its own timeout before it is fenced
-
-    def deadline_s(self, body: Body) -> float:
-        """How long a replica may take over one instruction, counted from the end of the one before it."""
-        match body:
-            case Commit() | Release():
-                return self.commit_timeout_s
-            case CatchUp():
-                return self.catch_up_timeout_s
-            case Connect() | Receive() | Verify() | Drop():
-                return self.stage_timeout_s
-            case _:
-                return self.call_timeout_s

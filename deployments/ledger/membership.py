@@ -27,11 +27,18 @@ from deployments.ledger.state import (
 from deployments.protocol.poll import (
     Acknowledgement,
     Body,
+    CatchUp,
+    Commit,
+    Connect,
     Drain,
+    Drop,
     EndDrain,
     Instruction,
     Outcome,
+    Receive,
+    Release,
     Report,
+    Verify,
     drain_of_round,
 )
 
@@ -86,7 +93,17 @@ def expect(
 
 
 def queue(state: State, member: Member, body: Body, call: PendingCall | None = None) -> None:
-    instruction = Instruction(seq=state.next_seq, body=body, deadline_s=state.config.deadline_s(body))
+    config = state.config
+    match body:  # how long a replica may take over it, from the end of the one before it
+        case Commit() | Release():
+            deadline_s = config.commit_timeout_s
+        case CatchUp():
+            deadline_s = config.catch_up_timeout_s
+        case Connect() | Receive() | Verify() | Drop():
+            deadline_s = config.stage_timeout_s
+        case _:
+            deadline_s = config.call_timeout_s
+    instruction = Instruction(seq=state.next_seq, body=body, deadline_s=deadline_s)
     state.next_seq += 1
     member.queue.append(QueuedInstruction(instruction=instruction, call=call))
     _start_deadline(state, member)

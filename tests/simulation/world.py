@@ -233,7 +233,7 @@ class World:
         return str(path)
 
     def _manifest(self, version: int) -> VersionManifest:
-        fleet_id = None if self.controller is None else self.controller[1]._ledger.fleet_id
+        fleet_id = None if self.controller is None else self.controller[1]._ledger.state.fleet_id
         return VersionManifest(version=version, label=None, tensors={}, fleet_id=fleet_id)
 
     def read(self, path: str, version: int) -> str:
