@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deployments.controller.event_counts import EventCounts
+from deployments.controller import event_counts
 from deployments.controller.journal import Journal
 from deployments.controller.log_lines import LogLines
 from deployments.controller.ray_cluster import IsAlive, Kill, ReplicaProcesses
@@ -132,7 +132,7 @@ class DurableLedger:
         self._tick_s = tick_s
         self._clock = clock
         self._on_tick, self._on_closed = on_tick, on_closed
-        self._log_lines, self._counts = LogLines(), EventCounts(ledger.history)
+        self._log_lines = LogLines()
         journal = open_journal(state_dir)
         self._last_now = clock()
         wall = time.time() - self._last_now
@@ -275,7 +275,7 @@ class DurableLedger:
         if self._on_disk == self._made:  # the log must not state what may be lost
             events = self._ledger.events_since(self._log_lines.last_id)
             self._log_lines.write(events)
-            self._counts.write(events)
+            event_counts.count(events, self._ledger.state.history)
 
     # -- the disk -----------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Counts the ledger's events for Prometheus: rounds by outcome and duration, what they waited for, fences."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import Event
@@ -10,31 +10,24 @@ from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART, 
 _ACTION = re.compile(r"([a-z_]+): ")  # what a replica did not do
 
 
-class EventCounts:
-    """Args: `history` is the rounds that ended, oldest first."""
+def count(events: Iterable[Event], rounds: Sequence[RoundReport], record: Record = record) -> None:
+    """Args: `rounds` are those that ended, oldest first; so old ones that they are forgotten do not count."""
+    for event in events:
+        if event.name == "fence":
+            record(FENCES, reason=kind_of(str(event.fields["reason"])))
+        elif event.name == "round" and event.fields["phase"] in ("committed", "aborted"):
+            for report in reversed(rounds):
+                if report.round_id == event.fields["round_id"]:
+                    _count_round(report, record)
 
-    def __init__(self, history: Callable[[], Sequence[RoundReport]], record: Record = record) -> None:
-        self._history = history
-        self._record = record
 
-    def write(self, events: Iterable[Event]) -> None:
-        for event in events:
-            if event.name == "fence":
-                self._record(FENCES, reason=kind_of(str(event.fields["reason"])))
-            elif event.name == "round" and event.fields["phase"] in ("committed", "aborted"):
-                self._ended(event.fields["round_id"])
-
-    def _ended(self, round_id: object) -> None:
-        report = next((each for each in reversed(self._history()) if each.round_id == round_id), None)
-        if report is None:  # so many have ended since that it is forgotten
-            return
-        self._record(ROUND, report.duration_s, outcome=report.phase)
-        if report.phase != "committed":
-            return
+def _count_round(report: RoundReport, record: Record) -> None:
+    record(ROUND, report.duration_s, outcome=report.phase)
+    if report.phase == "committed":
         for part, spent_s in report.parts.items():
-            self._record(ROUND_PART, spent_s, part=part)
+            record(ROUND_PART, spent_s, part=part)
         for timings in report.replicas.values():
-            self._record(ROUND_GAP, timings.gap_s)
+            record(ROUND_GAP, timings.gap_s)
 
 
 def kind_of(reason: str) -> str:

@@ -131,7 +131,12 @@ class Follower:
             if directive is None:
                 await asyncio.sleep(self._retry_s)
             elif directive.fenced is None:
-                await self._run_new(directive)
+                for instruction in directive.instructions:
+                    if instruction.seq in self._seen:
+                        continue
+                    self._seen.add(instruction.seq)
+                    if not await self._run(instruction):
+                        break
 
     async def _confirm_fence(self) -> None:
         for _ in range(FENCED_REPORTS):
@@ -197,14 +202,7 @@ class Follower:
             ended=ended,
         )
 
-    async def _run_new(self, directive: Directive) -> None:
-        for instruction in directive.instructions:
-            if instruction.seq not in self._seen:
-                self._seen.add(instruction.seq)
-                if not await self._run_one(instruction):
-                    return
-
-    async def _run_one(self, instruction: Instruction) -> bool:
+    async def _run(self, instruction: Instruction) -> bool:
         """Run to the end while reporting; False if a fence or a DROP ended it."""
         task = asyncio.create_task(self._execute(instruction))
         interrupted = False
@@ -247,17 +245,14 @@ class Follower:
         return None
 
     async def _execute(self, instruction: Instruction) -> None:
-        round_id = getattr(instruction.body, "round_id", None)
-        trace = None if round_id is None or self._directive is None else self._directive.trace
-        with tracing.span(instruction.body.name, trace, replica=self._replica_id, round=round_id or 0):
-            await self._execute_one(instruction)
-
-    async def _execute_one(self, instruction: Instruction) -> None:
         name, outcome, message = instruction.body.name, Outcome.DONE, ""
         value: Value = None
         missing: tuple[int, ...] = ()
+        round_id = getattr(instruction.body, "round_id", None)
+        trace = None if round_id is None or self._directive is None else self._directive.trace
         try:
-            value = await asyncio.wait_for(self._member.execute(instruction.body), instruction.deadline_s)
+            with tracing.span(name, trace, replica=self._replica_id, round=round_id or 0):
+                value = await asyncio.wait_for(self._member.execute(instruction.body), instruction.deadline_s)
         except PayloadRejected as error:
             outcome, message = Outcome.REJECTED, str(error)
         except TransferFailed as error:

@@ -1,6 +1,6 @@
 import pytest
 
-from deployments.controller.event_counts import EventCounts, kind_of
+from deployments.controller.event_counts import count, kind_of
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 from deployments.protocol.responses import Event
 from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART
@@ -27,8 +27,8 @@ def ended(round_id: int, phase: str) -> Event:
 
 def test_a_round_is_counted_once_when_it_has_ended() -> None:
     recorded = Recorded()
-    counts = EventCounts(lambda: [report(1, "committed"), report(2, "aborted")], recorded)
-    counts.write([ended(1, "open"), ended(1, "committing"), ended(1, "committed"), ended(2, "aborted")])
+    events = [ended(1, "open"), ended(1, "committing"), ended(1, "committed"), ended(2, "aborted")]
+    count(events, [report(1, "committed"), report(2, "aborted")], recorded)
     assert recorded.values(ROUND, "outcome") == {"committed": [2.0], "aborted": [2.0]}
     assert recorded.values(ROUND_PART, "part") == {"stage": [1.5], "commit": [0.5]}
     assert recorded.values(ROUND_GAP) == {None: [0.01, 0.02]}
@@ -47,6 +47,6 @@ def test_a_round_is_counted_once_when_it_has_ended() -> None:
 def test_fences_are_counted_by_kind_and_not_by_sentence(reason: str, kind: str) -> None:
     recorded = Recorded()
     event = Event(event_id=1, name="fence", at=0.0, fields={"replica": "r0", "reason": reason, "epoch": 1})
-    EventCounts(list, recorded).write([event])
+    count([event], [], recorded)
     assert recorded.values(FENCES, "reason") == {kind: [1.0]}
     assert kind_of(reason) == kind
