@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 class Section(BaseModel):
     """A frozen group of settings without unknown names. Attribute docstrings are the documentation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Device(StrEnum):

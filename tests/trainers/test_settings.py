@@ -11,6 +11,7 @@ from trainers.settings import (
     LossConfig,
     OptimizerConfig,
     Schedule,
+    StepSettings,
     Strategy,
     TrainerConfig,
 )
@@ -41,6 +42,12 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
     )
     assert TrainerConfig(strategy=Strategy.FSDP2, world_size=2).world_size == 2
     assert TrainerConfig(strategy=Strategy.FSDP2).world_size == 1
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "max_grad_norm"])
+def test_a_step_has_no_infinite_settings(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: Input should be a finite number$"):
+        StepSettings.read(f'{{"{name}": 1e999}}')  # JSON reads it as infinity
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 0}, {"alpha": 0}, {"target_modules": ()}, {"name": ""}])

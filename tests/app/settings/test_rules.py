@@ -235,6 +235,10 @@ def test_every_broken_rule_is_named_at_once() -> None:
             "'trainer.optimizer.total_steps': expected a number with schedule 'cosine', got none "
             "(the schedule ends there)",
         ),
+        (
+            {"weights": {"commit_timeout_s": float("inf")}},
+            "'weights.commit_timeout_s': expected a finite number, got inf",
+        ),
     ],
 )
 def test_a_wrong_setting_gets_a_sentence(settings: dict[str, Any], sentence: str) -> None:
