@@ -90,6 +90,7 @@ class Publisher:
                 the round may be committed, nothing answered for `timeout_s` after its last call was lost.
         """
         self._source.begin()
+        self._client.take_finishing()  # of a publish that Ctrl-C ended
         lost: FleetError | None = None
         try:
             self._engine.send_weights()

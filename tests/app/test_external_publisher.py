@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -10,7 +11,7 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
 
-from app.client.connection import FleetClient, FleetError
+from app.client.connection import Call, FleetClient, FleetError
 from app.external_publisher import Publisher, outcome, whole_source
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, History
@@ -103,5 +104,35 @@ def test_a_publisher_goes_on_from_a_commit_that_was_not_answered(tmp_path: Path)
             controller.loses.clear()
             assert (made.version, made.phase) == (2, "committed")
             assert publisher.publish().version == 3
+    finally:
+        controller.close()
+
+
+@pytest.mark.slow
+def test_a_publish_that_is_refused_is_not_taken_for_the_interrupted_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = ControllerInProcess(tmp_path)
+    try:
+        with (
+            on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
+            Publisher(f"http://{address}", tiny_llama(0)) as publisher,
+        ):
+            send = publisher._fleet.send
+
+            def interrupted(call: Call[Any]) -> Any:
+                answer = send(call)
+                if call.path == "/finish_weight_update":
+                    raise KeyboardInterrupt  # Ctrl-C in a notebook
+                return answer
+
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(publisher._fleet, "send", interrupted)
+                publisher.publish()
+            publisher._client.start_weight_update()
+            with pytest.raises(FleetError, match="start_weight_update was called twice"):
+                publisher.publish()
+            with pytest.raises(FleetError, match="has brought no payload"):
+                publisher._client.finish_weight_update()
     finally:
         controller.close()
