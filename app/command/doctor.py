@@ -41,6 +41,7 @@ _PROXY_FILES = 2400  # HAProxy's, beside two per connection
 _PROXY_CONNECTIONS = 4096
 SHARED_MEMORY = Path("/dev/shm")
 _FLOAT32_BYTES = 4
+FLEET_S = 5.0  # deadline of the question whether a fleet runs
 _COMPILERS = ("c++", "g++", "clang++")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 PACKAGE = "slipstream-rl"
@@ -262,13 +263,14 @@ def examine(config: Path) -> None:
 
 def findings(file: ServeFile, host: Host) -> Iterator[Finding]:
     config = file.config
+    running = serves(file.url)
     yield from packages(config.device, installed, requirements())
-    yield from _gpus(config, host.environment)
+    yield from _gpus(config, host.environment, in_use=running)
     size = version_bytes(config)
     shared = decimal(host.shared_memory_bytes)
     yield Finding(Grade.OK, f"{host.open_files} open files, {shared} free in {SHARED_MEMORY}")
     yield from disk(config, shutil.disk_usage(_existing(config.store_path)).free, size)
-    yield from _ports(file)
+    yield from [Finding(Grade.OK, f"Slipstream serves at {file.url}")] if running else _ports(file)
     for line in adapted(config, host, file.host)[1]:
         yield Finding(Grade.NOTE, line)
     for problem in problems(config, host, size):
@@ -307,7 +309,8 @@ def packages(device: Device, installed: Installed, required: Sequence[str]) -> I
             )
 
 
-def _gpus(config: AppConfig, environment: Mapping[str, str]) -> Iterator[Finding]:
+def _gpus(config: AppConfig, environment: Mapping[str, str], *, in_use: bool) -> Iterator[Finding]:
+    """`in_use`: by the fleet that runs, whose memory is not free."""
     if config.device is not Device.CUDA:
         return
     try:
@@ -315,7 +318,8 @@ def _gpus(config: AppConfig, environment: Mapping[str, str]) -> Iterator[Finding
         for line in machine.ask_gpus().splitlines():
             yield Finding(Grade.OK, f"GPU: {line}")
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        yield from gpu_memory(machine.ask_gpus(_MEMORY), config.engine.gpu_memory_utilization, visible)
+        if not in_use:
+            yield from gpu_memory(machine.ask_gpus(_MEMORY), config.engine.gpu_memory_utilization, visible)
     except (ConfigError, machine.NotEnough) as error:
         yield Finding(Grade.PROBLEM, str(error))
     chosen = {name: value for name, value in sorted(environment.items()) if name.startswith("NCCL_")}
@@ -359,6 +363,19 @@ def disk(config: AppConfig, free_bytes: int, version_bytes: int) -> Iterator[Fin
         f"{text}, and {config.store.keep} stored versions and the next one take {decimal(needed)}: free "
         "space, lower 'store.keep', or set 'store.path'",
     )
+
+
+def serves(url: str) -> bool:
+    """Whether a fleet responds there, be it that it expects a token."""
+    from app.client import calls  # httpx is slow to import
+    from app.client.connection import FleetClient, FleetError, token_from
+
+    try:
+        with FleetClient.connect(url, token_from(), timeout_s=FLEET_S) as fleet:
+            fleet.send(calls.fleet())
+    except FleetError as error:
+        return error.type == "unauthorized"  # of app.http.auth, which commands do not import
+    return True
 
 
 def _ports(file: ServeFile) -> Iterator[Finding]:

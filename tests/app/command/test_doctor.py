@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,11 +22,14 @@ from app.command.doctor import (
     local_addresses,
     packages,
     problems,
+    serves,
     use_a_home,
     version_bytes,
 )
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import Device
+from tests.app.http.fake_status import status
+from tests.fake_http import JsonHandler, serving
 
 ROOT = Path(__file__).parents[3]
 GOOD = Host(
@@ -199,6 +202,25 @@ def test_gpus_without_a_figure_and_those_that_are_not_used_are_no_problem(
 def test_a_disk_holds_the_kept_versions_and_the_next(free: int, grade: Grade) -> None:
     (finding,) = disk(parse_config({"model": "m", "store": {"keep": 3}}), free, 1000)
     assert finding.grade is grade
+
+
+def test_a_fleet_that_serves_is_known_and_another_server_is_not() -> None:
+    class Answers(JsonHandler):
+        status, body = 200, asdict(status(3, ["replica-0"]))
+
+        def do_GET(self) -> None:
+            self.answer(self.status, self.body)
+
+    class Refuses(Answers):
+        status, body = 401, {"error": {"message": "a token", "type": "unauthorized"}}
+
+    class Another(Answers):
+        status, body = 404, {"detail": "Not Found"}
+
+    for handler, expected in ((Answers, True), (Refuses, True), (Another, False)):
+        with serving(handler) as port:
+            assert serves(f"http://127.0.0.1:{port}") is expected
+    assert not serves(f"http://127.0.0.1:{port}"), "it has ended"
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
