@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from app.client.run_display import EVENT
-from app.command.runs import CLUSTER_DIRECTORY, logs_of, runs
+from app.command.runs import CLUSTER_DIRECTORY, began, logs_of, runs
 from app.command.shell import ticks
 
 PERIOD_S = 0.5
@@ -41,7 +41,11 @@ def show_logs(part: Part | None, *, directory: Path | None, last: int, follow: b
         directory: logs of a run; None: of the newest run on this machine.
     """
     if directory is None:
-        directory = next((logs_of(run) for run in runs()), CLUSTER_DIRECTORY / "slip-*")
+        kept = runs()
+        for number, run in enumerate(kept):
+            text = "==> the run" if number == 0 else "    --directory for the one"
+            print(f"{text} of {began(run)}: {logs_of(run)}", file=sys.stderr)
+        directory = logs_of(kept[0]) if kept else CLUSTER_DIRECTORY / "slip-*"
     if not directory.is_dir():
         print(
             f"slipstream: expected the logs of `slipstream serve` in {directory}, got none; Ray's dashboard "

@@ -74,6 +74,12 @@ def marked_processes(mark: str) -> Iterator[int]:
             continue
 
 
+def began(run: Path) -> str:
+    """Date and time."""
+    date, _, clock = _began(run).removeprefix("session_")[:19].partition("_")
+    return f"{date} {clock.replace('-', ':')}"
+
+
 def _began(run: Path) -> str:
     try:
         return os.readlink(run / _SESSION).rpartition("/")[2]

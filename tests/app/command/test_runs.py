@@ -123,6 +123,20 @@ def test_followed_logs_have_new_lines_whole_and_new_processes(
     ]
 
 
+def test_the_newest_run_is_shown_and_the_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newest = started(tmp_path, 1), started(tmp_path, 2)
+    (logs_of(newest) / "job-driver-grpo-1.log").write_text("step 1\n")
+    monkeypatch.setattr("app.command.run_logs.runs", lambda: runs(tmp_path))
+    result = CliRunner().invoke(cli, ["logs"])
+    assert (result.exit_code, result.stdout) == (0, "==> job grpo-1 <==\nstep 1\n")
+    assert result.stderr.splitlines() == [
+        f"==> the run of 2026-01-01 00:00:02: {logs_of(newest)}",
+        f"    --directory for the one of 2026-01-01 00:00:01: {logs_of(older)}",
+    ]
+
+
 def test_without_a_run_it_says_where_it_looked(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["logs", "--directory", str(tmp_path / "none")])
     assert result.exit_code == 1
