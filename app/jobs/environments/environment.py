@@ -68,6 +68,8 @@ class Reply:
 
 
 class Conversation(Protocol):
+    """One attempt at a problem."""
+
     @property
     def messages(self) -> Sequence[Message]:
         """The first messages."""
@@ -77,6 +79,8 @@ class Conversation(Protocol):
 
 
 class TurnEnvironment(Protocol):
+    """Problems that take several turns."""
+
     def start(self, number: int) -> Conversation:
         """A new attempt at this problem."""
 
