@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.documents import DOCUMENTS, ROOT
+
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCE = ("app", "deployments", "trainers")
 # A path or a dotted name of ours in backticks; a path may end in a line number or a slash.
@@ -42,7 +43,6 @@ def test_a_package_says_what_lives_in_it_and_names_what_exists(package: str) -> 
 
 
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"])
 
 
 def anchors(document: Path) -> set[str]:

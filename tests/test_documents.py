@@ -1,31 +1,46 @@
-import ast
 import importlib.util
 import json
 import re
 import shlex
-import tomllib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
+from pydantic import TypeAdapter
+from typer.testing import CliRunner
 
-from app.client.program_options import read_file
+from app.client.program_options import parse, read_file
 from app.command.cli import cli
+from app.command.deploy import read_serve_file
+from app.jobs.options import JobOptions
 from app.settings.config import parse_config
 from deployments.protocol.passed_routes import PASSED, REFUSED
 from deployments.serve.instruments import OWN
+from slipstream.environments import Reply
+from tests.documents import (
+    BLOCKS,
+    BLOCKS_ELSEWHERE,
+    COMMANDS_ELSEWHERE,
+    DOCUMENTS,
+    HISTORY,
+    ROOT,
+    Block,
+    block,
+    commands,
+)
+from tests.free_ports import free_ports
 from tests.test_architecture import exists, names_in
-from trainers.trajectory import parse_trajectories
+from trainers.losses import load_loss
+from trainers.settings import LossConfig
+from trainers.trajectory import VersionSpan, parse_trajectories
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "RESULTS.md"])
-# They tell of code that is gone, too.
-HISTORY = {ROOT / "benchmarks" / "RESULTS.md", ROOT / "CHANGELOG.md"}
-documents = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+REQUIREMENTS = ROOT / "tests" / "clients" / "requirements"
+REWARDS, ENVIRONMENTS = "docs/guides/rewards.md", "docs/guides/environments.md"
 current = pytest.mark.parametrize(
     "document",
     [each for each in DOCUMENTS if each not in HISTORY],
@@ -33,150 +48,71 @@ current = pytest.mark.parametrize(
 )
 
 
-def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(encoding="utf-8"), re.M | re.S)
-
-
 def inline(document: Path) -> list[str]:
     text = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
     return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
 
 
-def commands(document: Path) -> Iterator[str]:
-    """Each command of the shell blocks, also those behind `&&`, as one line."""
-    for block in blocks(document, "console"):
-        for each in re.split(r"^\$ ", block, flags=re.M)[1:]:
-            yield from each.replace("\\\n", " ").strip().split(" && ")
-    for block in blocks(document, ""):  # drawings, and commands with what they do beside them
-        yield from re.findall(r"^(?:python -m|make|slipstream) [^│─]*?(?=  |$)", block, re.M)
-
-
 # -- commands --------------------------------------------------------------------------------------
 
-# By how it begins: programs that are not ours, or that another test runs.
-OTHERS = (
-    "git clone ",
-    "cd ",
-    "python3.11 -m venv ",
-    ". .venv",
-    "pip install ",
-    "uv pip install ",
-    ".venv-gpu/bin/pip install ",
-    ".venv-verifiers/bin/pip install ",
-    "export ",
-    "RAY_worker_niceness=0 RAY_SERVE_ENABLE_HA_PROXY=1 ray start",
-    "vf-eval ",
-    ".venv/bin/vllm bench serve ",
-    "python -m skyrl.train.",
-)
 
-
-@cache
-def targets() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-
-
-@cache
-def group() -> Any:
-    return typer.main.get_command(cli)
-
-
-@cache
-def rl_options() -> set[str]:
-    from docs.references import rl_command
-
-    return {name for option in rl_command().params for name in option.opts}
-
-
-@cache
-def own_routes() -> set[str]:
-    from docs.references import own_application
-
-    return {route.path for route in own_application().routes}
-
-
-def check_words(words: list[str]) -> None:
-    """Fails if a command names a target, subcommand, option, module or file that does not exist."""
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # variables
-        words = words[1:]
+def check(command: str) -> None:
+    """Fails if one of our commands names a target, subcommand, option, module or file that does not exist."""
+    try:
+        words = shlex.split(command, comments=True)
+    except ValueError:  # the end of a quotation is in the next piece
+        words = command.split()
     program, *rest = words
     if program == "make":
         check_make(rest)
     elif program.rpartition("/")[2] == "slipstream":
-        check_slipstream(rest)
-    elif program.rpartition("/")[2] == "python" and rest[:1] == ["-m"]:
+        check_slipstream([word.strip("[]") for word in rest])
+    elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(rest[1]) is not None, rest[1]
-    elif program.rpartition("/")[2] == "python":
-        assert (ROOT / rest[0]).exists(), rest[0]
-    elif program == "curl":
-        check_curl(rest)
-    elif words[:2] == ["serve", "run"]:
-        assert (ROOT / rest[1]).exists(), rest[1]
     else:
-        raise AssertionError(f"no test knows {shlex.join(words)}")
+        raise AssertionError(f"no test knows {command}")
 
 
 def check_make(words: list[str]) -> None:
-    names = [word for word in words if "=" not in word]
-    assert set(names) <= targets(), names
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (target,) = [word for word in words if "=" not in word]
+    assert target in re.findall(r"^([a-z-]+):", makefile, re.M)
     variables = dict(word.split("=", 1) for word in words if "=" in word)
-    assert variables.keys() <= {"ARGS", "CONFIG", "PYTHON", "VENV"}
-    config = variables.get("CONFIG", "serve_config.yaml")
-    assert config.isupper() or config == "mine.yaml" or (ROOT / config).exists(), config
-    if names == ["rl"]:
-        check_rl(shlex.split(variables.get("ARGS", "")))
-
-
-def check_rl(words: list[str]) -> None:
-    named = {word.split("=", 1)[0] for word in words if word.startswith("--")} - {"--help"}
-    assert named <= rl_options(), named - rl_options()
+    assert variables.keys() <= set(re.findall(r"^(\w+) \?=", makefile, re.M))
+    if target == "rl":
+        check_slipstream(["rl", *shlex.split(variables.get("ARGS", ""))])
+    if (config := variables.get("CONFIG", "FILE")) not in ("FILE", "mine.yaml"):
+        read_serve_file(ROOT / config)
 
 
 def check_slipstream(words: list[str]) -> None:
-    if not words or words[0].startswith("-"):
+    """typer refuses what it does not know before it prints the help."""
+    if words[:1] == ["rl"]:
+        if words[1:] != ["..."]:
+            with suppress(SystemExit) if "--help" in words else nullcontext():
+                parse(JobOptions, words[1:])
         return
-    name, *rest = words
-    assert name in group().commands, name
-    command = group().commands[name]
-    if name == "rl":
-        check_rl(rest)
-    elif hasattr(command, "commands"):
-        assert not rest or rest[0] in command.commands or command.invoke_without_command, rest
-    else:
-        known = {each for option in command.params for each in option.opts} | {"--help"}
-        named = {word.strip("[]") for word in rest if re.match(r"\[?-", word)}
-        assert named <= known, named - known
+    done = CliRunner().invoke(cli, [*words, "--help"])
+    assert done.exit_code == 0, done.output
 
 
-def check_curl(words: list[str]) -> None:
-    (url,) = [word for word in words if re.match(r"http://|\$FLEET/|localhost:", word)]
-    path = re.sub(r"^(\$FLEET|(http://)?[\w.]+:\d+)", "", url).partition("?")[0]
-    assert path in own_routes() | PASSED.keys(), path
-    if "-d" in words:
-        json.loads(words[words.index("-d") + 1])
-
-
-@pytest.mark.slow
-@documents
-def test_the_commands_of_a_document_exist(document: Path) -> None:
-    for command in commands(document):
-        if not command.startswith(OTHERS):
-            check_words(shlex.split(command, comments=True))
+def is_ours(command: str) -> bool:
+    modules = "|".join(["app", "benchmarks", "docs", "examples", "tests"])
+    return (
+        re.match(rf"make [a-z]|(\.venv/bin/)?slipstream [a-z]|python -m ({modules})\.", command) is not None
+    )
 
 
 @pytest.mark.slow
 @current
-def test_the_commands_in_a_sentence_exist(document: Path) -> None:
-    for each in inline(document):
-        if re.match(
-            r"make [a-z]|(\.venv/bin/)?slipstream [a-z]|python -m (app|benchmarks|docs|examples|tests)\.",
-            each,
-        ):
-            try:
-                words = shlex.split(each)
-            except ValueError:  # the end of a quotation is in the next piece
-                words = each.split()
-            check_words([word.replace("\\|", "|") for word in words])
+def test_the_commands_of_a_document_exist(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.toml").write_text(block("toml", "docs/guides/train.md"))
+    monkeypatch.chdir(tmp_path)
+    found = [each for block in BLOCKS if block.page == document for each in commands(block)]
+    for command in filter(is_ours, [*found, *inline(document)]):
+        check(command.replace("\\|", "|"))
 
 
 @pytest.mark.parametrize(
@@ -184,44 +120,136 @@ def test_the_commands_in_a_sentence_exist(document: Path) -> None:
     [
         "make srve",
         "make serve CONFIG=app/layouts/none.yaml",
+        "make serve CONFG=app/layouts/ipc.yaml",
         'make rl ARGS="--step 3"',
         "slipstream statsu",
         "slipstream rounds --newest 3",
         "python -m examples.none",
-        "curl -s http://127.0.0.1:8000/fleets",
-        "curl -s $FLEET/fleet/publish -d '{path: 3}'",
-        "prime-rl train",
     ],
 )
 @pytest.mark.slow
 def test_a_command_that_does_not_exist_is_found(command: str) -> None:
-    with pytest.raises((AssertionError, ValueError, ModuleNotFoundError)):
-        check_words(shlex.split(command))
+    with pytest.raises((AssertionError, ValueError, ModuleNotFoundError, SystemExit)):
+        check(command)
+
+
+def runs() -> dict[str, None]:
+    """Each `make rl` of a shell block, once."""
+    found = (each for block in BLOCKS if block.page not in HISTORY for each in commands(block))
+    return dict.fromkeys(each for each in found if each.startswith("make rl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", runs())
+def test_a_run_of_a_document_can_begin(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a user has the files of the pages."""
+    from app.jobs import grpo
+
+    (tmp_path / "problems.jsonl").write_text(json.dumps(json.loads(block("json", REWARDS))))
+    (tmp_path / "my_rewards.py").write_text(block("python", REWARDS))
+    (tmp_path / "capitals.py").write_text(block("python", ENVIRONMENTS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_URL", f"http://127.0.0.1:{free_ports(1)[0]}")
+    words = dict(word.partition("=")[::2] for word in shlex.split(command)).get("ARGS", "")
+    options = parse(JobOptions, [*shlex.split(words), "--dry-run"])
+    assert grpo.run(options, time.monotonic()) == 0, capsys.readouterr().err
+    assert "the first " in capsys.readouterr().out
+
+
+def test_what_runs_elsewhere_is_in_a_document() -> None:
+    found = [each for block in BLOCKS for each in commands(block)]
+    assert [each for each in COMMANDS_ELSEWHERE if not any(one.startswith(each) for one in found)] == []
+    assert BLOCKS_ELSEWHERE.keys() <= {(block.language, block.name) for block in BLOCKS}
 
 
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-@documents
-def test_blocks_of_json_yaml_and_python_are_valid(document: Path) -> None:
-    for block in blocks(document, "json"):
-        json.loads(block)
-    for block in blocks(document, "yaml"):
-        parse_config({"model": "smollm2-135m", **yaml.safe_load(block)})
-    for block in blocks(document, "python"):
-        ast.parse(block)
-    for block in blocks(document, "toml"):
-        tomllib.loads(block)
+def read_json(block: Block) -> None:
+    content = json.loads(block.text)
+    if block.name == REWARDS:
+        assert content["prompt"]
+    elif block.name == "docs/guides/losses.md":
+        assert len(parse_trajectories(content["trajectories"], vocabulary_size=32_000, max_length=1024)) == 1
+    else:
+        (choice,) = content["choices"]
+        *_, newest = TypeAdapter(list[VersionSpan]).validate_python(choice["weight_versions"])
+        assert newest.version == content["weight_version"]
+
+
+def read_yaml(block: Block, file: Path) -> None:
+    file.write_text(block.text)
+    content = yaml.safe_load(block.text)
+    if "applications" in content:
+        read_serve_file(file)
+    else:
+        parse_config({"model": "smollm2-135m", **content})
+
+
+def read_toml(block: Block, file: Path) -> None:
+    file.write_text(block.text)
+    assert read_file(JobOptions, str(file))
+
+
+DATA = [
+    each
+    for each in BLOCKS
+    if each.language not in ("", "console", "python") and (each.language, each.name) not in BLOCKS_ELSEWHERE
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["train.md", "rewards.md", "environments.md"])
-def test_the_files_of_a_run_have_its_options(page: str, tmp_path: Path) -> None:
-    from app.jobs.options import JobOptions
+@pytest.mark.parametrize("block", DATA, ids=lambda block: f"{block.name} {block.language}")
+def test_a_block_of_settings_or_data_is_read_as_what_it_is(block: Block, tmp_path: Path) -> None:
+    readers: Mapping[str, Callable[[], object]] = {
+        "json": lambda: read_json(block),
+        "toml": lambda: read_toml(block, tmp_path / "run.toml"),
+        "yaml": lambda: read_yaml(block, tmp_path / "mine.yaml"),
+    }
+    readers[block.language]()
 
-    for block in blocks(ROOT / "docs" / "guides" / page, "toml"):
-        (tmp_path / "run.toml").write_text(block)
-        assert read_file(JobOptions, str(tmp_path / "run.toml"))
+
+def program(name: str) -> dict[str, Any]:
+    """What a Python block defines."""
+    names: dict[str, Any] = {}
+    exec(block("python", name), names)
+    return names
+
+
+def test_the_reward_of_the_page_grades_the_problem_of_the_page() -> None:
+    exact, entry = program(REWARDS)["exact"], json.loads(block("json", REWARDS))
+    assert [exact(entry, answer) for answer in ("It is 42.", "It is 43.", "")] == [1.0, 0.0, 0.0]
+
+
+async def test_the_environment_of_the_page_talks_and_grades() -> None:
+    environment = program(ENVIRONMENTS)["Capitals"]()
+    assert environment.start(1).messages == environment.start(1).messages != environment.start(2).messages
+    conversation = environment.start(0)
+    found = await conversation.reply("search: France")
+    assert (found.done, found.reward, found.messages[0]["content"]) == (False, 0.0, "Found: Paris")
+    assert await conversation.reply("Paris") == Reply(reward=1.0, done=True)
+    assert await conversation.reply("Rome") == Reply(reward=0.0, done=True)
+
+
+def test_the_loss_of_the_page_is_one_by_the_settings_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = yaml.safe_load(block("yaml", "docs/guides/losses.md 2"))["trainer"]["loss"]
+    package, _, module = given["name"].partition(":")[0].partition(".")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / f"{module}.py").write_text(block("python", "docs/guides/losses.md 2"))
+    monkeypatch.syspath_prepend(tmp_path)
+    load_loss(LossConfig(**given))  # tries it
+
+
+def test_the_versions_of_clients_are_those_that_are_tested() -> None:
+    installs = (each for block in BLOCKS for each in commands(block) if "pip install " in each)
+    named = {pinned for command in installs for pinned in re.findall(r"[\w-]+==[\w.]+", command)}
+    tested = {line for file in REQUIREMENTS.glob("*.txt") for line in file.read_text().splitlines()}
+    assert named and named - tested == set()
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -248,6 +276,13 @@ def test_the_routes_that_a_document_names_exist(document: Path) -> None:
 
 
 @cache
+def own_routes() -> set[str]:
+    from docs.references import own_application
+
+    return {route.path for route in own_application().routes}
+
+
+@cache
 def source() -> str:
     files = [ROOT / "Makefile", *(ROOT / ".ci").iterdir()]
     for folder in ("app", "benchmarks", "deployments", "slipstream", "tests", "trainers"):
@@ -271,18 +306,3 @@ def test_the_page_of_metrics_has_all_of_the_fleets_own() -> None:
     made |= {metric.family for metric in OWN}
     page = (ROOT / "docs" / "operating" / "metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(slipstream_\w+)` \|", page, re.M)) == made
-
-
-def test_the_reward_of_the_page_grades_the_problem_of_the_page() -> None:
-    page = ROOT / "docs" / "guides" / "rewards.md"
-    names: dict[str, Any] = {}
-    exec(blocks(page, "python")[0], names)
-    entry = json.loads(blocks(page, "json")[0])
-    assert names["exact"](entry, "It is 42.") == 1.0
-    assert names["exact"](entry, "It is 43.") == 0.0 and names["exact"](entry, "") == 0.0
-
-
-def test_the_trajectory_of_the_page_is_one() -> None:
-    (body,) = blocks(ROOT / "docs" / "guides" / "losses.md", "json")
-    entries = json.loads(body)["trajectories"]
-    assert len(parse_trajectories(entries, vocabulary_size=32_000, max_length=1024)) == 1

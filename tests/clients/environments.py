@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PAGES = HERE.parents[1] / "docs" / "clients"
 PLACE = Path(os.environ.get("SLIPSTREAM_CLIENTS", HERE.parents[1] / ".venv-clients"))
 INSTALL_S = 900.0
 VLLM = "0.32.0"  # whose examples are run
@@ -81,12 +80,6 @@ def run(client: str, program: str, url: str, *, timeout_s: float = 300.0, **opti
     printed = _run(client, command, PLACE, timeout_s, {})
     found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
-
-
-def commands_of(page: str, program: str) -> list[str]:
-    """The shell commands of a page in docs/clients that begin with this program, each in one line."""
-    text = (PAGES / page).read_text(encoding="utf-8").replace("\\\n", " ")
-    return [line[2:] for line in text.splitlines() if line.startswith(f"$ {program} ")]
 
 
 def shell(client: str, command: str, cwd: Path, *, timeout_s: float = 300.0, **variables: str) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.clients.environments import HERE, commands_of, shell
+from tests.clients.environments import HERE, shell
 from tests.clients.recorder import Call, Record, recorded
+from tests.documents import commands_of
 from tests.fleet.deployed import MODEL, Fleet
 from tests.fleet.talk import succeeded, train_and_publish
 
@@ -28,7 +29,7 @@ pytestmark = [
 ]
 
 TALLY = HERE / "programs" / "tally"
-EVALUATE, TRAIN = commands_of("verifiers.md", "vf-eval")
+EVALUATE, TRAIN = commands_of("docs/clients/verifiers.md", "vf-eval ")
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
 ROUNDING = 6e-5  # verifiers writes log-probabilities with four decimals
 TASKS, ROLLOUTS = 2, 2

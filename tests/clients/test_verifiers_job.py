@@ -4,7 +4,6 @@ As in `test_verifiers` each turn of a model with random weights is forced to be 
 """
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,9 +18,10 @@ from transformers import AutoTokenizer
 from app.jobs import metrics
 from app.jobs.environments.verifiers_program import MARK
 from app.jobs.metrics import StepRecord
-from tests.clients.environments import HERE, PAGES, commands_of, python_of
+from tests.clients.environments import HERE, python_of
 from tests.clients.recorder import Call, recorded
 from tests.clients.test_verifiers import CHAT, GENERATE, TALLY
+from tests.documents import commands_of
 from tests.fleet.deployed import Fleet
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import from_bytes
@@ -35,15 +35,14 @@ pytestmark = [
 ]
 
 ROOT = HERE.parents[1]
-PAGE = "../training.md"
+(COMMAND,) = commands_of("docs/guides/environments.md", ".venv/bin/slipstream rl ")
 GROUPS, ATTEMPTS, STEPS = 2, 3, 2
 JOB_S = 900.0
 
 
 def run_job(url: str, fleet: Fleet, directory: Path) -> tuple[str, list[StepRecord]]:
     """What the page's command printed, and its record; it runs where the page's environment is."""
-    (command,) = commands_of(PAGE, ".venv/bin/slipstream")
-    job = command.replace(".venv/bin/slipstream rl", f"{sys.executable} -m app.jobs")
+    job = COMMAND.replace(".venv/bin/slipstream rl", f"{sys.executable} -m app.jobs")
     options = {
         "url": url,
         "steps": STEPS,
@@ -131,11 +130,6 @@ def check_batch(batch: Sequence[Trajectory], played: Sequence[list[Call]], templ
             token for token, mine in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if not mine
         ]
         assert "total: " in template.decode(told), "a tool's answer is there and not learned from"
-
-
-def test_the_page_has_the_version_that_is_tested() -> None:
-    (pinned,) = re.findall(r"verifiers==[\w.]+", (PAGES / PAGE).read_text())
-    assert pinned in (HERE / "requirements" / "verifiers.txt").read_text().splitlines()
 
 
 def test_the_job_learns_from_rollouts_with_tools_and_evaluates(fleet: Fleet, tmp_path: Path) -> None:

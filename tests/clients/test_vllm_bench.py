@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.environments import HERE, commands_of
+from tests.clients.environments import HERE
+from tests.documents import commands_of
 from tests.fleet.deployed import MODEL, Fleet
 
 pytestmark = [pytest.mark.clients, pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
 PROMPTS, TOKENS = 20, 32  # the page's
+(COMMAND,) = commands_of("docs/clients/vllm.md", ".venv/bin/vllm bench serve ")
 PREPARE = "$(.venv/bin/python -m app.settings.models prepare smollm2-135m)"
 
 
 @pytest.mark.long
 def test_every_request_is_answered(fleet: Fleet, tmp_path: Path) -> None:
-    (command,) = commands_of("vllm.md", ".venv/bin/vllm bench serve")
     # What the page says of a CPU, and what differs between its fleet and this one.
+    command = COMMAND
     for page, here in (
         (".venv/bin/vllm bench serve", f"{sys.executable} {HERE / 'programs' / 'vllm_bench.py'}"),
         (PREPARE, str(fleet.checkpoint)),

@@ -1,8 +1,5 @@
 """An outside trainer with vLLM's own HTTP client, and everything that such a caller can do wrong."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from vllm.distributed.weight_transfer import (
@@ -14,7 +11,7 @@ from vllm.distributed.weight_transfer import (
 
 from deployments.vllm_plugin import register
 from deployments.weights.transports.shm import ShmTrainerInitInfo
-from tests.fleet.deployed import MODEL, Fleet
+from tests.fleet.deployed import Fleet
 from tests.fleet.talk import on_every_replica
 from tests.tiny_models import tiny_llama
 
@@ -48,18 +45,3 @@ def test_vllms_http_client_drives_a_round_on_both_replicas(fleet: Fleet) -> None
             assert answer.token_ids == reference(11, [5, 6, 7, 8, 9], 16)
             assert answer.version == before + 1
         assert http.get("/weight_info").json() == {"weight_version": str(before + 1)}
-
-
-def test_the_program_of_the_readme_publishes(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    before = fleet.version()
-    (program,) = re.findall(r"^```python\n(.*?)^```", Path("README.md").read_text(), re.M | re.S)
-    for text, here in {
-        "http://127.0.0.1:8000": fleet.url,
-        "/data/Qwen3-1.7B": str(fleet.checkpoint),
-        "model=directory": f"model={MODEL!r}",
-        "range(20)": "range(2)",
-    }.items():
-        assert text in program
-        program = program.replace(text, here)
-    exec(program, {})
-    assert capsys.readouterr().out.split() == [str(before + 1), str(before + 2)]

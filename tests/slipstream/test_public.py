@@ -1,28 +1,26 @@
 import ast
 import importlib
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+from tests.documents import BLOCKS, ROOT, Block
+
 OURS = {"app", "deployments", "trainers"}
-MODULES = ("slipstream", "slipstream.publisher", "slipstream.training")
+MODULES = ("slipstream", "slipstream.environments", "slipstream.publisher", "slipstream.training")
+PROGRAMS = [each for each in BLOCKS if each.language == "python"]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_documents_import_the_public_package_alone(page: Path) -> None:
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
-        for node in ast.walk(ast.parse(block)):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not {name.partition(".")[0] for name in names} & OURS, names
-            if isinstance(node, ast.ImportFrom) and node.module in MODULES:
-                public = importlib.import_module(node.module)
-                assert {each.name for each in node.names} <= set(public.__all__)
+@pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.name)
+def test_documents_import_the_public_package_alone(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text)):
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.partition(".")[0] for name in names} & OURS, names
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            public = importlib.import_module(node.module)
+            assert {each.name for each in node.names} <= set(public.__all__)
 
 
 @pytest.mark.parametrize("name", MODULES)
