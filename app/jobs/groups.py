@@ -59,10 +59,6 @@ class Group:
         return sum(rollout.tokens for rollout in self.rollouts)
 
     @property
-    def mean_reward(self) -> float:
-        return sum(rollout.reward for rollout in self.rollouts) / len(self.rollouts)
-
-    @property
     def shaped_rewards(self) -> list[float]:
         return [rollout.reward + rollout.penalty for rollout in self.rollouts]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import JsonValue
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
@@ -28,13 +28,15 @@ from deployments.protocol.adapters import Adapter, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
 from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
-from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport, json_only
+from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
 from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that runs an instruction polls again soon
 MAX_EVENTS_WAIT_S = 30.0
 _LOAD_ID = re.compile(r"[0-9a-f]{32}")
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue, config=ConfigDict(ser_json_inf_nan="constants"))
+_JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")
 
 
 class Controller:
@@ -377,3 +379,15 @@ def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> Non
             f"them: {refusal}, and unload them there if they are not needed any more; or move that directory "
             "away, or set 'state_dir' to a new one"
         )
+
+
+def json_only(value: object, name: str) -> JsonValue:
+    """The value itself. Raises InvalidRequest, with the place, if a tensor or another object is in it."""
+    try:
+        return _JSON.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join([name, *(str(part) for part in first["loc"] if part not in _JSON_KINDS)])
+        raise InvalidRequest(
+            f"{path}: expected JSON types only (no tensors, no bytes), got {type(first['input']).__name__}"
+        ) from None

@@ -199,7 +199,6 @@ def _swapped(state: State, call: PendingCall, *, current: Round, member: Member)
             reason = f"acknowledged version {current.version} but holds {member.version}"
         if reason is not None:
             _fence_until_certain(state, current, member, f"commit: {reason}")
-    call.finish()
 
 
 def _fence_until_certain(state: State, current: Round, member: Member, reason: str) -> None:

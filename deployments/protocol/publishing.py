@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
-
-from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import Check, Verification
 
 
@@ -67,19 +64,3 @@ class RoundReport:
     # the round; with `commit: rolling` they continued as with `keep`.
     not_drained: Mapping[str, int] = field(default_factory=dict)
     fenced: Mapping[str, str] = field(default_factory=dict)
-
-
-_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue, config=ConfigDict(ser_json_inf_nan="constants"))
-_JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")
-
-
-def json_only(value: object, name: str) -> JsonValue:
-    """The value itself. Raises InvalidRequest, with the place, if a tensor or another object is in it."""
-    try:
-        return _JSON.validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join([name, *(str(part) for part in first["loc"] if part not in _JSON_KINDS)])
-        raise InvalidRequest(
-            f"{path}: expected JSON types only (no tensors, no bytes), got {type(first['input']).__name__}"
-        ) from None

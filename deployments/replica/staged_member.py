@@ -119,7 +119,7 @@ class StagedMember(EngineMember):
         """The workers' states on the page; None if one has written none in this update."""
         if self._page is None:
             return None
-        states = [self._page.read(index) for index in range(len(self._page))]
+        states = [self._page.read(index) for index in range(self._engine.world_size)]
         written = [state for state in states if state is not None]
         return written if len(written) == len(states) else None
 

@@ -53,11 +53,11 @@ class StagingWorkerExtension:
         self.weight_transfer_engine.receive_files(payload, directory)
 
     def _prepare(self, share: float, begins: bool, retain_version: int | None) -> None:
+        engine = self.weight_transfer_engine
         if begins:
             self.start_weight_update()
-            if retain_version is not None and self.weight_transfer_engine.worker_index == 0:
-                self.weight_transfer_engine.retained.expect(retain_version)
-        self.weight_transfer_engine.share = share
+            engine.retained.begin(retain_version if engine.worker_index == 0 else None)
+        engine.share = share
 
     def staging_progress(self) -> dict[str, Any]:
         return to_wire(self.weight_transfer_engine.progress())

@@ -129,7 +129,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def start_weight_update(self) -> None:
         self._begin(StagedUpdate())
-        self.retained.begin()
         self.staging.begin()
 
     def _begin(self, update: StagedUpdate) -> None:
@@ -193,7 +192,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def drop(self) -> None:
         """Not `abort` after reading a file: it may close the connection."""
         self._update = None
-        self.retained.begin()
+        self.retained.begin(None)
         (self if self._reading is None else self._reading).abort()
         self._thread.run(self._drop_staging, limit_s=DROP_S)
 

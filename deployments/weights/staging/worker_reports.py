@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 from pydantic import TypeAdapter
 
 from deployments.host.shared_memory import create_mapping, open_mapping
-from deployments.protocol.poll import Check, Outcome
+from deployments.protocol.poll import Check, FilePart, Outcome, StoreResult
 
 T = TypeVar("T")
 
@@ -33,23 +33,18 @@ class StagingState:
     missing_ranks: tuple[int, ...] = ()
 
 
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
-
-
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+_KINDS = (ConnectState, StagingState, StoreResult, FilePart)
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 
 def to_wire(report: Any) -> dict[str, Any]:
-    encoded: dict[str, Any] = _adapter(type(report)).dump_python(report, mode="json")
+    encoded: dict[str, Any] = _ADAPTERS[type(report)].dump_python(report, mode="json")
     return encoded
 
 
 def from_wire(kind: type[T], encoded: Any) -> T:
     """Raises ValueError if it is not a report of this kind."""
-    report: T = _adapter(kind).validate_python(encoded)
+    report: T = _ADAPTERS[kind].validate_python(encoded)
     return report
 
 
@@ -76,15 +71,12 @@ class ProgressPage:
         name, mapping = create_mapping(SLOT_BYTES * workers)
         return name, cls(mapping)
 
-    def __len__(self) -> int:
-        return len(self._bytes) // SLOT_BYTES
-
     def write(self, index: int, state: StagingState | None) -> None:
         encoded = b""
         if state is not None:
             # UTF-8 cannot encode half a surrogate, as in a file name.
             message = state.message[:_MAX_MESSAGE].encode(errors="replace").decode()
-            encoded = _adapter(StagingState).dump_json(replace(state, message=message))
+            encoded = _ADAPTERS[StagingState].dump_json(replace(state, message=message))
         word, start = self._slot(index)
         self._words[word] += 1
         self._bytes[start : start + len(encoded)] = encoded
@@ -98,7 +90,7 @@ class ProgressPage:
         encoded = bytes(self._bytes[start : start + self._words[word + 1]])
         if sequence % 2 or sequence != self._words[word] or not encoded:
             return None
-        state: StagingState = _adapter(StagingState).validate_json(encoded)
+        state: StagingState = _ADAPTERS[StagingState].validate_json(encoded)
         return state
 
     def _slot(self, index: int) -> tuple[int, int]:

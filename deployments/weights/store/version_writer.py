@@ -216,13 +216,9 @@ class RetainedVersions:
         self._arriving: _Retained | None = None
         self._committed: _Retained | None = None
 
-    def begin(self) -> None:
-        """Discard what is arriving."""
-        self._arriving = None
-
-    def expect(self, version: int) -> None:
-        """Retain what arrives from now on."""
-        self._arriving = version, {}
+    def begin(self, version: int | None) -> None:
+        """Discard what is arriving, and retain what arrives from now on as this version; None: do not."""
+        self._arriving = None if version is None else (version, {})
 
     def add(self, received: ReceivedChunk) -> None:
         arriving = self._arriving

@@ -298,9 +298,7 @@ def tensors_of(seed: int) -> dict[str, torch.Tensor]:
 def arrive(retained: RetainedVersions, version: int | None) -> dict[str, torch.Tensor]:
     """An update arrives; it is retained if it has a version."""
     tensors = tensors_of(7 if version is None else version)
-    retained.begin()
-    if version is not None:
-        retained.expect(version)
+    retained.begin(version)
     for name, tensor in tensors.items():
         (chunk,) = plan_chunks([(name, tensor.dtype, tuple(tensor.shape))], 1 << 20)
         retained.add(ReceivedChunk(chunk=chunk, memory_key=0, sent=None, read=partial(list, [tensor])))
@@ -327,7 +325,7 @@ def test_dropped_update_is_not_retained() -> None:
     arrive(retained, 3)
     retained.commit()
     arrive(retained, 4)
-    retained.begin()  # the round was dropped
+    retained.begin(None)  # the round was dropped
     with pytest.raises(ValueError, match="version 4 must be retained to be stored, the retained one is 3"):
         retained.committed(4, None)
     assert retained.committed(3, None).version == 3

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from deployments.controller.controller import json_only
 from deployments.host.shared_memory import remove_segment
 from deployments.protocol.errors import TransferFailed
-from deployments.protocol.publishing import json_only
 from deployments.weights.transports.ipc import IpcWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,
