@@ -19,7 +19,7 @@ from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
-from deployments.controller.store_keeper import AdapterKeeper, StoreKeeper, hold_claim
+from deployments.controller.store_keeper import ADAPTERS, AdapterKeeper, StoreKeeper, hold_claim
 from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
@@ -84,11 +84,10 @@ class Controller:
     ) -> None:
         self._config, self._capacity = config, capacity
         ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
-        files = Path(store_dir) / "adapters"
         self._poll_s = poll_s
         self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, Path(state_dir), max_versions, hold_claim)
         adapter_files = AdapterKeeper(
-            files, adapter_roots, ledger.adapter_ids, self._keeper.check_owner, clock=clock
+            Path(store_dir) / ADAPTERS, adapter_roots, self._keeper.check_owner, clock=clock
         )
         durable = DurableLedger(
             ledger,
@@ -98,7 +97,7 @@ class Controller:
             silent_s=silent_s,
             tick_s=tick_s,
             clock=clock,
-            on_tick=self._remove_old,
+            on_tick=self._keeper.remove_old,
             on_closed=self._keeper.release,
             open_journal=open_journal,
         )
@@ -340,18 +339,14 @@ class Controller:
             wall = time.time() - self._durable.now()
             return [replace(it, at=round(it.at + wall, 3)) for it in self._ledger.events_since(since)]
 
-    def _remove_old(self) -> None:
-        self._keeper.removal.start()
-        self._adapter_files.removal.start()
-
     async def check_health(self) -> None:
         self._durable.enter()
 
     async def aclose(self) -> None:
         await self._calls.aclose()
         await self._durable.aclose()
-        await self._keeper.removal.aclose()
-        await self._adapter_files.aclose()
+        await self._keeper.aclose()
+        self._adapter_files.close()
 
 
 def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:

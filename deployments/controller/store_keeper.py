@@ -7,13 +7,13 @@ disk is read and changed in threads.
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from deployments.host.logs import serve_logger
 from deployments.ledger.ledger import Ledger
@@ -31,54 +31,12 @@ from deployments.weights.store.versions import Store, VersionManifest
 
 PREDECESSOR_S = 10.0  # until it has exited
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
+ADAPTERS = "adapters"  # their directory in the store
 THREADS = 8  # a disk that hangs blocks one of them for each adapter
 
 Owners = Mapping[int, str | None]
 T = TypeVar("T")
 logger = serve_logger()
-
-
-class Removal(Generic[T]):
-    """Removes what is no longer needed, off the critical path, one pass at a time.
-
-    All but `removable` run in a thread. `what` is named in the log.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        check_owner: Callable[[], None],
-        listed: Callable[[], T],
-        removable: Callable[[T], Iterable[int]],
-        remove: Callable[[int], object],
-    ) -> None:
-        self._what, self._check_owner = what, check_owner
-        self._listed, self._removable, self._remove = listed, removable, remove
-        self._pass: asyncio.Task[None] | None = None
-        self._problem: OSError | None = None
-
-    def start(self) -> None:
-        if self._pass is None or self._pass.done():
-            self._pass = asyncio.get_running_loop().create_task(self._run())
-
-    async def aclose(self) -> None:
-        if self._pass is not None:
-            await asyncio.gather(self._pass, return_exceptions=True)
-
-    async def _run(self) -> None:
-        before, self._problem = self._problem, None
-        try:
-            await asyncio.to_thread(self._check_owner)  # an operator may have given the store away
-            for each in self._removable(await asyncio.to_thread(self._listed)):
-                try:
-                    with suppress(FileNotFoundError):  # already removed
-                        await asyncio.to_thread(self._remove, each)
-                except OSError as error:
-                    self._problem = error
-        except OSError as error:
-            self._problem = error
-        if self._problem is not None and before is None:
-            logger.warning("old %s stay in the store: %s", self._what, self._problem)
 
 
 def hold_claim(directory: Path) -> int | None:
@@ -110,9 +68,44 @@ class StoreKeeper:
         self._held: int | None = None  # the claim, until `release`
         # Without tensors, and its directory. A version never changes: its manifest is read once.
         self._known: Mapping[int, tuple[VersionManifest, str]] = {}
-        # A version that is being read stays until a later pass.
-        self.removal = Removal("versions", self.check_owner, self._owners, self._removable, store.remove)
+        self._adapters = AdapterStore(store.directory / ADAPTERS)
+        self._pass: asyncio.Task[None] | None = None
+        self._problem: OSError | None = None  # of the last pass
         self._keep = keep
+
+    def remove_old(self) -> None:
+        """Remove versions and copies of adapters that nothing needs, off the critical path, one pass at a
+        time."""
+        if self._pass is None or self._pass.done():
+            self._pass = asyncio.get_running_loop().create_task(self._remove_old())
+
+    async def _remove_old(self) -> None:
+        before, self._problem = self._problem, None
+        try:
+            await asyncio.to_thread(self.check_owner)  # an operator may have given the store away
+            owned = await asyncio.to_thread(self._owners)
+            self._find_stored(owned)
+            for version in self._ledger.removable(owned, self._keep):
+                await self._remove(self._store.remove, version)  # one that is being read stays for now
+            for adapter_id in await asyncio.to_thread(self._adapters.ids):
+                if adapter_id not in self._ledger.adapter_ids():  # asked each time: it may be needed by then
+                    await self._remove(self._adapters.remove, adapter_id)
+        except OSError as error:
+            self._problem = error
+        if self._problem is not None and before is None:
+            logger.warning("old versions or adapters stay in the store: %s", self._problem)
+
+    async def _remove(self, remove: Callable[[int], object], number: int) -> None:
+        try:
+            with suppress(FileNotFoundError):  # already removed
+                await asyncio.to_thread(remove, number)
+        except OSError as error:
+            self._problem = error
+
+    async def aclose(self) -> None:
+        """Wait for the running pass."""
+        if self._pass is not None:
+            await asyncio.gather(self._pass, return_exceptions=True)
 
     def check_owner(self) -> None:
         """Reads the disk. Raises JournalError: the store is not this fleet's any more."""
@@ -181,10 +174,6 @@ class StoreKeeper:
                 f"version {version} cannot be rolled back to: {problem}; roll back to another one"
             )
 
-    def _removable(self, owned: Owners) -> Iterable[int]:
-        self._find_stored(owned)
-        return self._ledger.removable(owned, self._keep)
-
     def _find_stored(self, owned: Owners) -> None:
         """A writer may have exited before it could report its version, or this process before it heard."""
         newest = max(
@@ -221,11 +210,10 @@ def _name(owner: str | None) -> str:
 
 
 class AdapterKeeper:
-    """Copies adapters into the fleet's store, before a replica hears of them, and removes them.
+    """Copies adapters into the fleet's store, before a replica hears of them.
 
     Args:
         roots: directories below which users' adapters are.
-        needed: the ids whose files must stay.
         check_owner: raises OSError unless the store is this fleet's.
         lag_s: how long to wait for incomplete files.
     """
@@ -234,7 +222,6 @@ class AdapterKeeper:
         self,
         directory: Path,
         roots: Sequence[Path],
-        needed: Callable[[], set[int]],
         check_owner: Callable[[], None],
         lag_s: float = LAG_S,
         clock: Callable[[], float] = time.monotonic,
@@ -248,13 +235,6 @@ class AdapterKeeper:
         self._clock = clock
         # Threads of its own: if the disk hangs, the event loop's threads stay free.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
-        self.removal = Removal(  # asks again before each: one may be needed by then
-            "adapters",
-            check_owner,
-            self._store.ids,
-            lambda ids: (each for each in ids if each not in needed()),
-            self._store.remove,
-        )
 
     async def copy(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
         """Copy an adapter for replicas to read; waits a while for incomplete files. `complete` follows.
@@ -297,9 +277,7 @@ class AdapterKeeper:
         except TimeoutError as error:
             raise Conflict(f"{what}: the disk has not answered within {self._disk_s:g} s") from error
 
-    async def aclose(self) -> None:
-        """Wait for the running removal."""
-        await self.removal.aclose()
+    def close(self) -> None:
         self._threads.shutdown(wait=False)
 
 

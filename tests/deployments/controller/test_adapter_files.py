@@ -14,7 +14,7 @@ def owned() -> None:
 
 
 async def test_files_that_come_late_are_waited_for(tmp_path: Path) -> None:
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned)
     copying = asyncio.create_task(keeper.copy(str(tmp_path / "a"), 1))
     await asyncio.sleep(0.15)
     assert not copying.done()
@@ -25,7 +25,7 @@ async def test_files_that_come_late_are_waited_for(tmp_path: Path) -> None:
 
 
 async def test_files_that_do_not_come_are_an_error_of_the_caller(tmp_path: Path) -> None:
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned, lag_s=0.1)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned, lag_s=0.1)
     with pytest.raises(NotFound, match="does not exist"):
         await keeper.copy(str(tmp_path / "a"), 1)
     (save_tiny_adapter(tmp_path / "a", 1) / "adapter_model.safetensors").write_bytes(b"half")
@@ -37,35 +37,19 @@ async def test_files_that_do_not_come_are_an_error_of_the_caller(tmp_path: Path)
 @pytest.mark.parametrize("path", ["", "a", "a\0b", "../a"])
 async def test_a_path_is_absolute(tmp_path: Path, path: str) -> None:
     with pytest.raises(InvalidRequest, match="absolute"):
-        await AdapterKeeper(tmp_path / "store", [tmp_path], set, owned).copy(path, 1)
-
-
-async def test_unneeded_files_are_removed(tmp_path: Path) -> None:
-    needed = {1, 2}
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], lambda: needed, owned)
-    save_tiny_adapter(tmp_path / "a", 1)
-    paths = [Path((await keeper.copy(str(tmp_path / "a"), each)).path) for each in (1, 2)]
-    for each in (1, 2):
-        await keeper.complete(each)
-    keeper.removal.start()
-    await keeper.aclose()
-    assert all(path.is_dir() for path in paths)
-    needed.remove(1)
-    keeper.removal.start()
-    await keeper.aclose()
-    assert [path.is_dir() for path in paths] == [False, True]
+        await AdapterKeeper(tmp_path / "store", [tmp_path], owned).copy(path, 1)
 
 
 async def test_a_store_that_cannot_be_written_is_not_the_callers_fault(tmp_path: Path) -> None:
     save_tiny_adapter(tmp_path / "a", 1)
     (tmp_path / "store").write_text("no directory")
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned)
     with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
         await keeper.copy(str(tmp_path / "a"), 1)
 
 
 async def test_a_copy_that_cannot_be_made_durable_is_not_the_callers_fault(tmp_path: Path) -> None:
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned)
     with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
         await keeper.complete(1)
 
@@ -78,7 +62,7 @@ async def test_a_disk_that_does_not_answer_is_given_up_and_keeps_none_of_the_loo
     pipe = save_tiny_adapter(tmp_path / "hangs", 1) / "adapter_config.json"
     pipe.unlink()
     os.mkfifo(pipe)
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned, disk_s=0.05)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned, disk_s=0.05)
     try:
         for adapter_id in range(40):
             with pytest.raises(Conflict, match=r"the disk has not answered within 0\.05 s"):
@@ -87,14 +71,5 @@ async def test_a_disk_that_does_not_answer_is_given_up_and_keeps_none_of_the_loo
     finally:
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # all of them come back
     save_tiny_adapter(tmp_path / "a", 1)
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned)
+    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned)
     assert (await keeper.copy(str(tmp_path / "a"), 41)).size_bytes > 0
-
-
-async def test_incomplete_copies_of_a_dead_process_are_removed(tmp_path: Path) -> None:
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], set, owned)
-    left = tmp_path / "store" / ".a00000007.partial"
-    left.mkdir(parents=True)
-    keeper.removal.start()
-    await keeper.aclose()
-    assert not left.exists()

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.store_keeper import StoreKeeper
-from deployments.ledger.decisions import Decision, Stored
+from deployments.ledger.decisions import Cataloged, Decision, Stored
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.ledger_config import AdapterLimits
-from deployments.protocol.adapters import LoadRequest
+from deployments.protocol.adapters import Adapter, AdapterCatalog, LoadRequest
 from deployments.protocol.errors import Conflict, InvalidRequest, JournalError
 from deployments.weights.store.owner import OWNER, claim
 from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
@@ -85,12 +85,12 @@ async def test_a_version_that_is_being_read_goes_later(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     for version in (1, 2):
         write(store, version)
-    removing = keeper(store, stored=2).removal
+    removing = keeper(store, stored=2)
     with store.reading(1):
-        removing.start()
+        removing.remove_old()
         await removing.aclose()
         assert list(store.list()) == [1, 2]
-    removing.start()
+    removing.remove_old()
     await removing.aclose()
     assert list(store.list()) == [2]
 
@@ -101,10 +101,22 @@ async def test_versions_of_another_fleet_are_not_counted_and_not_removed(tmp_pat
         write(store, version, "another")
     for version in (1, 2, 3):
         write(store, version)
-    removing = keeper(store, keep=2, stored=3).removal
-    removing.start()
+    removing = keeper(store, keep=2, stored=3)
+    removing.remove_old()
     await removing.aclose()
     assert list(store.list()) == [2, 3, 10, 11, 12]
+
+
+async def test_copies_of_adapters_that_nothing_needs_are_removed(tmp_path: Path) -> None:
+    """Also what a dead process did not complete."""
+    store = Store(tmp_path / "store")
+    live = Adapter(name="a", version=2, adapter_id=2, path="", digest="", size_bytes=0)
+    removing = keeper(store, Cataloged(catalog=AdapterCatalog(live=(live,))))
+    for name in ("a00000001", "a00000002", ".a00000007.partial"):
+        (store.directory / "adapters" / name).mkdir(parents=True)
+    removing.remove_old()
+    await removing.aclose()
+    assert [each.name for each in (store.directory / "adapters").iterdir()] == ["a00000002"]
 
 
 async def test_a_disk_that_fails_is_one_line_in_the_log(
@@ -114,11 +126,11 @@ async def test_a_disk_that_fails_is_one_line_in_the_log(
     for version in (1, 2):
         write(store, version)
     (store.directory / ".v00000001.partial").write_text("in the way")
-    removing = keeper(store, stored=2).removal
+    removing = keeper(store, stored=2)
     for _ in range(3):
-        removing.start()
+        removing.remove_old()
         await removing.aclose()
-    assert len([each for each in caplog.records if "old versions stay" in each.message]) == 1
+    assert len([each for each in caplog.records if "stay in the store" in each.message]) == 1
 
 
 async def test_another_fleet_is_never_rolled_back_to(tmp_path: Path) -> None:
@@ -235,8 +247,8 @@ async def test_a_fleet_whose_store_was_given_to_another_leaves_it_alone(tmp_path
     claim(store, "another", tmp_path)
     theirs = save_tiny_adapter(store / "adapters" / "a00000077", 1)
     write(Store(store), 1, "another")
-    first.controller._remove_old()
-    await first.controller._adapter_files.removal.aclose()
+    first.controller._keeper.remove_old()
+    await first.controller._keeper.aclose()
     with pytest.raises(Conflict, match="belongs to fleet another"):
         await load(first, tmp_path / "first")
     assert theirs.is_dir() and Store(store).list() == [1]
@@ -255,8 +267,8 @@ async def test_an_empty_directory_in_place_of_the_store_is_not_written_to(tmp_pa
     await fleet.controller.stored(1, str(store.path_of(1)))
     store.directory.rename(tmp_path / "away")
     store.directory.mkdir()
-    fleet.controller._remove_old()
-    await fleet.controller._keeper.removal.aclose()
+    fleet.controller._keeper.remove_old()
+    await fleet.controller._keeper.aclose()
     gone = rf"fleet.json is not there, and this is fleet {fleet_id}'s store: is its disk mounted"
     with pytest.raises(Conflict, match=gone):
         await load(fleet, tmp_path)
