@@ -91,14 +91,13 @@ class Controller:
         )
         durable = DurableLedger(
             ledger,
+            self._keeper,
             Path(state_dir),
             is_alive=is_alive,
             kill=kill,
             silent_s=silent_s,
             tick_s=tick_s,
             clock=clock,
-            on_tick=self._keeper.remove_old,
-            on_closed=self._keeper.release,
             open_journal=open_journal,
         )
         self._ledger, self._durable, self._adapter_files = ledger, durable, adapter_files

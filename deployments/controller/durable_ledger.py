@@ -26,6 +26,7 @@ from deployments.controller import event_counts
 from deployments.controller.journal import Journal
 from deployments.controller.log_lines import LogLines
 from deployments.controller.ray_cluster import IsAlive, Kill, ReplicaProcesses
+from deployments.controller.store_keeper import StoreKeeper
 from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
@@ -115,6 +116,7 @@ class DurableLedger:
     def __init__(
         self,
         ledger: Ledger,
+        store: StoreKeeper,
         state_dir: Path,
         *,
         is_alive: IsAlive,
@@ -123,15 +125,13 @@ class DurableLedger:
         tick_s: float,
         clock: Callable[[], float],
         open_journal: Callable[[Path], Journal],
-        on_closed: Callable[[], None] = lambda: None,
-        on_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self._ledger = ledger
         self._processes = ReplicaProcesses(is_alive, kill)
         self._silent_s = silent_s
         self._tick_s = tick_s
         self._clock = clock
-        self._on_tick, self._on_closed = on_tick, on_closed
+        self._store = store
         self._log_lines = LogLines()
         journal = open_journal(state_dir)
         self._last_now = clock()
@@ -352,7 +352,7 @@ class DurableLedger:
                 for replica_id in silent:
                     self._processes.kill(replica_id)
                 if self._on_disk == self._made:  # a successor may still need what an unwritten decision frees
-                    self._on_tick()
+                    self._store.remove_old()
             except Exception:  # the ticker enforces every deadline and must continue
                 logger.exception("controller tick failed")
 
@@ -375,7 +375,7 @@ class DurableLedger:
     def _close(self) -> None:
         """From now on a successor may begin."""
         self._journal.close()
-        self._on_closed()
+        self._store.release()
 
     async def aclose(self) -> None:
         self._failure = self._failure or "it is closed"

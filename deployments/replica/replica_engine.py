@@ -67,14 +67,11 @@ class EngineDrain:
         return Draining(drain_ids=tuple(self._ids), running=self._running) if self._ids else None
 
     async def begin(self, drain_id: str, *, may_run: bool) -> None:
-        """Add a drain. If the scheduler may not run now, `resumed` starts it."""
+        """Add a drain. If the scheduler may not run now, the engine asks again later."""
         self._ids[drain_id], self._running = None, None
         await self._count(DRAIN if may_run else RUNNING)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
-
-    async def resumed(self) -> None:
-        await self._ask(DRAIN)
 
     def end(self, drain_id: str) -> bool:
         """Whether it was the last drain."""
@@ -360,7 +357,7 @@ class ReplicaEngine:
     async def _resume_drained(self) -> None:
         """Let running requests of a drain continue after something else paused the scheduler."""
         if self._drain and not (self.held or self.asleep):
-            await self._drain.resumed()
+            await self._ask_cores(DRAIN)
 
     async def _ask_cores(self, utility: str, *arguments: Any) -> list[Any]:
         core: Any = self.llm.engine_core
