@@ -35,8 +35,20 @@ class LeavingMember(Protocol):
     def is_writing(self) -> bool: ...
 
 
-class GracefulShutdown:
-    """The shutdown of one replica.
+async def shut_down(
+    member: LeavingMember,
+    *,
+    last_contact: Callable[[], float],
+    in_flight: Callable[[], int],
+    failed: Callable[[], bool],
+    stop: Callable[[], None],
+    send_last_report: Callable[[], Awaitable[None]],
+    application_stops: Callable[[], Awaitable[bool]],
+    drain_s: float,
+    release_s: float = RELEASE_S,
+    lost_contact_s: float = LOST_CONTACT_S,
+) -> None:
+    """Return when the engine may be stopped.
 
     Args:
         last_contact: when the controller last answered, by `time.monotonic`.
@@ -45,59 +57,32 @@ class GracefulShutdown:
         drain_s: limit for running requests.
     """
 
-    def __init__(
-        self,
-        member: LeavingMember,
-        *,
-        last_contact: Callable[[], float],
-        in_flight: Callable[[], int],
-        failed: Callable[[], bool],
-        stop: Callable[[], None],
-        send_last_report: Callable[[], Awaitable[None]],
-        application_stops: Callable[[], Awaitable[bool]],
-        drain_s: float,
-        release_s: float = RELEASE_S,
-        lost_contact_s: float = LOST_CONTACT_S,
-    ) -> None:
-        self._member = member
-        self._last_contact = last_contact
-        self._in_flight = in_flight
-        self._failed = failed
-        self._stop = stop
-        self._send_last_report = send_last_report
-        self._application_stops = application_stops
-        self._drain_s = drain_s
-        self._release_s = release_s
-        self._lost_contact_s = lost_contact_s
-
-    async def run(self) -> None:
-        """Return when the engine may be stopped."""
-        self._member.leaving = True
-        all_stops = False
-        with contextlib.suppress(Exception):  # Serve's controller may be restarting, or gone
-            all_stops = await asyncio.wait_for(self._application_stops(), STATUS_S)
-        drain_s = min(self._drain_s, APPLICATION_DRAIN_S) if all_stops else self._drain_s
-        if not await self._until(lambda: not self._in_flight(), drain_s) and not self._failed():
-            logger.warning("aborting %d requests that are still running", self._in_flight())
-        self._stop()
-        self._member.drained = True
-        if all_stops:
-            await self._until(lambda: not self._member.is_writing, WRITE_S, alone=True)
-        if self._failed() or all_stops:
-            return
-        if not await self._until(lambda: self._member.may_leave, self._release_s) and not self._failed():
-            logger.warning("exiting before the ledger released this replica")
-        with contextlib.suppress(Exception):  # the controller may be gone
-            await asyncio.wait_for(self._send_last_report(), LAST_REPORT_S)
-
-    async def _until(self, ready: Callable[[], bool], limit_s: float, *, alone: bool = False) -> bool:
+    async def until(ready: Callable[[], bool], limit_s: float, *, alone: bool = False) -> bool:
         """Whether it became true in time; gives up if the replica failed, or, unless `alone`, lost its
         controller."""
         begin = time.monotonic()
         while not ready():
             now = time.monotonic()
-            lost = not alone and now - self._last_contact() > self._lost_contact_s
-            if self._failed() or now - begin > limit_s or lost:
+            lost = not alone and now - last_contact() > lost_contact_s
+            if failed() or now - begin > limit_s or lost:
                 return False
             await asyncio.sleep(RECHECK_S)
         return True
+
+    member.leaving = True
+    all_stops = False
+    with contextlib.suppress(Exception):  # Serve's controller may be restarting, or gone
+        all_stops = await asyncio.wait_for(application_stops(), STATUS_S)
+    limit_s = min(drain_s, APPLICATION_DRAIN_S) if all_stops else drain_s
+    if not await until(lambda: not in_flight(), limit_s) and not failed():
+        logger.warning("aborting %d requests that are still running", in_flight())
+    stop()
+    member.drained = True
+    if all_stops:
+        await until(lambda: not member.is_writing, WRITE_S, alone=True)
+    if failed() or all_stops:
+        return
+    if not await until(lambda: member.may_leave, release_s) and not failed():
+        logger.warning("exiting before the ledger released this replica")
+    with contextlib.suppress(Exception):  # the controller may be gone
+        await asyncio.wait_for(send_last_report(), LAST_REPORT_S)

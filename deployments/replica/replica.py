@@ -27,7 +27,7 @@ from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import JoinAnswer, Unloadable
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.follower import Follower
-from deployments.replica.graceful_shutdown import GracefulShutdown
+from deployments.replica.graceful_shutdown import shut_down
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.native_member import member_of
 from deployments.replica.replica_engine import ReplicaEngine
@@ -231,7 +231,7 @@ class Replica:
             admission.close()
         if server is None:
             return
-        shutdown = GracefulShutdown(
+        await shut_down(
             self._member,
             last_contact=lambda: self._follower.last_contact,
             in_flight=lambda: self._front.in_flight,
@@ -241,7 +241,6 @@ class Replica:
             application_stops=lambda: asyncio.to_thread(_application_stops),
             drain_s=self._drain_s,
         )
-        await shutdown.run()
         await server.close()
 
     def _has_failed(self) -> bool:

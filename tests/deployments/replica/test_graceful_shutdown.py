@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from deployments.replica.graceful_shutdown import GracefulShutdown
+from deployments.replica.graceful_shutdown import shut_down
 
 
 class Fleet:
@@ -41,7 +41,7 @@ class Fleet:
     ) -> float:
         """The seconds that it took."""
         begin = time.monotonic()
-        shutdown = GracefulShutdown(
+        leaving = shut_down(
             self,
             last_contact=lambda: time.monotonic() if self.contact else begin,
             in_flight=lambda: self.running,
@@ -53,7 +53,7 @@ class Fleet:
             release_s=release_s,
             lost_contact_s=lost_contact_s,
         )
-        await asyncio.wait_for(shutdown.run(), 3)
+        await asyncio.wait_for(leaving, 3)
         return time.monotonic() - begin
 
 
