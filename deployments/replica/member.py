@@ -125,7 +125,7 @@ class EngineMember(ABC):
         return Report(
             replica_id=replica_id,
             incarnation=incarnation,
-            version=self.version,
+            version=self._engine.version,
             world_size=self._engine.world_size,
             staged_round=self.staged_round,
             retained_version=self.retained_version,
