@@ -33,7 +33,8 @@ class TokenBatch:
     input_ids: torch.Tensor  # int64 [R, L]
     # int64 [R, L] if G is 1; else bool [R, 1, L, L], or a BlockMask for packed lines
     attention_mask: "torch.Tensor | BlockMask"
-    position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token
+    position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token, and of padding
+    parents: torch.Tensor  # int64 [R, L], into R * L: the token before; any for those at position 0
     # int64 [M], into R * L: the position that predicts the token
     predictors: torch.Tensor
     targets: torch.Tensor  # int64 [M]
@@ -127,6 +128,7 @@ def collate(
     input_ids = torch.full((len(rows), L), pad_token_id, dtype=torch.int64)
     real = torch.zeros_like(input_ids, dtype=torch.bool)
     positions = torch.zeros_like(input_ids)
+    parents = (torch.arange(input_ids.numel()) - 1).clamp(min=0).view_as(input_ids)
     predictors: list[torch.Tensor] = []
 
     def write(r: int, tokens: Sequence[int], *, column: int, position: int) -> None:
@@ -143,12 +145,14 @@ def collate(
             write(r, tokens, column=column, position=len(prompt))
             before = r * L + column - 1 + torch.arange(len(tokens))
             before[0] = r * L + P - 1  # the last column of the prompt
+            parents[r, column] = before[0]
             predictors.append(before)
     return lay_out(
         [trajectories[index] for row in rows for index in row],
         input_ids=input_ids.to(device),
         attention_mask=(real.long() if G == 1 else _side_by_side(real, P, G, T)).to(device),
         position_ids=positions.to(device),
+        parents=parents.to(device),
         predictors=predictors,
         device=device,
     )
@@ -160,6 +164,7 @@ def lay_out(
     input_ids: torch.Tensor,
     attention_mask: "torch.Tensor | BlockMask",
     position_ids: torch.Tensor,
+    parents: torch.Tensor,
     predictors: Sequence[torch.Tensor],
     device: torch.device,
 ) -> TokenBatch:
@@ -175,6 +180,7 @@ def lay_out(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
+        parents=parents,
         predictors=of_learned(predictors),
         targets=of_learned(torch.tensor(completion.token_ids) for completion in completions),
         completions=torch.arange(len(completions)).repeat_interleave(lengths).to(device),

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,12 @@ class Learner:
         self._tokens_at_once = 0  # current micro-batch
         self._fitted_tokens = 0  # largest micro-batch that fit
         # AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. Updates set its learning rate.
+        groups: list[dict[str, Any]] = [{"params": policy.parameters()}]
+        if (drafter := policy.drafter) is not None:
+            rate = drafter.config.learning_rate
+            groups.append({"params": drafter.parameters(), "lr": rate, "weight_decay": 0.0})
         self.optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            groups,
             weight_decay=config.optimizer.weight_decay,
             fused=True,  # one pass over memory; the step count lies beside the moments
         )
@@ -159,6 +164,9 @@ class Learner:
             is_published=self._published_step == self.steps_done,
             device=self.policy.device,
         )
+        drafter = self.policy.drafter
+        if drafter is not None:
+            drafter.begin()
         for batch, counts, old in micro_batches:
             self._tokens_at_once = batch.input_ids.numel()
             reference = None if self.reference is None else self._logprobs(self.reference, batch)
@@ -168,7 +176,12 @@ class Learner:
             weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
             loss = (made.values * weights[batch.completions]).sum()
             # FSDP2 averages over ranks, but the loss is normalised over all ranks.
-            (loss * (self._world_size if counts else 0.0)).backward()
+            factor = self._world_size if counts else 0.0
+            (loss * factor).backward()
+            if drafter is not None:
+                with self.policy.autocast():
+                    drafter_loss = drafter.loss(batch, total_tokens, counts=counts)
+                (drafter_loss * factor).backward()
             self._fitted_tokens = max(self._fitted_tokens, self._tokens_at_once)
             if counts:
                 assert scores.entropies is not None
@@ -179,17 +192,21 @@ class Learner:
                     clipped=made.clipped,
                     constrained=batch.constrained,
                 )
-        return self._apply(totals.metrics())
+        metrics = totals.metrics()
+        return self._apply(metrics if drafter is None else metrics | drafter.metrics())
 
     @torch.no_grad()
     def _logprobs(self, policy: TrainedPolicy | BaseOf, batch: TokenBatch) -> torch.Tensor:
         return policy.scores(batch).logprobs
 
     def _average_gradients(self) -> None:
-        """FSDP2 averages gradients of what it shards; an adapter is whole on every rank."""
-        if self._world_size == 1 or self.policy.adapter is None:
+        """FSDP2 averages gradients of what it shards; adapter and drafter are whole on every rank."""
+        parameters = [] if self.policy.adapter is None else self.policy.parameters()
+        if self.policy.drafter is not None:
+            parameters = parameters + self.policy.drafter.parameters()
+        if self._world_size == 1 or not parameters:
             return
-        for parameter in (parameters := self.policy.parameters()):
+        for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [parameter.grad for parameter in parameters]
@@ -201,6 +218,8 @@ class Learner:
         self._average_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if (drafter := self.policy.drafter) is not None:
+            metrics |= {"drafter_grad_norm": drafter.clip()}
         learning_rate = learning_rate_at(self.steps_done, self.config.optimizer)
         skipped = not (math.isfinite(metrics["loss"]) and math.isfinite(grad_norm))
         if not skipped:

@@ -17,7 +17,7 @@ def named_moments(
 ) -> NamedMoments:
     """AdamW's moments in `state`, not copied."""
     moments: NamedMoments = {}
-    for name, parameter in policy.model.named_parameters():
+    for name, parameter in policy.named_parameters():
         for kind, tensor in state.get(parameter, {}).items():
             moments.setdefault(kind, {})[name] = tensor
     return moments
@@ -34,7 +34,7 @@ def empty_moments(
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
-        for name, parameter in policy.model.named_parameters()
+        for name, parameter in policy.named_parameters()
         if name in names
     }
 

@@ -36,12 +36,10 @@ class OutputHead:
     """`at_once` bounds the number of logits, but allows one position."""
 
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
-        if at_once is None:
-            at_once = COMPILED_LOGITS_AT_ONCE if compiled else LOGITS_AT_ONCE
         self._model = model
-        self._math = _compiled() if compiled else _EAGER
+        self._math = math_of(compiled)
         self._vocabulary_size = int(model.config.get_text_config().vocab_size)
-        self._positions_at_once = max(1, at_once // self._vocabulary_size)
+        self._positions_at_once = positions_at_once(self._vocabulary_size, compiled=compiled, logits=at_once)
 
     def scores(
         self,
@@ -76,18 +74,14 @@ class OutputHead:
     ) -> torch.Tensor:
         """The output layer returns log-probabilities of some positions at a time."""
         head = self._model.get_output_embeddings()
-        forward, at_once = head.forward, self._positions_at_once
+        forward = head.forward
 
         def part(hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
             return chosen(forward(hidden), targets, number)
 
         def parts(hidden: torch.Tensor) -> torch.Tensor:
             hidden = hidden.flatten(0, 1)[positions]
-            if len(hidden) <= at_once:
-                return part(hidden, targets, 0)[None, :, None]
-            pairs = zip(hidden.split(at_once), targets.split(at_once), strict=True)
-            made = [checkpoint(part, *pair, i, use_reentrant=False) for i, pair in enumerate(pairs)]
-            return torch.cat(made)[None, :, None]
+            return in_parts(part, hidden, targets, self._positions_at_once)[None, :, None]
 
         with _replaced(head, parts):
             logprobs: torch.Tensor = self._model(**inputs, use_cache=False).logits[0, :, 0]
@@ -112,6 +106,21 @@ class OutputHead:
         ):
             logits = self._model(input_ids=tokens, use_cache=False).logits
         return torch.equal(logits, given)
+
+
+def positions_at_once(vocabulary_size: int, *, compiled: bool, logits: int | None = None) -> int:
+    if logits is None:
+        logits = COMPILED_LOGITS_AT_ONCE if compiled else LOGITS_AT_ONCE
+    return max(1, logits // vocabulary_size)
+
+
+def in_parts(part: _Function, hidden: torch.Tensor, targets: torch.Tensor, at_once: int) -> torch.Tensor:
+    """`part` of hidden states [M, H], targets [M] and its number, for `at_once` positions at a time, and
+    again in the backward pass."""
+    if len(hidden) <= at_once:
+        return part(hidden, targets, 0)
+    pairs = zip(hidden.split(at_once), targets.split(at_once), strict=True)
+    return torch.cat([checkpoint(part, *pair, i, use_reentrant=False) for i, pair in enumerate(pairs)])
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
@@ -179,7 +188,9 @@ def _entropies_of_parts(logits: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Math:
+class LogitMath:
+    """What is computed from logits, compiled or not."""
+
     logsumexp: _Function
     gradient: _Function
     entropies: _Function
@@ -193,7 +204,7 @@ class _Chosen(torch.autograd.Function):
     """Keeps the logits in their dtype, and no other tensor of their size."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, math: _Math) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, math: LogitMath) -> torch.Tensor:
         sums = math.logsumexp(logits)
         ctx.save_for_backward(logits, sums, targets)
         ctx.math = math
@@ -206,10 +217,14 @@ class _Chosen(torch.autograd.Function):
         return ctx.math.gradient(logits, sums, targets, gradient), None, None
 
 
-_EAGER = _Math(_logsumexp, _gradient, _entropies_of_parts)
+_EAGER = LogitMath(_logsumexp, _gradient, _entropies_of_parts)
+
+
+def math_of(compiled: bool) -> LogitMath:
+    return _compiled() if compiled else _EAGER
 
 
 @cache
-def _compiled() -> _Math:
+def _compiled() -> LogitMath:
     """Compiled at the first call, and for any number of positions at the second."""
-    return _Math(*map(torch.compile, (_logsumexp, _gradient_to_compile, _entropies)))
+    return LogitMath(*map(torch.compile, (_logsumexp, _gradient_to_compile, _entropies)))

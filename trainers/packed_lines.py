@@ -22,6 +22,7 @@ _BLOCK = 128  # FlexAttention's
 _LENGTHS = 8  # lengths within the budget
 _QUERIES = 4 * _BLOCK  # queries at a time: 32 MB for 64k keys
 _NONE = -1
+_MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -88,9 +89,11 @@ def pack(
     positions: list[int] = []
     prompts: list[int] = []
     completions: list[int] = []
+    parents: list[int] = []
     predictors: list[torch.Tensor] = []
 
-    def write(tokens: Sequence[int], *, position: int, prompt: int, completion: int) -> None:
+    def write(tokens: Sequence[int], *, position: int, parent: int, prompt: int, completion: int) -> None:
+        parents.extend([parent, *range(len(ids), len(ids) + len(tokens) - 1)])
         ids.extend(tokens)
         positions.extend(range(position, position + len(tokens)))
         prompts.extend([prompt] * len(tokens))
@@ -98,14 +101,14 @@ def pack(
 
     for number, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
-        write(prompt, position=0, prompt=number, completion=_NONE)
+        write(prompt, position=0, parent=0, prompt=number, completion=_NONE)
         last_of_prompt = len(ids) - 1
         for index in row:
             tokens = trajectories[index].token_ids
             before = torch.arange(len(ids) - 1, len(ids) - 1 + len(tokens))
             before[0] = last_of_prompt  # predicts the first token
             predictors.append(before)
-            write(tokens, position=len(prompt), prompt=number, completion=index)
+            write(tokens, position=len(prompt), parent=last_of_prompt, prompt=number, completion=index)
 
     length = line_length(len(ids), token_budget=token_budget)
 
@@ -117,6 +120,7 @@ def pack(
         input_ids=line(ids, pad_token_id)[None],
         attention_mask=block_mask(line(prompts, _NONE), line(completions, _NONE)),
         position_ids=line(positions, 0)[None],
+        parents=line(parents, 0)[None],
         predictors=predictors,
         device=device,
     )
@@ -124,13 +128,26 @@ def pack(
 
 def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
     """FlexAttention's mask of a line. `prompts` and `completions` are int [L], -1 for none; L is a multiple
-    of 128.
+    of 128."""
+    return _block_mask(_mask(prompts, completions), torch.arange(len(prompts), device=prompts.device))
 
-    torch's `create_block_mask` takes a tensor [L, L], or a kernel that compiles for minutes.
-    """
-    attends, length = _mask(prompts, completions), len(prompts)
-    tokens = torch.arange(length, device=prompts.device)
-    batch = head = torch.zeros((), dtype=torch.long, device=prompts.device)
+
+def only_keys(mask: BlockMask, kept: torch.Tensor) -> BlockMask:
+    """A line's mask with fewer keys. `kept` is bool [L]; the others are seen by themselves only."""
+    attends = mask.mask_mod
+
+    def restricted(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return attends(batch, head, query, key) & (kept[key] | (query == key))
+
+    return _block_mask(restricted, torch.arange(len(kept), device=kept.device))
+
+
+def _block_mask(attends: _MaskMod, tokens: torch.Tensor) -> BlockMask:
+    """torch's `create_block_mask` takes a tensor [L, L], or a kernel that compiles for minutes."""
+    length = len(tokens)
+    batch = head = torch.zeros((), dtype=torch.long, device=tokens.device)
     counts = torch.cat(
         [
             attends(batch, head, queries[:, None], tokens[None, :])
@@ -155,9 +172,7 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[None, None], columns.int()[None, None]
 
 
-def _mask(
-    prompts: torch.Tensor, completions: torch.Tensor
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _mask(prompts: torch.Tensor, completions: torch.Tensor) -> _MaskMod:
     """A `mask_mod`. Padding attends to padding: a softmax over nothing is NaN."""
 
     def attends(

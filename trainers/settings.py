@@ -260,11 +260,25 @@ class LoraConfig(_Settings):
         return self
 
 
+class DrafterConfig(_Settings):
+    """A drafter of speculative decoding that is trained beside the policy, and published with it."""
+
+    model: str = Field(min_length=1)
+    """The directory of an EAGLE-3 head, the one that the engines draft with. `slipstream drafter new` writes
+    one."""
+    learning_rate: PositiveFloat = 1e-4
+    """AdamW's, the same in all steps."""
+    clip: PositiveFloat = 1.0
+    """A longer gradient of the drafter is shortened to it."""
+
+
 class TrainerConfig(LearnerConfig):
     """The trainer: what a step does, and its processes."""
 
     lora: LoraConfig | None = None
     """Train an adapter. None: all weights are trained."""
+    drafter: DrafterConfig | None = None
+    """Train a drafter as well. None: none is trained."""
     strategy: Strategy = Strategy.SINGLE
     """`single`: one process. `fsdp2`: parameters are sharded over the ranks, layer by layer."""
     world_size: PositiveInt = 1
@@ -300,6 +314,15 @@ class TrainerConfig(LearnerConfig):
     def published_adapter(self) -> LoraConfig | None:
         """The adapter that is published alone; None: versions of all weights are."""
         return None if self.lora is None or self.lora.publish == "merged" else self.lora
+
+    @model_validator(mode="after")
+    def _drafter_of_a_version(self) -> Self:
+        if self.drafter is not None and self.published_adapter is not None:
+            raise ValueError(
+                "'drafter': expected none with a 'lora' that is published as an adapter, got one (it is "
+                "published with a version of the model)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _selective_by_the_compiler(self) -> Self:

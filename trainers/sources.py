@@ -80,6 +80,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+DRAFTER = "drafter."  # prefix of the published names of a drafter with a checkpoint of its own
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -106,6 +107,7 @@ class ParameterSource:
         dtype: floating-point tensors are cast to it; None: no cast.
         convert: a layer's state to its checkpoint tensors; default: transformers' conversion.
         stored: names in the checkpoint; aliases of tied weights among them are yielded.
+        drafter: by published names, in the model's memory or its device's; yielded after the model.
         frozen: tensors that only the checkpoint has; yielded last.
 
     Raises:
@@ -120,11 +122,13 @@ class ParameterSource:
         dtype: torch.dtype | None = None,
         convert: Convert | None = None,
         stored: Container[str] = (),
+        drafter: Mapping[str, torch.Tensor] | None = None,
         frozen: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._model = model
         self._adapter = adapter
         self._stored = stored
+        self._drafter = {} if drafter is None else drafter
         self._frozen = {} if frozen is None else frozen
         self._dtype = dtype
         self._convert = partial(revert_weight_conversion, model) if convert is None else convert
@@ -136,16 +140,18 @@ class ParameterSource:
         return next(iter(self._model.parameters())).device
 
     def storages(self) -> frozenset[int]:
-        """Storage addresses of the model; tensors in other storages are temporary."""
-        plain = [t for t in self._model.state_dict().values() if not isinstance(t, DTensor)]
+        """Storage addresses of model and drafter; tensors in other storages are temporary."""
+        held = (*self._model.state_dict().values(), *self._drafter.values())
+        plain = [tensor for tensor in held if not isinstance(tensor, DTensor)]
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in plain)
 
     def specs(self) -> list[ParameterSpec]:
         """What an iteration yields, in order; gathers nothing."""
         own = [spec for layer in self._layers for spec, _ in layer.parts]
+        beside = [(name, tensor, self._wire_dtype(tensor)) for name, tensor in self._drafter.items()]
+        beside += [(name, tensor, tensor.dtype) for name, tensor in self._frozen.items()]
         return own + [
-            ParameterSpec(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
-            for name, tensor in self._frozen.items()
+            ParameterSpec(name=name, dtype=dtype, shape=tuple(tensor.shape)) for name, tensor, dtype in beside
         ]
 
     @torch.no_grad()
@@ -161,6 +167,8 @@ class ParameterSource:
                 tensor = held.pop(spec.name) if view is None else view.of(held[view.state_name].contiguous())
                 yield spec.name, tensor.to(spec.dtype).contiguous()
             held.clear()  # before the next gather
+        for name, tensor in self._drafter.items():
+            yield name, tensor.to(self._wire_dtype(tensor))
         for name, tensor in self._frozen.items():
             yield name, tensor.to(self.device)
 
@@ -187,7 +195,8 @@ class ParameterSource:
         held = [state[name] for layer in self._layers for name in layer.state_names]
         if any(isinstance(tensor, DTensor) for tensor in held):
             return None
-        addresses = [tensor.data_ptr() for tensor in (*held, *self._frozen.values())]
+        beside = (*self._drafter.values(), *self._frozen.values())
+        addresses = [tensor.data_ptr() for tensor in (*held, *beside)]
         if addresses != self._addresses:
             self._addresses, self._resident = addresses, self._own_memory(state)
         return self._resident
@@ -203,7 +212,7 @@ class ParameterSource:
             tensors.append(tensor)
         if self._frozen and self.device.type != "cpu":
             return None
-        return [*tensors, *self._frozen.values()]
+        return [*tensors, *self._drafter.values(), *self._frozen.values()]
 
     @cached_property
     def _layers(self) -> list[_Layer]:

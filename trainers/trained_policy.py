@@ -1,8 +1,9 @@
 """The causal language model that is trained: loading, log-probabilities, new weights."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +14,11 @@ from trainers.fsdp2 import empty_model, model_class, read_shards, shard_model
 from trainers.layers import prepare_layers, with_input_gradients
 from trainers.lora import LoraAdapter
 from trainers.output_head import OutputHead, TokenScores
-from trainers.settings import Checkpointing, Dtype, LoraConfig
+from trainers.settings import Checkpointing, DrafterConfig, Dtype, LoraConfig
 from trainers.sources import load_parameters, names_without_aliases
+
+if TYPE_CHECKING:
+    from trainers.drafter import TrainedDrafter
 
 _FLEX = "flex_attention"  # transformers' name
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_args(Dtype)}
@@ -43,6 +47,7 @@ class TrainedPolicy:
         self._mesh = mesh
         self.device = next(model.parameters()).device
         self.adapter: LoraAdapter | None = None  # trained alone; None: all weights
+        self.drafter: TrainedDrafter | None = None  # trained beside the policy
         self.compute_dtype = compute_dtype  # autocast dtype; None: the parameters' own
         self._compiled = compiled
         self._head = OutputHead(model, compiled=compiled)
@@ -137,18 +142,36 @@ class TrainedPolicy:
             with_input_gradients(self.model)
         return self.adapter
 
+    def attach_drafter(self, config: DrafterConfig) -> "TrainedDrafter":
+        """Train a drafter as well; call it before the first forward pass. Raises ValueError if it is none
+        of this model."""
+        from trainers.drafter import TrainedDrafter  # imports in a second
+
+        self.drafter = TrainedDrafter(config, self.model, compiled=self._compiled, packed=self.is_packed)
+        return self.drafter
+
     def trained(self) -> dict[str, torch.Tensor]:
+        """The state of what is trained, by name, with the drafter's."""
+        drafter = {} if self.drafter is None else self.drafter.tensors()
         if self.adapter is not None:
-            return dict(self.adapter.tensors())
+            return dict(self.adapter.tensors()) | drafter
         state = self.model.state_dict()
-        return {name: state[name] for name in names_without_aliases(self.model)}
+        return {name: state[name] for name in names_without_aliases(self.model)} | drafter
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The model's, an adapter's among them, and the drafter's."""
+        yield from self.model.named_parameters()
+        if self.drafter is not None:
+            yield from self.drafter.named_parameters()
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
     def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
-        """Log-probabilities of the learned tokens, with gradient unless disabled."""
-        with torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+        """Log-probabilities of the learned tokens, with gradient unless disabled; a drafter can then learn
+        from the same pass."""
+        drafter = self.drafter if torch.is_grad_enabled() else None
+        with self.autocast(), nullcontext() if drafter is None else drafter.recording():
             return self._head.scores(
                 batch.predictors,
                 batch.targets,
@@ -157,6 +180,9 @@ class TrainedPolicy:
                 attention_mask=batch.attention_mask,
                 position_ids=batch.position_ids,
             )
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None)
 
     def load_weights(self, directory: Path) -> None:
         """Copy another checkpoint of this model in place; an adapter starts from zero. Raises ValueError and

@@ -40,6 +40,8 @@ settings = typer.Typer(
     help="Check or show a configuration file. Describe the settings.", no_args_is_help=True
 )
 cli.add_typer(settings, name="config")
+drafter = typer.Typer(help="Write a drafter that the trainer can train.", no_args_is_help=True)
+cli.add_typer(drafter, name="drafter")
 ServeConfig = Annotated[Path, typer.Argument(metavar="FILE", help="a Serve config file")]
 # `app.jobs.options` parses the job's options.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -116,6 +118,25 @@ def show_schema() -> None:
     from app.command import deploy as deployment
 
     deployment.schema()
+
+
+@drafter.command("new")
+def new_drafter(
+    model: Annotated[str, typer.Argument(help="as in the configuration")],
+    directory: Annotated[Path, typer.Argument(help="does not exist yet")],
+    draft_vocabulary: Annotated[
+        int | None, typer.Option(help="how many of the model's tokens it drafts", show_default="all")
+    ] = None,
+) -> None:
+    """Write an untrained EAGLE-3 head for a model."""
+    from app.command.shell import reported
+    from app.settings.models import resolve_model
+    from deployments.weights.store.hub import downloaded
+    from trainers.eagle3 import write_new_head
+
+    with reported(ValueError, OSError):
+        write_new_head(downloaded(resolve_model(model)), directory, draft_vocabulary=draft_vocabulary)
+    print(f"{directory.absolute()}: set it as trainer.drafter.model and as the model of speculative_config")
 
 
 @cli.command(context_settings=PASS_ON)

@@ -183,6 +183,7 @@ def _broken_rules(config: AppConfig) -> Iterator[str]:
     yield from _size_rules(config)
     yield from _gpu_share_rules(config)
     yield from _trainer_rules(config)
+    yield from _drafter_rules(config)
     yield from _lora_rules(config)
     yield from _extra_rules(config)
 
@@ -329,6 +330,20 @@ def _trainer_rules(config: AppConfig) -> Iterator[str]:
         replicas = "1 replica" if engine.first_replicas == 1 else f"{engine.first_replicas} replicas"
         reason = f"one trainer rank on every GPU of the replicas: {replicas} of {engine.world_size}"
         yield expected("trainer.world_size", f"{gpus} with placement 'colocated'", trainer.world_size, reason)
+
+
+def _drafter_rules(config: AppConfig) -> Iterator[str]:
+    drafter = None if config.trainer is None else config.trainer.drafter
+    if drafter is None:
+        return
+    drafts = config.engine.extra.get("speculative_config")
+    model = drafts.get("model") if isinstance(drafts, Mapping) else None
+    if model != drafter.model:
+        wanted = f"'trainer.drafter.model', {drafter.model!r}"
+        reason = "engines draft with the head that is trained"
+        yield expected(
+            "engine.extra.speculative_config.model", wanted, repr(model) if model else "none", reason
+        )
 
 
 def _lora_rules(config: AppConfig) -> Iterator[str]:

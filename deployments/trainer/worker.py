@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import JsonValue
@@ -23,20 +23,23 @@ from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, state_directory
 from deployments.trainer.stored_weights import Found, StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
-from deployments.weights.store.hub import downloaded, model_files
+from deployments.weights.store.hub import downloaded, model_files, read_schema
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner
-from deployments.weights.store.version_writer import CommittedVersion, VersionWriter
+from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, read_tensors
 from deployments.weights.store.versions import Store
 from deployments.weights.transports.weight_sender import gather_from_ranks
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy
-from trainers.sources import ParameterSource
+from trainers.sources import DRAFTER, ParameterSource
 from trainers.step_metrics import Metrics, drift
 from trainers.trained_policy import DTYPES, BaseOf, TrainedPolicy
 from trainers.trajectory import parse_trajectories
 from trainers.trajectory_arrays import from_bytes, settings_of
+
+if TYPE_CHECKING:
+    from trainers.drafter import TrainedDrafter
 
 CHECKPOINTS_KEPT = 2  # the older one, in case the newest cannot be read
 STORED_TIMEOUT_S = 60.0
@@ -239,6 +242,9 @@ class TrainerWorker(TrainerRank):
             directory = self._directory_of(self._base_version)
         self._base.files = model_files(directory)
         self._policy = self._read(directory, self._merged)
+        if spec.config.drafter is not None:
+            self._policy.attach_drafter(spec.config.drafter)
+            self._load_drafter(self._directory_of(version))
         self._learner = Learner(self._policy, spec.config, reference=self._reference())
         source = self._source(self._wire_dtype())
         self._frozen |= self._base.read(self._base.frozen([spec.name for spec in source.specs()]), directory)
@@ -334,11 +340,14 @@ class TrainerWorker(TrainerRank):
         default = self._store.directory / f"checkpoint-{self._learner.steps_done:06d}"
         directory = directory_to_save(path, default, self._check_owner)
         weights = {}
+        drafter = self._policy.drafter
         for name, tensor in self._source(None):  # every rank gathers, rank 0 writes
-            if self._rank == 0:
+            if self._rank == 0 and not (drafter is not None and name.startswith(DRAFTER)):
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
             self._base.write(directory, self._policy.model, self._spec.config.dtype, weights)
+            if drafter is not None:
+                write_drafter(drafter, directory / "drafter")
         return SavedCheckpoint(
             path=str(directory.absolute()),
             step=self._learner.steps_done,
@@ -362,10 +371,24 @@ class TrainerWorker(TrainerRank):
         return self._checkpoints.wait(left) and written
 
     def _source(self, dtype: torch.dtype | None) -> ParameterSource:
-        adapter, stored = self._policy.adapter, self._base.names
+        drafter = self._policy.drafter
         return ParameterSource(
-            self._policy.model, adapter=adapter, dtype=dtype, stored=stored, frozen=self._frozen
+            self._policy.model,
+            adapter=self._policy.adapter,
+            dtype=dtype,
+            stored=self._base.names,
+            drafter=None if drafter is None else drafter.tensors(),
+            frozen=self._frozen,
         )
+
+    def _load_drafter(self, directory: Path) -> None:
+        """The drafter of a stored version; one that is published without leaves it as it is."""
+        if (drafter := self._policy.drafter) is None:
+            return
+        below = directory / DRAFTER.removesuffix(".")
+        found, prefix = (below, "") if below.is_dir() else (directory, DRAFTER)
+        if names := [name for name in read_schema(found) or {} if name.startswith(prefix)]:
+            drafter.load(read_tensors(found, names), directory)
 
     def _reference(self) -> TrainedPolicy | BaseOf | None:
         """What the KL penalty compares with: the model."""
@@ -412,6 +435,7 @@ class TrainerWorker(TrainerRank):
     def _load_stored(self, version: int, directory: Path, step: int) -> None:
         if isinstance(self._learner.reference, BaseOf):  # the base will no longer be the model
             self._learner.reference = self._read(self._base.directory)
+        self._load_drafter(directory)
         self._policy.load_weights(directory)
         self._frozen |= self._base.read(self._frozen, directory)
         self._base_version = version
@@ -456,6 +480,14 @@ def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
         "target_modules": modules,
         "base_version": base_version,
     }
+
+
+def write_drafter(drafter: "TrainedDrafter", directory: Path) -> None:
+    """Write it as a checkpoint of its own. Raises InvalidRequest: it cannot be written."""
+    try:
+        drafter.write(directory)
+    except OSError as error:
+        raise InvalidRequest(f"the drafter cannot be written to {directory}: {error}") from error
 
 
 def directory_to_save(path: str | None, default: Path, check_owner: Callable[[], object]) -> Path:

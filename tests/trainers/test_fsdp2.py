@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
+from trainers.eagle3 import write_new_head
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.layers import decoder_layers
 from trainers.learner import Learner
 from trainers.output_head import OutputHead
-from trainers.settings import LearnerConfig, OptimizerConfig
+from trainers.settings import DrafterConfig, LearnerConfig, OptimizerConfig
 from trainers.sources import ParameterSource
 from trainers.trained_policy import TrainedPolicy
 
@@ -35,10 +37,11 @@ class Case:
     kind: str
     given: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-3
+    drafts: bool = False
 
 
 CASES = (
-    Case("llama-tied"),
+    Case("llama-tied", drafts=True),
     Case("qwen3-vl"),
     Case("qwen3-moe", {"activation_checkpointing": True}),
     # Other micro-batches, so other sums of rounded numbers; AdamW's first steps magnify the small ones.
@@ -50,7 +53,14 @@ def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> Trained
     """A policy whose logits are made of three positions at a time."""
     policy = TrainedPolicy.load(directory, mesh=mesh, **case.given)
     policy._head = OutputHead(policy.model, at_once=3 * 40)
+    if case.drafts:
+        policy.attach_drafter(DrafterConfig(model=str(directory / "head"), learning_rate=1e-3))
     return policy
+
+
+def all_of(policy: TrainedPolicy, dtype: torch.dtype | None = None) -> ParameterSource:
+    drafter = None if policy.drafter is None else policy.drafter.tensors()
+    return ParameterSource(policy.model, dtype=dtype, drafter=drafter)
 
 
 def sharded_rank(rank: int, directory: Path) -> None:
@@ -63,14 +73,16 @@ def sharded_rank(rank: int, directory: Path) -> None:
 
 def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
     policy = load(directory, case, mesh_of_all_ranks("cpu"))
-    source = ParameterSource(policy.model)
+    source = all_of(policy)
     before = {name: tensor.clone() for name, tensor in source}
     learner = Learner(policy, CONFIG)
     metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
     after = {name: tensor.clone() for name, tensor in source}
-    rounded = {name: tensor.clone() for name, tensor in ParameterSource(policy.model, dtype=torch.bfloat16)}
+    rounded = {name: tensor.clone() for name, tensor in all_of(policy, torch.bfloat16)}
     local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
     policy.load_weights(directory)
+    if policy.drafter is not None:
+        policy.drafter.load(load_file(directory / "head" / "model.safetensors"), directory)
     restored = {name: tensor.clone() for name, tensor in source}
     return {
         "before": before,
@@ -89,6 +101,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     for case in CASES:
         tiny.policy(directory / case.kind, case.kind)
+        if case.drafts:
+            write_new_head(directory / case.kind, directory / case.kind / "head")
     both(sharded_rank, directory)
     return directory
 
@@ -99,7 +113,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case: Case) -> None:
     policy = load(directory / case.kind, case)
     of_ranks = torch.load(directory / case.kind / "out.pt", weights_only=False)
-    source = ParameterSource(policy.model)
+    source = all_of(policy)
     original = {name: tensor.clone() for name, tensor in source}
     assert list(of_ranks["before"]) == list(original) == of_ranks["names"]
     assert all(torch.equal(of_ranks["before"][name], tensor) for name, tensor in original.items())

@@ -40,6 +40,10 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         "Value error, 'world_size': expected 1 with strategy 'single', got 2 "
         "(more than one rank needs strategy 'fsdp2')"
     )
+    assert problem(TrainerConfig, drafter={"model": "head"}, lora={"name": "math"}) == (
+        "Value error, 'drafter': expected none with a 'lora' that is published as an adapter, got one (it is "
+        "published with a version of the model)"
+    )
     assert TrainerConfig(strategy=Strategy.FSDP2, world_size=2).world_size == 2
     assert TrainerConfig(strategy=Strategy.FSDP2).world_size == 1
 

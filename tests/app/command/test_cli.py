@@ -22,6 +22,7 @@ from app.command.cli import cli
 from deployments.protocol.responses import FleetLoad, ReplicaLoad, RoundStatus
 from tests.app.http.fake_status import report, status
 from tests.fake_http import JsonHandler, serving
+from tests.tiny_models import save_tiny_llama
 
 STATUS = asdict(status(3, ["replica-0"]))
 LOAD = FleetLoad(
@@ -286,3 +287,13 @@ def test_the_jobs_options_are_read_before_the_fleet_is_asked() -> None:
     assert result.exit_code == 1 and "no fleet answers at http://127.0.0.1:1: start one" in result.stderr
     result = CliRunner().invoke(cli, ["rl", "--no-such-option", "x"], env=environment)
     assert result.exit_code == 2 and "No such option: --no-such-option" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_new_drafter_is_written_once(tmp_path: Path) -> None:
+    model, head = save_tiny_llama(tmp_path / "model", seed=0), tmp_path / "head"
+    command = ["drafter", "new", str(model), str(head), "--draft-vocabulary", "16"]
+    first, again = (CliRunner().invoke(cli, command) for _ in range(2))
+    assert (first.exit_code, again.exit_code) == (0, 1) and str(head) in first.stdout
+    assert again.stderr == f"slipstream: expected a directory that does not exist, got {head}\n"
+    assert json.loads((head / "config.json").read_text())["draft_vocab_size"] == 16

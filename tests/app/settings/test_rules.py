@@ -150,6 +150,19 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "'trainer.lora.name': expected one for the adapter in the fleet, got none",
         ),
         (
+            {"trainer": {"drafter": {"model": "/heads/a"}}},
+            "'engine.extra.speculative_config.model': expected 'trainer.drafter.model', '/heads/a', got none "
+            "(engines draft with the head that is trained)",
+        ),
+        (
+            {
+                "trainer": {"drafter": {"model": "/heads/a"}},
+                "engine": {"extra": {"speculative_config": {"method": "eagle3", "model": "/heads/b"}}},
+            },
+            "'engine.extra.speculative_config.model': expected 'trainer.drafter.model', '/heads/a', got "
+            "'/heads/b' (engines draft with the head that is trained)",
+        ),
+        (
             {"engine": {"num_replicas": "auto"}},
             "'engine.max_replicas': expected a number with num_replicas 'auto', got none "
             "(each replica needs its GPUs or cores)",

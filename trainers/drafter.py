@@ -1,0 +1,187 @@
+"""Training of a drafter beside its policy, on detached hidden states of the policy's own forward pass.
+
+The loss is the cross entropy of the tokens that followed. Those of a rollout are samples of the policy, so
+that is, but for noise, the cross entropy of its distribution, and needs none of its logits. Of EAGLE-3's
+training-time test only the first step is made: the hidden states are the policy's, never the drafter's own.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedModel
+
+from trainers.batching import TokenBatch
+from trainers.eagle3 import Eagle3Head, default_layers, read_head, write_head
+from trainers.layers import decoder_layers
+from trainers.output_head import in_parts, math_of, positions_at_once
+from trainers.settings import DrafterConfig
+from trainers.sources import DRAFTER
+from trainers.step_metrics import Metrics
+
+_EMBEDDINGS = 0  # layers that they have passed
+_SUMS = ("loss", "agreed", "tokens")
+
+
+class TrainedDrafter:
+    """An EAGLE-3 head of a model; every rank has all of it.
+
+    Raises:
+        ValueError: the directory holds none, or one of another model.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, model: PreTrainedModel, *, compiled: bool = False, packed: bool = False
+    ) -> None:
+        self.config = config
+        directory = Path(config.model)
+        self.head = read_head(directory)
+        hooked = {_EMBEDDINGS: model.get_input_embeddings(), **dict(enumerate(decoder_layers(model), 1))}
+        self._layers = self.head.layers or default_layers(len(hooked) - 1)
+        _check_fits(self.head, self._layers, model, directory)
+        self._recorded: dict[int, torch.Tensor] = {}  # by layers passed
+        self._is_recording = False
+        for passed in (_EMBEDDINGS, *self._layers):
+            hooked[passed].register_forward_hook(self._record(passed))
+        self.head.config._attn_implementation = "flex_attention" if packed else "sdpa"
+        device = next(model.parameters()).device
+        self.head.to(device)
+        for parameter in self.head.parameters():  # not its buffers, such as frequencies
+            parameter.data = parameter.data.to(model.dtype)
+        if compiled:
+            self.head.midlayer.compile()
+        ids = self.head.token_ids()
+        self._draft_ids = torch.full((self.head.config.vocab_size,), -1, device=device)
+        self._draft_ids[ids] = torch.arange(len(ids), device=device)
+        self._math = math_of(compiled)
+        self._at_once = positions_at_once(len(ids), compiled=compiled)
+        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.head.parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.head.named_parameters(DRAFTER.removesuffix("."))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of its checkpoint, by published names; not copied."""
+        return {DRAFTER + name: tensor for name, tensor in self.head.state_dict().items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+        """Copy published tensors in place. Raises ValueError and changes nothing if they are of another."""
+        self.head.load({name.removeprefix(DRAFTER): tensor for name, tensor in tensors.items()}, source)
+
+    def write(self, directory: Path) -> None:
+        """Write its checkpoint, under its own names. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        write_head(self.head, directory)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the hidden states of the model's next forward pass for `loss`."""
+        self._is_recording = True
+        try:
+            yield
+        finally:
+            self._is_recording = False  # checkpointed layers run again in the backward pass
+
+    def begin(self) -> None:
+        """Before each update."""
+        self._sums.zero_()
+        self._recorded.clear()
+
+    def loss(self, batch: TokenBatch, total_tokens: int, *, counts: bool) -> torch.Tensor:
+        """Of the micro-batch whose pass was recorded, divided by the learned tokens of all micro-batches; in
+        the metrics if it counts."""
+        positions, targets = batch.position_ids, self._draft_ids[batch.targets]
+        fused = self.head.fc(torch.cat([self._recorded[passed] for passed in self._layers], dim=-1))
+        hidden = self.head(
+            self._recorded[_EMBEDDINGS],
+            fused.flatten(0, 1)[batch.parents],
+            (positions - 1).clamp(min=0),
+            _mask(batch),
+        )
+        best: list[torch.Tensor] = []
+
+        def part(hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
+            logits = self.head.lm_head(hidden)
+            if number == len(best):  # not in recomputation
+                best.append(logits.detach().argmax(-1))
+            return self._math.chosen(logits, targets)
+
+        read = hidden.flatten(0, 1)[batch.predictors]
+        logprobs = in_parts(part, read, targets.clamp(min=0), self._at_once)
+        predicted = positions.flatten()[batch.predictors] > 0  # no slot predicts a second token
+        counted = predicted & (targets >= 0)
+        loss = -torch.where(counted, logprobs, 0.0).sum() / total_tokens
+        self._recorded.clear()
+        if counts:
+            agreed = counted & (torch.cat(best) == targets)
+            self._sums += torch.stack(
+                [each.double() for each in (loss.detach(), agreed.sum(), predicted.sum())]
+            )
+        return loss
+
+    def metrics(self) -> Metrics:
+        """Of the update: the loss, and the share of tokens that the drafter ranked first."""
+        if dist.is_initialized():
+            dist.all_reduce(self._sums)
+        sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
+        return {"drafter_loss": sums["loss"], "drafter_agreement": sums["agreed"] / max(sums["tokens"], 1.0)}
+
+    def clip(self) -> float:
+        """Shorten the gradient to `clip`; returns its length before. One that is not finite is dropped."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.clip))
+        if not math.isfinite(norm):
+            self.head.zero_grad(set_to_none=True)
+        return norm
+
+    def _record(self, passed: int) -> Callable[[torch.nn.Module, Any, Any], None]:
+        def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+            if self._is_recording:
+                self._recorded[passed] = (output[0] if isinstance(output, tuple) else output).detach()
+
+        return hook
+
+
+def _mask(batch: TokenBatch) -> torch.Tensor | BlockMask:
+    """The batch's, without first tokens, which have no slot."""
+    mask, kept = batch.attention_mask, batch.position_ids > 0  # neither has padding
+    if isinstance(mask, BlockMask):
+        from trainers.packed_lines import only_keys
+
+        return only_keys(mask, kept[0])
+    length = kept.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=kept.device).tril()
+    allowed = (causal if mask.ndim == 2 else mask) & kept[:, None, None, :]
+    return allowed | torch.eye(length, dtype=torch.bool, device=kept.device)
+
+
+def _check_fits(head: Eagle3Head, layers: list[int], model: PreTrainedModel, directory: Path) -> None:
+    own, depth = model.config.get_text_config(), len(decoder_layers(model))
+    for name in ("hidden_size", "vocab_size"):
+        wanted, got = getattr(own, name), getattr(head.config, name)
+        if wanted != got:
+            raise ValueError(f"{directory}: expected a drafter with the model's {name}, {wanted}, got {got}")
+    if (
+        depth != own.num_hidden_layers
+        or len(set(layers)) != len(layers)
+        or not 0 < min(layers) <= max(layers) <= depth
+    ):
+        raise ValueError(
+            f"{directory}: expected a drafter that reads different layers of 1 to {own.num_hidden_layers}, "
+            f"got {layers} of a model with {depth}"
+        )
+    ids = head.token_ids()
+    if int(ids.min()) < 0 or int(ids.max()) >= own.vocab_size or len(ids.unique()) != len(ids):
+        raise ValueError(f"{directory}: expected 'd2t' to name {len(ids)} different tokens of the model")
+    embeddings = model.get_input_embeddings()
+    if type(embeddings).forward is not torch.nn.Embedding.forward:
+        raise ValueError(
+            f"expected a model with plain embeddings for an EAGLE-3 head, got {type(embeddings).__name__}"
+        )
