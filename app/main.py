@@ -261,6 +261,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
         backend=backend(args.weights.transport, staging(args), args.weights.wire.value),
         staging=staging(args),
         staging_share=args.weights.effective_staging_share,
+        proof_sequences=args.weights.proof.sequences,
         arguments=arguments,
     )
 
@@ -299,6 +300,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         config=trainer,
         trust_remote_code=args.trust_remote_code,
         revision=args.engine.extra.get("revision"),  # as replicas: version 0 is the same everywhere
+        proof_sequences=args.weights.proof.sequences,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -58,6 +58,12 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
     for unit in (*decoder_layers(model), *_untied_ends(model), model):
         fully_shard(unit, mesh=mesh, mp_policy=precision)
     model._weight_conversions = conversions
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free what a forward pass without a backward pass left gathered: the root unit."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:

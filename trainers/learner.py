@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from trainers.batching import TokenBatch, collate, plan_micro_batches, share_of_rank
+from trainers.fsdp2 import reshard
 from trainers.losses import load_loss, policy_loss, token_weights
 from trainers.settings import DEFAULTS, LearnerConfig, OptimizerConfig, Schedule, StepSettings
 from trainers.step_metrics import Metrics, StepTotals
@@ -106,6 +107,21 @@ class Learner:
             self.steps_done += 1
         return metrics | {"step": self.steps_done, "step_s": time.perf_counter() - started}
 
+    def score(self, sequences: Sequence[tuple[Sequence[int], int]]) -> dict[int, float]:
+        """Log-probabilities of tokens after prompts, by index: this rank's share. All ranks must call it."""
+        chosen = [
+            Trajectory(
+                prompt_token_ids=tuple(prompt), token_ids=(token,), logprobs=(0.0,), advantage=float(index)
+            )
+            for index, (prompt, token) in enumerate(sequences)
+        ]
+        found: dict[int, float] = {}
+        for batch, _, known in self._micro_batches(chosen, budget=sum(map(len, chosen))):
+            scores = self._logprobs(self.policy, batch) if known is None else known
+            found |= zip(batch.advantages.long().tolist(), scores.tolist(), strict=True)
+        reshard(self.policy.model)
+        return found
+
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
         """Continue the current weights after `steps_done` steps, with the moments or with zeros."""
         if not keep_moments:
@@ -113,9 +129,14 @@ class Learner:
         self.steps_done = steps_done
         self._published_step = None
 
-    def _micro_batches(self, trajectories: Sequence[Trajectory]) -> list[_MicroBatch]:
+    def _micro_batches(
+        self, trajectories: Sequence[Trajectory], *, budget: int | None = None
+    ) -> list[_MicroBatch]:
+        """`budget`: tokens of one, unless rows are packed, which all have the same length."""
         trajectories = [trajectory for trajectory in trajectories if trajectory.learned_tokens]
-        budget, keeps_old = self.config.max_tokens_per_microbatch, self.config.updates_per_step > 1
+        keeps_old = self.config.updates_per_step > 1
+        if budget is None or self.policy.is_packed:
+            budget = self.config.max_tokens_per_microbatch
         if self.policy.is_packed:
             from trainers.packed_lines import pack, plan_lines  # imports in a second, for GPUs only
 

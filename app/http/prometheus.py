@@ -149,3 +149,6 @@ def _last_round(families: _Families, rounds: Sequence[RoundReport]) -> None:
     for name, timings in last.replicas.items():
         gauge("last_round_gap_seconds", "pause of one replica", timings.gap_s, replica=name)
         gauge("last_round_stage_seconds", "staging of one replica", timings.stage_s, replica=name)
+    for name, deviation in last.proof.items():
+        gauge("proof_mean_difference", "of a replica's log-probabilities", deviation.mean, replica=name)
+        gauge("proof_worst_difference", "of a replica's log-probabilities", deviation.worst, replica=name)

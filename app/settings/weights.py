@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
 from app.settings.section import Section
-from deployments.ledger.ledger_config import LedgerConfig
+from deployments.ledger.ledger_config import LedgerConfig, ProofConfig
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import CommitMode, KvCache
 from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport
@@ -68,6 +68,9 @@ class WeightsConfig(Section):
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
     """How long running requests may continue before an update with `in_flight: wait`, or `/pause` and
     `/sleep` with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes."""
+
+    proof: ProofConfig = ProofConfig()
+    """Proof of policy after each commit."""
 
     transport: TransportName = "shm"
     """How bytes move. `shm`: CPUs of one host. `gloo`: CPUs of several. `ipc`: GPUs of one host. `nccl`: GPUs

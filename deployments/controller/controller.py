@@ -27,7 +27,7 @@ from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import Adapter, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
-from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Unloadable
+from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Scores, Unloadable
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
 from deployments.weights.store.versions import Store
@@ -310,6 +310,11 @@ class Controller:
         """See `Ledger.scale`."""
         async with self._durable.answer(records=True):
             return self._ledger.scale(wanted, await self._capacity(), self._durable.now())
+
+    async def set_scores(self, scores: Scores) -> None:
+        """See `Ledger.set_scores`."""
+        async with self._durable.answer():
+            self._ledger.set_scores(scores, self._durable.now())
 
     async def set_label(self, label: str) -> None:
         async with self._durable.answer(records=True):

@@ -29,6 +29,11 @@ _LINES = {
         "replica {replica} is lost{round}: {reason}. Its requests are retried on others; Serve replaces it",
     ),
     "lost fenced": (INFO, "the process of fenced replica {replica} is gone"),
+    "proof": (
+        WARNING,
+        "replica {replica} computes something else with version {version}: its scores of the proof are up to "
+        "{said}",
+    ),
     "scale": (INFO, "operator set {count}; Serve scales the deployment"),
     "leaving": (INFO, "replica {replica} is being stopped: it finishes its requests"),
     "left": (INFO, "replica {replica} has left"),

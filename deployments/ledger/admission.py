@@ -15,6 +15,7 @@ from deployments.ledger import (
     commit_phase,
     desired_state,
     membership,
+    proof,
     staging_phase,
     stored_versions,
 )
@@ -54,6 +55,8 @@ def on_report(state: State, report: Report) -> bool:
         membership.fence(state, member, report.failed)
     _check_version(state, member)
     _drop_leftovers(state, member, report)
+    if report.scores is not None and member.alive:
+        proof.on_scores(state, report.scores, member.replica_id)
     if report.ended:
         gone(state, member, "it was stopped, and ended before the fleet let it go")
     return follows or not quiet or state.epoch != epoch

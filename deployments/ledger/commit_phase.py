@@ -339,7 +339,7 @@ def keep(state: State, report: RoundReport) -> None:
         timings = history[index].replicas
         kept += len(timings)
         if timings and kept > KEPT_TIMINGS and index < len(history) - 1:
-            history[index] = replace(history[index], replicas={})
+            history[index] = replace(history[index], replicas={}, proof={})
 
 
 def ended(state: State, round_id: int) -> RoundReport | None:

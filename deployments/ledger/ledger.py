@@ -22,6 +22,7 @@ from deployments.ledger import (
     commit_phase,
     desired_state,
     membership,
+    proof,
     publisher_session,
     recovery,
     staging_phase,
@@ -33,7 +34,15 @@ from deployments.ledger.state import Member, MemberState, PendingCall, State
 from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Disconnect, Operation, Sleep
 from deployments.protocol.errors import RoundAborted, SlipstreamError
-from deployments.protocol.poll import DesiredReplicas, Directive, FilePart, JoinAnswer, Report, Unloadable
+from deployments.protocol.poll import (
+    DesiredReplicas,
+    Directive,
+    FilePart,
+    JoinAnswer,
+    Report,
+    Scores,
+    Unloadable,
+)
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import (
     ConnectionStatus,
@@ -254,6 +263,11 @@ class Ledger:
         stored_versions.set_unstored(self._at(now), version, reason)
         self.advance(now)
 
+    def set_scores(self, scores: Scores, now: float) -> None:
+        """The trainer's scores of a version's weights, for the proof of policy."""
+        proof.on_scores(self._at(now), scores, None)
+        self.advance(now)
+
     def set_label(self, label: str, now: float) -> None:
         state = self._at(now)
         state.label = label
@@ -314,6 +328,7 @@ class Ledger:
     def tick(self, now: float) -> list[str]:
         """Check deadlines and the lease. Returns the ids of silent replicas: their processes may exist."""
         silent = membership.check_deadlines(self._at(now))
+        proof.check_deadline(self.state)
         self.advance(now)
         self._expire()
         self.advance(now)

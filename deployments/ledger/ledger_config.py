@@ -1,5 +1,7 @@
 """The ledger's settings: fleet size, deadlines, how a round commits, which adapters are allowed."""
 
+from enum import StrEnum
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.protocol.engine_state import InFlight
@@ -46,6 +48,28 @@ class AdapterLimits(BaseModel):
     refusal: str | None = None  # why there are no adapters
 
 
+class ProofAction(StrEnum):
+    """What follows when a replica's scores of the proof deviate by more than the bound."""
+
+    WARN = "warn"  # a line in the controller's log
+    FENCE = "fence"  # if most of those that scored agree, trainer included; else as `warn`
+
+
+class ProofConfig(BaseModel):
+    """After each commit replicas and trainer score the same short sequences, and the round's report says how
+    far apart they are."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    sequences: int = Field(default=0, ge=0, le=256)
+    """How many sequences; 0: no proof. 32 are about 700 tokens of prompts for each replica and version."""
+    bound: float | None = Field(default=None, gt=0)
+    """The largest difference of a log-probability that is accepted. None: differences are reported only."""
+    action: ProofAction = ProofAction.WARN
+    """`warn`: a line in the controller's log for each replica beyond the bound. `fence`: it is replaced, if
+    most of those that scored agree, trainer included."""
+
+
 class LedgerConfig(BaseModel):
     """How long each step may take, and how a round commits; an operator sets `WeightsConfig`."""
 
@@ -60,9 +84,11 @@ class LedgerConfig(BaseModel):
     stage_timeout_s: float = Field(default=120.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
+    proof: ProofConfig = ProofConfig()
     lease_s: float = Field(default=60.0, gt=0)
     # Constants; tests make them shorter.
     call_timeout_s: float = Field(default=60.0, gt=0)
+    proof_timeout_s: float = Field(default=90.0, gt=0)  # for scores, since the version's first ones
 
     store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds

@@ -461,6 +461,20 @@ class AdapterLoads:
     recovered: bool = False  # an earlier process of this fleet had adapters
 
 
+# -- the proof of policy ----------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Proof:
+    """Scores of one version, by replica id; `due` None: they have been compared."""
+
+    version: int = -1
+    due: float | None = None
+    replicas: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    trainer: tuple[float, ...] | None = None
+    told: set[str] = field(default_factory=set)  # replicas beyond the bound that were dealt with
+
+
 # -- the whole --------------------------------------------------------------------------------
 
 
@@ -509,6 +523,7 @@ class State:
     store_write: StoreWrite = field(default_factory=StoreWrite)
     unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
     adapters: AdapterLoads = field(default_factory=AdapterLoads)
+    proof: Proof = field(default_factory=Proof)
 
     def decide(self, decision: Decision) -> None:
         """Durable before any replica polls again."""
@@ -597,5 +612,7 @@ class State:
             drain.due += stalled_s
         self.publisher.expires += stalled_s
         self.store_write.due += stalled_s
+        if self.proof.due is not None:
+            self.proof.due += stalled_s
         for pin in self.pins.values():
             pin.since += stalled_s

@@ -4,6 +4,7 @@ Instructions are delivered in order and at least once. A replica runs each `seq`
 acknowledgement until a directive confirms it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -344,6 +345,21 @@ class Unloadable:
         object.__setattr__(self, "reason", printable(self.reason))
 
 
+NO_NUMBER = -1e4  # for a score that is NaN or infinite; JSON has neither
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Log-probabilities of the proof's tokens with a version's weights, in the order of `proof_sequences`."""
+
+    version: int
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        finite = tuple(each if math.isfinite(each) else NO_NUMBER for each in self.values)
+        object.__setattr__(self, "values", finite)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining:
     """The replica starts no request and lets running ones finish."""
@@ -369,6 +385,7 @@ class Report:
     draining: Draining | None = None
     adapters: AdapterState = NO_ADAPTERS
     condition: EngineState = ()
+    scores: Scores | None = None  # until a report with them is answered
     acknowledgements: Sequence[Acknowledgement] = ()
     number: int = 0  # counts this process's reports; the controller ignores one that a later one overtook
     failed: str = ""  # uncertain weights or a dead engine: takes no request until it is fenced

@@ -37,6 +37,14 @@ class ReplicaTimings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deviation:
+    """How far a replica's scores of the proof are from the trainer's, or from the other replicas'."""
+
+    mean: float  # of the absolute differences of log-probabilities, in nats
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
     """What `publish()` returns, and one entry of the history."""
 
@@ -64,3 +72,6 @@ class RoundReport:
     # the round; with `commit: rolling` they continued as with `keep`.
     not_drained: Mapping[str, int] = field(default_factory=dict)
     fenced: Mapping[str, str] = field(default_factory=dict)
+    # After the round's end, and not in what `publish()` returns; a restarted controller has none.
+    proof: Mapping[str, Deviation] = field(default_factory=dict)  # replica -> its scores of this version
+    proof_reference: str = ""  # what they were compared with: trainer | replicas

@@ -304,7 +304,7 @@ class TrainerStatus:
 
     step: int
     version: int  # the newest that it published or resumed from; an adapter's base
-    doing: str | None  # step | publish | rollback | save
+    doing: str | None  # step | publish | rollback | save | score
     doing_s: float
     strategy: str
     world_size: int

@@ -28,6 +28,7 @@ DRAIN = "slipstream_drain"
 RUNNING = "slipstream_running"
 END_DRAIN = "slipstream_end_drain"
 RESET_CACHES = "slipstream_reset_caches"
+PROOF = "slipstream-proof-"  # the ids of `replica.proof`'s requests begin so
 
 
 def install() -> None:
@@ -134,6 +135,9 @@ def add_request(core: Any, request: Any, request_wave: int = 0) -> None:
 
     _salt_again(request, core._weight_version)
     EngineCore.add_request(core, request, request_wave)
+    if request.request_id.startswith(PROOF):  # one short prompt; a long queue would cost it the next version
+        core.scheduler.waiting.remove_request(request)
+        core.scheduler.waiting.prepend_request(request)
 
 
 def set_weight_version(core: Any, weight_version: str) -> None:

@@ -48,6 +48,7 @@ from deployments.protocol.poll import (
     Verify,
     WriteVersion,
 )
+from deployments.replica.proof import Proof
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.wire.checkpoint_schema import join_reasons
@@ -96,6 +97,7 @@ async def _abort_requests(engine: ReplicaEngine, operation: AbortRequests) -> in
 
 
 DEATH_POLL_S = 0.1
+ENDS_PROOF = (Commit, CatchUp, Pause, Sleep, AbortRequests)
 
 logger = serve_logger()
 
@@ -105,6 +107,7 @@ class EngineMember(ABC):
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
+        self.proof = Proof(engine, 0)
         self.staged_round: int | None = None
         self.partially_updated = False
         self.retained_version: int | None = None
@@ -136,11 +139,14 @@ class EngineMember(ABC):
             draining=self._engine.draining,
             adapters=self._engine.adapters.state,
             condition=self._engine.condition,
+            scores=self.proof.report(),
             leaving=self.leaving,
             drained=self.drained,
         )
 
     async def execute(self, body: Body) -> Value:
+        if isinstance(body.operation if isinstance(body, RunOperation) else body, ENDS_PROOF):
+            self.proof.cancel()
         try:
             value = await self._execute(body)
         except (PayloadRejected, TransferFailed):
@@ -152,6 +158,7 @@ class EngineMember(ABC):
             raise PayloadRejected(f"{type(error).__name__}: {error}") from error
         async with self.changed:
             self.changed.notify_all()
+        self.proof.begin_if_due()
         return value
 
     @property
@@ -167,9 +174,13 @@ class EngineMember(ABC):
         self.fenced = directive.fenced
         self.may_leave, self.desired = directive.may_leave, directive.desired
         self.admitted = directive.admitted and directive.fenced is None
+        self.proof.on_reported()
+        if directive.fenced is None:
+            self.proof.begin_if_due()
 
     async def fence(self, reason: str) -> None:
         self.fenced, self.admitted = reason, False
+        self.proof.cancel()
         logger.warning("fenced, stopping the engine: %s", reason)
         async with self.changed:
             self.changed.notify_all()

@@ -42,6 +42,7 @@ from deployments.protocol.poll import (
     drain_of_round,
 )
 from deployments.replica.member import EngineMember
+from deployments.replica.proof import Proof
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
@@ -219,9 +220,13 @@ class NativeMember(EngineMember):
 
 
 def member_of(engine: ReplicaEngine, spec: EngineSpec) -> EngineMember:
-    if spec.staging != "none":
-        return StagedMember(engine)
-    return NativeMember(engine, spec, one_payload=spec.backend == "nccl")
+    member: EngineMember = (
+        StagedMember(engine)
+        if spec.staging != "none"
+        else NativeMember(engine, spec, one_payload=spec.backend == "nccl")
+    )
+    member.proof = Proof(engine, spec.proof_sequences)
+    return member
 
 
 def _compared(reading: FileRead) -> Offered:

@@ -27,6 +27,7 @@ class EngineSpec:
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none | automatic (device if this engine can, else host).
         staging_share: share of a GPU's time for staging while requests run, in (0, 1].
+        proof_sequences: scored with each version, see `replica.proof`; 0: none.
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 
@@ -36,6 +37,7 @@ class EngineSpec:
     staging: str
     checkpoint: str | None = None
     staging_share: float = 1.0
+    proof_sequences: int = 0
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property

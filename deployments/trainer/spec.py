@@ -25,6 +25,7 @@ class TrainerSpec:
     Attributes:
         model: a checkpoint directory or a hub id, loaded if the store has no version yet.
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
+        proof_sequences: scored after each publish, as replicas do; 0: none.
     """
 
     config: TrainerConfig
@@ -37,6 +38,7 @@ class TrainerSpec:
     trust_remote_code: bool = False
     revision: str | None = None
     publish_timeout_s: float = 900.0
+    proof_sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

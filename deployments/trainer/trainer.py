@@ -21,6 +21,7 @@ from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
 from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, InvalidRequest, OtherStep
+from deployments.protocol.poll import Scores
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import (
     AdapterReport,
@@ -212,6 +213,7 @@ class Trainer:
         self._rounds = TrainerRounds(self._group, fleet, spec, self._loaded)
         self._step = self._loaded.step
         self._adapter_version = self._loaded.adapter_version
+        self._proving: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         if self._lora is None:
             self._watch = asyncio.create_task(
@@ -272,7 +274,7 @@ class Trainer:
                 if after is not None:
                     raise InvalidRequest("after: expected none, because this trainer publishes an adapter")
                 return await self._publish_adapter(label)
-            return await self._rounds.publish(label, after)
+            return self._prove(await self._rounds.publish(label, after))
 
         return await self._queue.run("publish", work)
 
@@ -372,7 +374,28 @@ class Trainer:
             return settled
         await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")
         await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
-        return await self._rounds.replace(label)
+        return self._prove(await self._rounds.replace(label))
+
+    def _prove(self, report: RoundReport) -> RoundReport:
+        """Score the published weights once the round is answered, unless a step comes first."""
+        if self._spec.proof_sequences:
+            self._proving = asyncio.create_task(self._send_scores(report.version, self._step))
+        return report
+
+    async def _send_scores(self, version: int, step: int) -> None:
+        async def work() -> tuple[float, ...] | None:
+            if (self._rounds.version, self._step) != (version, step):
+                return None
+            scores: tuple[float, ...] = await self._group.call("score", timeout_s=self._step_timeout_s)
+            return scores
+
+        try:
+            values = await self._queue.run("score", work)
+            if values is not None:
+                scores = Scores(version=version, values=values)
+                await retried(lambda: self._controller.set_scores.remote(scores), "set_scores")
+        except Exception as error:  # the fleet does not wait for it; a lost worker is found by the next call
+            logger.warning("no proof of version %d by the trainer: %s", version, error)
 
     async def _settle(self) -> None:
         if self._rounds.unanswered:

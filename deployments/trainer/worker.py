@@ -29,6 +29,7 @@ from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, read_tensors
 from deployments.weights.store.versions import Store
 from deployments.weights.transports.weight_sender import gather_from_ranks
+from deployments.weights.wire.proof import proof_sequences
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy
@@ -308,6 +309,14 @@ class TrainerWorker(TrainerRank):
         )
         self._writer.put(version, self._store)
         return report
+
+    def score(self) -> tuple[float, ...]:
+        """The proof of policy: this policy's scores of the sequences that replicas score too. Call it before
+        the next step. Every rank returns all."""
+        sequences = proof_sequences(self._spec.proof_sequences, self._policy.vocabulary_size)
+        mine = self._learner.score([(each.prompt, each.token) for each in sequences])
+        found = {index: value for part in gather_from_ranks(mine) for index, value in part.items()}
+        return tuple(found[index] for index in range(len(sequences)))
 
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`)."""

@@ -28,6 +28,7 @@ BATCH = [
     tiny.trajectory((3, 4), (7, 1), advantage=-1.0, version=3),
     tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5, version=1),
 ]
+SEQUENCES = [((3, 4, 5), 6), ((7,), 8), ((9, 10, 11, 12, 13), 14), ((15, 16), 17)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
     before = {name: tensor.clone() for name, tensor in source}
     learner = Learner(policy, CONFIG)
     metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
+    shares: list[dict[int, float]] = [{}, {}]
+    torch.distributed.all_gather_object(shares, learner.score(SEQUENCES))
     after = {name: tensor.clone() for name, tensor in source}
     rounded = {name: tensor.clone() for name, tensor in all_of(policy, torch.bfloat16)}
     local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
@@ -90,6 +93,7 @@ def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
         "rounded": rounded,
         "restored": restored,
         "metrics": metrics,
+        "scores": shares[0] | shares[1],
         "local": local,
         "names": [spec.name for spec in source.specs()],
     }
@@ -119,6 +123,7 @@ def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case
     assert all(torch.equal(of_ranks["before"][name], tensor) for name, tensor in original.items())
     learner = Learner(policy, CONFIG)
     expected = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
+    assert of_ranks["scores"] == pytest.approx(learner.score(SEQUENCES), abs=case.tolerance)
     near = case.tolerance
     for name, tensor in source:
         torch.testing.assert_close(of_ranks["after"][name], tensor, rtol=near, atol=near / 50)

@@ -27,6 +27,21 @@ def test_the_gradient_is_that_of_reinforce_written_out(tmp_path: Path) -> None:
     assert Learner(policy, CONFIG).step(batch)["grad_norm"] == pytest.approx(float(expected), rel=1e-3)
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_scores_are_of_the_current_weights_in_the_order_of_the_sequences(
+    tmp_path: Path, updates: int
+) -> None:
+    policy = tiny.policy(tmp_path)
+    learner = Learner(policy, with_changes(max_tokens_per_microbatch=4, updates_per_step=updates))
+    sequences = [((3, 4), 5), ((6, 7, 8, 9, 10), 11), ((12,), 13), ((14, 15, 16), 17)]
+    learner.step(on_policy(policy, ANSWERS))
+    with torch.no_grad():
+        logits = [policy.model(input_ids=torch.tensor([prompt])).logits[0, -1] for prompt, _ in sequences]
+    tokens = [token for _, token in sequences]
+    expected = [float(torch.log_softmax(row, -1)[token]) for row, token in zip(logits, tokens, strict=True)]
+    assert learner.score(sequences) == pytest.approx(dict(enumerate(expected)), abs=1e-5)
+
+
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_micro_batches_change_nothing_but_memory(tmp_path: Path, share_prompts: bool) -> None:
     whole, parts = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)

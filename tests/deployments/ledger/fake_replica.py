@@ -14,6 +14,7 @@ from deployments.protocol.poll import (
     Outcome,
     Report,
     RunOperation,
+    Scores,
 )
 from tests.deployments.ledger.fake_engine import FakeEngine, Value
 
@@ -33,6 +34,7 @@ class FakeReplica(FakeEngine):
     ended: bool = False
     may_leave: bool = False
     wanted: int | None = None
+    scores: Scores | None = None
     outcomes: dict[type[Body], Outcome] = field(default_factory=dict)  # other than DONE
     hangs_in: set[type[Body]] = field(default_factory=set)
     reports: int = 0
@@ -52,6 +54,7 @@ class FakeReplica(FakeEngine):
             leaving=self.leaving,
             drained=self.drained,
             ended=self.ended,
+            scores=self.scores,
         )
 
     def take(self, directive: Directive) -> None:

@@ -16,6 +16,7 @@ from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.owner import claim
 from deployments.weights.store.versions import Store
+from deployments.weights.wire.proof import proof_sequences
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, started
 from tests.deployments.trainer.trainer_specs import with_config
@@ -46,6 +47,21 @@ def test_what_is_published_is_what_save_writes_and_what_the_store_has(
     manifest = Store(Path(spec.store_dir)).manifest_of(1)
     assert (manifest.version, manifest.label, manifest.trainer_step) == (1, "first", 1)
     assert manifest.fleet_id == controller.status.fleet_id and manifest.digest is not None
+
+
+def test_scores_are_those_of_what_was_published(spec: TrainerSpec, controller: ControllerInProcess) -> None:
+    worker = started(replace(spec, proof_sequences=3), controller)
+    before = worker.score()
+    worker.step(BATCH)
+    published(worker, "first")
+    scores = worker.score()
+    assert len(scores) == 3 and scores != before
+    assert worker.flush(30.0)
+    stored = TrainedPolicy.load(controller.directory_of(1))
+    first = proof_sequences(3, stored.vocabulary_size)[0]
+    with torch.no_grad():
+        logits = stored.model(input_ids=torch.tensor([first.prompt])).logits[0, -1]
+    assert scores[0] == pytest.approx(float(torch.log_softmax(logits, -1)[first.token]), abs=1e-4)
 
 
 def test_a_trainer_does_not_start_in_the_store_of_another_fleet(

@@ -1,0 +1,92 @@
+"""The proof of policy: compares the scores that replicas and trainer give the same sequences.
+
+Digests say which bytes arrived; scores say what the engine computes with them. A stale layer, a wrong scale
+or a prefix cache of another version changes scores, and no digest.
+
+    replica   Scores in a report ─┐   all serving replicas have scored, or `proof_timeout_s` is over:
+    trainer   Scores in a call  ──┴─► compared; again with each that comes later
+
+Nothing waits for a proof: a replica without scores is left out, and scores of another version are dropped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean, median
+
+from deployments.ledger import membership
+from deployments.ledger.ledger_config import ProofAction
+from deployments.ledger.state import Proof, RoundPhase, State
+from deployments.protocol.poll import Scores
+from deployments.protocol.publishing import Deviation
+
+TRAINER, REPLICAS = "trainer", "replicas"
+
+
+def on_scores(state: State, scores: Scores, replica_id: str | None) -> None:
+    """`replica_id` None: the trainer's."""
+    if scores.version != state.committed_version:
+        return
+    if state.proof.version != scores.version:
+        state.proof = Proof(version=scores.version, due=state.now + state.config.proof_timeout_s)
+    if replica_id is None:
+        state.proof.trainer = scores.values
+    else:
+        state.proof.replicas[replica_id] = scores.values
+    if state.proof.due is None or all(each.replica_id in state.proof.replicas for each in state.serving()):
+        _compare(state)
+
+
+def check_deadline(state: State) -> None:
+    """Compare without those that have not answered."""
+    if state.proof.due is not None and state.now > state.proof.due:
+        _compare(state)
+
+
+def _compare(state: State) -> None:
+    proof = state.proof
+    proof.due = None
+    if proof.version != state.committed_version:
+        return
+    found = deviations(proof.replicas, proof.trainer)
+    against = REPLICAS if proof.trainer is None else TRAINER
+    for index, report in enumerate(state.history):
+        if report.version == proof.version and report.phase == RoundPhase.COMMITTED:
+            state.history[index] = replace(report, proof=found, proof_reference=against if found else "")
+    bound = state.config.proof.bound
+    if bound is None:
+        return
+    beyond = {name: each.worst for name, each in found.items() if each.worst > bound}
+    voters = len(found) + (proof.trainer is not None)
+    agreed = 2 * (voters - len(beyond)) > voters
+    for name in beyond.keys() - proof.told:
+        proof.told.add(name)
+        said = f"{beyond[name]:.4g} from the {against}', and the bound is {bound:g}"
+        member = state.members.get(name)
+        if state.config.proof.action is ProofAction.FENCE and agreed and member is not None:
+            membership.fence(state, member, f"its scores of version {proof.version} are up to {said}")
+        else:
+            state.record("proof", replica=name, version=proof.version, said=said, agreed=agreed)
+
+
+def deviations(
+    replicas: Mapping[str, Sequence[float]], trainer: Sequence[float] | None
+) -> dict[str, Deviation]:
+    """Of each replica: from the trainer, of two replicas from each other, of more from the median of all.
+
+    Empty for one replica and no trainer. Scores of another number of sequences are left out.
+    """
+    size = len(next(iter(replicas.values()), ())) if trainer is None else len(trainer)
+    scored = {name: values for name, values in replicas.items() if len(values) == size}
+    if trainer is None and len(scored) < 2:
+        return {}
+    if trainer is not None:
+        reference = trainer
+    elif len(scored) > 2:
+        reference = [median(column) for column in zip(*scored.values(), strict=True)]
+    found = {}
+    for name, values in scored.items():
+        if trainer is None and len(scored) == 2:
+            reference = next(other for key, other in scored.items() if key != name)
+        apart = [abs(one - other) for one, other in zip(values, reference, strict=True)]
+        found[name] = Deviation(mean=fmean(apart), worst=max(apart))
+    return found

@@ -1,0 +1,111 @@
+"""The replica's half of the proof of policy: it scores the fixed sequences once with each version.
+
+A score is the log-probability of one token after a prompt, which vLLM's sampler gathers
+(`logprob_token_ids`). Unlike `prompt_logprobs` it costs one row of logits, and the prompt may be found in the
+prefix cache, as a user's may: a cache of the version before shows in the score. The sequences run one after
+the other, beside requests: a short prompt more in a step of many requests costs little.
+
+    version changed, scheduler runs ──► scores ──► the next report
+    COMMIT, CATCH_UP, pause or sleep ──► cancelled; begins again once the scheduler runs
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.inputs import tokens_input
+
+from deployments.host.logs import serve_logger
+from deployments.protocol.poll import Scores
+from deployments.replica.engine_core import PROOF
+from deployments.replica.replica_engine import ReplicaEngine
+from deployments.weights.wire.proof import ProofSequence, proof_sequences
+
+LIMIT_S = 60.0  # for all sequences
+
+logger = serve_logger()
+
+
+class Proof:
+    """Scores of `count` sequences; 0: none.
+
+    Attributes:
+        scores: what the controller has not been told yet.
+    """
+
+    def __init__(self, engine: ReplicaEngine, count: int) -> None:
+        self._engine = engine
+        self._sequences: Sequence[ProofSequence] = ()
+        self._version: int | None = None  # scored, being scored, or given up
+        self._running: asyncio.Task[None] | None = None
+        self._reported: Scores | None = None
+        self.scores: Scores | None = None
+        if count:
+            self._sequences = proof_sequences(count, engine.llm.model_config.get_vocab_size())
+            _leave_out(engine.llm.output_processor)
+
+    def begin_if_due(self) -> None:
+        """Score the engine's version, if that was not begun and the scheduler runs."""
+        engine = self._engine
+        if self._sequences and engine.version != self._version and engine.may_resume and not engine.dead:
+            self.cancel()
+            self._version = engine.version
+            self._running = asyncio.create_task(self._run(engine.version))
+
+    def cancel(self) -> None:
+        """Does not wait: vLLM aborts the request in its turn."""
+        if self._running is not None and not self._running.done():
+            self._running.cancel()
+            self._version = None
+
+    def report(self) -> Scores | None:
+        self._reported = self.scores
+        return self.scores
+
+    def on_reported(self) -> None:
+        """The controller has answered the last report."""
+        if self.scores is self._reported:
+            self.scores = None
+
+    async def _run(self, version: int) -> None:
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                values = [await self._score(number, version) for number in range(len(self._sequences))]
+        except Exception as error:  # a busy or dead engine, or one that cannot score: the fleet does not wait
+            logger.warning("no proof of version %d: %s: %s", version, type(error).__name__, error)
+            return
+        self.scores = Scores(version=version, values=tuple(values))
+
+    async def _score(self, number: int, version: int) -> float:
+        """Raises RuntimeError if another version answered, or the engine returned no score."""
+        sequence, llm = self._sequences[number], self._engine.llm
+        ranks = llm.vllm_config.parallel_config.data_parallel_size
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprob_token_ids=[sequence.token], detokenize=False
+        )
+        answers = llm.generate(
+            tokens_input(list(sequence.prompt)),
+            params,
+            f"{PROOF}{uuid.uuid4().hex}",
+            data_parallel_rank=number % ranks if ranks > 1 else None,
+        )
+        async for answer in answers:
+            choice = answer.outputs[0]
+            versions = {int(span.version) for span in choice.weight_versions or ()}
+            if choice.logprobs and sequence.token in choice.logprobs[0] and versions == {version}:
+                return float(choice.logprobs[0][sequence.token].logprob)
+        raise RuntimeError(f"vLLM returned no score of sequence {number}")
+
+
+def _leave_out(processor: Any) -> None:
+    """Leave proofs out of vLLM's metrics of requests. Its scheduler's gauges have them while they run."""
+
+    def unless_proof(update: Any, state: Any, *rest: Any) -> None:
+        if not state.external_req_id.startswith(PROOF):
+            update(state, *rest)
+
+    for name in ("_update_stats_from_output", "_update_stats_from_finished"):
+        setattr(processor, name, partial(unless_proof, getattr(processor, name)))

@@ -1,0 +1,110 @@
+"""A real engine in which faults are planted that no digest shows, and its scores of the proof with each."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+
+from deployments.protocol.poll import Scores
+from deployments.replica.proof import Proof
+from deployments.replica.replica_engine import ReplicaEngine
+from deployments.replica.server_arguments import EngineSpec
+from tests.tiny_models import save_tiny_llama
+
+SEQUENCES = 4
+
+# -- what runs in the engine core's process, which is the worker's too --------------------------------------
+
+
+def scale_norm(worker: Any, factor: float) -> None:
+    """A layer is not the one that was published: its keys and values, too."""
+    worker.model_runner.model.model.layers[0].input_layernorm.weight.data.mul_(factor)
+
+
+def scale_attention(worker: Any, factor: float) -> None:
+    for layer in worker.model_runner.model.model.layers:
+        layer.self_attn.attn.impl.scale *= factor
+
+
+def keep_caches(worker: Any) -> None:
+    """A commit does not reset the prefix cache, and its blocks are found whatever the version is."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    from deployments.replica import engine_core
+
+    engine_core._salt = lambda version, own: f"/{own}"
+    setattr(EngineCoreProc, engine_core.RESET_CACHES, lambda core, recompute: None)
+
+
+# -- the test's side ----------------------------------------------------------------------------------------
+
+
+class FaultyEngine:
+    def __init__(self, engine: ReplicaEngine) -> None:
+        self._engine = engine
+
+    async def plant(self, fault: Callable[..., None], *args: Any) -> None:
+        await self._engine.llm.collective_rpc(fault, args=args)
+
+    async def scores(self) -> list[float]:
+        """With the next version, as after a commit."""
+        engine = self._engine
+        await engine.reset_caches(recompute=True)
+        await engine.llm.engine_core.set_weight_version_async(str(engine.version + 1))
+        engine.version += 1
+        proof = Proof(engine, SEQUENCES)
+        proof.begin_if_due()
+        async with asyncio.timeout(60):
+            while proof.report() is None:
+                await asyncio.sleep(0.01)
+        found = proof.scores
+        assert isinstance(found, Scores) and found.version == engine.version
+        return list(found.values)
+
+
+def counted() -> float:
+    """Requests and tokens in vLLM's metrics."""
+    names = ("vllm:request_success", "vllm:prompt_tokens", "vllm:generation_tokens")
+    families = (each for each in REGISTRY.collect() if each.name in names)
+    return sum(sample.value for each in families for sample in each.samples if sample.name.endswith("_total"))
+
+
+def scores_with_faults(directory: Path) -> dict[str, Any]:
+    return asyncio.run(_scores_with_faults(directory))
+
+
+async def _scores_with_faults(directory: Path) -> dict[str, Any]:
+    spec = EngineSpec(
+        model=str(save_tiny_llama(directory / "model", 1)),
+        served_model_name="tiny",
+        backend="shm",
+        staging="host",
+        arguments={
+            "dtype": "float32",
+            "max_model_len": 256,
+            "enforce_eager": True,
+            "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        },
+    )
+    engine = await ReplicaEngine.start(spec, version=0)
+    try:
+        it, found = FaultyEngine(engine), {}
+        found["first"] = await it.scores()
+        found["again"] = await it.scores()
+        await it.plant(scale_attention, 1.1)
+        found["wrong scale"] = await it.scores()
+        await it.plant(scale_attention, 1 / 1.1)
+        await it.plant(scale_norm, 1.1)
+        found["other layer"] = await it.scores()
+        await it.plant(scale_norm, 1 / 1.1)
+        found["mended"] = await it.scores()
+        await it.plant(keep_caches)
+        await it.scores()  # its blocks stay
+        await it.plant(scale_norm, 1.1)
+        found["stale cache"] = await it.scores()
+        found["counted"] = counted()
+        return found
+    finally:
+        await engine.stop()

@@ -1,0 +1,132 @@
+"""The replica's half of the proof of policy."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deployments.ledger.proof import deviations
+from deployments.protocol.engine_state import InFlight, Pause
+from deployments.protocol.poll import RunOperation, Scores
+from deployments.replica.proof import Proof
+from deployments.replica.replica_engine import ReplicaEngine
+from deployments.weights.wire.proof import LONG, SHORT, proof_sequences
+from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm, staged_member
+from tests.deployments.replica.faulty_engine import scores_with_faults
+from tests.forked import call
+from tests.waiting import reached
+
+
+def test_both_ends_have_the_same_sequences() -> None:
+    sequences = proof_sequences(3, 1000)
+    assert sequences == proof_sequences(32, 1000)[:3]
+    assert [len(each.prompt) for each in sequences] == [LONG, SHORT, SHORT]
+    ids = {token for each in sequences for token in (*each.prompt, each.token)}
+    assert min(ids) >= 250 and max(ids) < 750, "special tokens are at the ends"
+    assert sequences != proof_sequences(3, 2000)
+
+
+class ScoringLlm(FakeLlm):
+    """Scores each token with a tenth of its id, as this version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 1000)
+        self.output_processor.counted = []
+        for name in ("_update_stats_from_output", "_update_stats_from_finished"):
+            setattr(self.output_processor, name, lambda state: self.output_processor.counted.append(state))
+        self.version = 3
+        self.asked: list[str] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def generate(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncIterator[SimpleNamespace]:
+        self.asked.append(request_id)
+        await self.answers.wait()
+        (token,) = params.logprob_token_ids
+        span = SimpleNamespace(version=str(self.version), start=0, end=1)
+        logprobs = [{token: SimpleNamespace(logprob=-token / 10)}]
+        yield SimpleNamespace(outputs=[SimpleNamespace(logprobs=logprobs, weight_versions=[span])])
+
+
+def engine_of(llm: FakeLlm) -> ReplicaEngine:
+    return FakeEngine(
+        llm, SimpleNamespace(state=None, router=SimpleNamespace(lifespan_context=lambda app: None)), 3
+    )  # type: ignore[arg-type]
+
+
+EXPECTED = Scores(version=3, values=tuple(-each.token / 10 for each in proof_sequences(2, 1000)))
+
+
+async def test_a_version_is_scored_once_and_reported_until_it_is_answered() -> None:
+    llm = ScoringLlm()
+    proof = Proof(engine_of(llm), 2)
+    proof.begin_if_due()
+    await reached(lambda: proof.scores is not None)
+    assert proof.report() == EXPECTED
+    assert proof.report() == EXPECTED, "the first report was lost"
+    proof.on_reported()
+    proof.begin_if_due()
+    assert proof.report() is None
+    assert len(llm.asked) == 2
+
+
+async def test_scores_that_no_report_has_had_are_kept() -> None:
+    proof = Proof(engine_of(ScoringLlm()), 2)
+    assert proof.report() is None
+    proof.begin_if_due()
+    await reached(lambda: proof.scores is not None)
+    proof.on_reported()
+    assert proof.report() == EXPECTED
+
+
+async def test_nothing_is_scored_while_the_scheduler_is_paused() -> None:
+    llm = ScoringLlm()
+    member = staged_member(llm)
+    member.proof = Proof(member._engine, 2)
+    llm.answers.clear()
+    member.proof.begin_if_due()
+    await reached(lambda: bool(llm.asked))
+    await member.execute(RunOperation(operation=Pause(mode=InFlight.KEEP)))
+    llm.answers.set()
+    await asyncio.sleep(0)
+    assert member.proof.report() is None and len(llm.asked) == 1
+    await member._engine.resume()
+    member.proof.begin_if_due()
+    await reached(lambda: member.proof.report() == EXPECTED)
+
+
+async def test_an_answer_of_another_version_is_no_proof(caplog: pytest.LogCaptureFixture) -> None:
+    llm = ScoringLlm()
+    llm.version = 2
+    proof = Proof(engine_of(llm), 2)
+    proof.begin_if_due()
+    await reached(lambda: "no proof of version 3" in caplog.text)
+    proof.begin_if_due()
+    assert proof.report() is None and len(llm.asked) == 1, "it is given up, not asked again and again"
+
+
+@pytest.mark.long
+@pytest.mark.serve
+@pytest.mark.timeout(300)
+def test_planted_faults_change_the_scores(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = call(
+        scores_with_faults,
+        tmp_path_factory.mktemp("engine"),
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
+    )
+    assert found.pop("counted") == 0, "requests of users only"
+    good, worst = found.pop("first"), {}
+    for name, scores in found.items():
+        worst[name] = deviations({name: scores}, good)[name].worst
+    print(worst)
+    assert worst["again"] < 1e-4 and worst["mended"] < 1e-4
+    assert worst["wrong scale"] > 1e-2 and worst["other layer"] > 1e-2
+    cached = deviations({"stale": found["stale cache"]}, found["other layer"])["stale"]
+    assert cached.worst > 1e-2, "a fresh cache would give the same scores"
