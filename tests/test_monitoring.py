@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +21,8 @@ from tests.test_architecture import anchors
 ROOT = Path(__file__).parents[1]
 ALERTS = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text())
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "slipstream.json").read_text())
+PROMTOOL = shutil.which("promtool")
+GRAFANAS = {"$__rate_interval": "1m", "$job": "slipstream"}  # variables
 _SELECTOR = re.compile(r"\b((?:slipstream|vllm:|ray_)\w+)(?:\{([^}]*)\})?")
 PANELS = {f"panel: {panel['title']}": panel["targets"] for panel in DASHBOARD["panels"]}
 EXPRESSIONS = {
@@ -58,6 +62,22 @@ def test_our_own_counts_are_selected_by_labels_that_they_have(name: str) -> None
     for found in _SELECTOR.finditer(EXPRESSIONS[name]):
         selected = set(re.findall(r"(\w+)(?:=~|!=|!~|=)", found[2] or ""))
         assert selected <= own.get(found[1], selected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROMTOOL is None, reason="there is no promtool: apt-get install prometheus")
+def test_prometheus_reads_the_configuration_the_alerts_and_each_expression(tmp_path: Path) -> None:
+    expressions = EXPRESSIONS.values()
+    for variable, value in GRAFANAS.items():
+        expressions = [each.replace(variable, value) for each in expressions]
+    rules = [{"record": "a", "labels": {"n": str(n)}, "expr": each} for n, each in enumerate(expressions)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "all", "rules": rules}]}))
+    for kind, file in (
+        ("config", ROOT / "deploy" / "prometheus" / "prometheus.yaml"),
+        ("rules", tmp_path / "rules.yaml"),
+    ):
+        done = subprocess.run([str(PROMTOOL), "check", kind, str(file)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_alert_names_a_part_of_the_runbook_that_exists() -> None:
