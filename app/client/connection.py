@@ -145,7 +145,7 @@ class AsyncFleetClient:
         while True:
             pause_s = self._retry_pause_s
             try:
-                answer = await self.http.request(**call.arguments())
+                answer = await self._request(call)
             except httpx.TransportError as error:
                 # The call may have been executed: a step must not happen twice.
                 lost = not call.repeatable and not isinstance(error, httpx.ConnectError)
@@ -159,6 +159,14 @@ class AsyncFleetClient:
                 with suppress(ValueError):  # a date, of a proxy
                     pause_s = float(answer.headers.get("retry-after", pause_s))
             await asyncio.sleep(min(max(0.0, deadline - time.monotonic()), pause_s))
+
+    async def _request(self, call: Call[Any]) -> httpx.Response:
+        """Raises httpx.TransportError, also for the answer of a proxy whose router is gone: Serve's HAProxy
+        sends 500 then, others 502 or 504. Ours is JSON."""
+        answer = await self.http.request(**call.arguments())
+        if answer.status_code in (500, 502, 504) and "json" not in answer.headers.get("content-type", ""):
+            raise httpx.RemoteProtocolError(f"{answer.status_code}: {answer.text[:MAX_SHOWN]}")
+        return answer
 
     def _waits(self, call: Call[Any], reason: str) -> None:
         if self._say is not None and not self._waiting:
