@@ -55,9 +55,5 @@ class AdapterRoutes:
             is_3d=body.is_3d_lora_weight,
             load_id=uuid.uuid4().hex,
         )
-        adapter: Adapter = await retried(
-            lambda: self._controller.load_adapter.remote(load),
-            f"the load of {body.lora_name!r}",
-            limit_s=LOAD_TIMEOUT_S,
-        )
+        adapter: Adapter = await retried(self._controller, "load_adapter", load, limit_s=LOAD_TIMEOUT_S)
         return adapter.full_name

@@ -95,7 +95,7 @@ class PublishSession:
         """The session's lease; acquires one if there is none."""
         if self._lease is not None:
             return self._lease
-        lease: Lease = await retried(lambda: self._controller.acquire.remote(self._publisher), "acquire")
+        lease: Lease = await retried(self._controller, "acquire", self._publisher)
         self._lease = lease
         return lease
 
@@ -120,9 +120,7 @@ class PublishSession:
         token, round_id = self._lease.token, self.round_id
         try:
             report: RoundReport = await retried(
-                lambda: self._controller.close_round.remote(token, round_id, label),
-                f"close_round of round {round_id}",
-                limit_s=CALL_TIMEOUT_S,
+                self._controller, "close_round", token, round_id, label, limit_s=CALL_TIMEOUT_S
             )
         except FleetUnavailable as error:
             raise AnswerLost(
@@ -211,9 +209,7 @@ async def joined(
     Raises:
         Conflict: another publisher holds the lease.
     """
-    found: JoinedLease = await retried(
-        lambda: controller.join_lease.remote(publisher, of_round), "join_lease"
-    )
+    found: JoinedLease = await retried(controller, "join_lease", publisher, of_round)
     session, renew = PublishSession(controller, publisher, found), of_round
     try:
         yield session

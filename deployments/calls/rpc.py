@@ -10,7 +10,7 @@ an actor call costs the controller a millisecond, while each of a thousand repli
 
 Serve passes the random key along with the address. Nothing is unpickled before the key has been checked.
 
-When the process dies, Serve starts a successor. `retried` sends the call again: only for calls whose
+When the process dies, Serve starts a successor. `retried` sends the call again: only for methods whose
 repetition changes nothing, such as a query, or `close_round`, which the controller answers from its record.
 """
 
@@ -232,23 +232,24 @@ async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
         raise _no_answer(what, limit_s) from error
 
 
-async def retried(
-    call: Callable[[], Awaitable[Result]], what: str, *, limit_s: float = RESTART_WAIT_S
-) -> Result:
-    """Wait for a call that may be repeated, `limit_s` for each attempt; a successor is asked if the process
-    dies, for `RESTART_WAIT_S` from the first loss on. Raises FleetUnavailable, which names `what`."""
+async def retried(handle: Any, method: str, *args: Any, limit_s: float = RESTART_WAIT_S) -> Any:
+    """`handle.method.remote(*args)` of a method that may be repeated, `limit_s` for each attempt.
+
+    If the process dies, its successor is asked, for `RESTART_WAIT_S` from the first loss on. Raises
+    FleetUnavailable, which names the method.
+    """
     loop, deadline = asyncio.get_running_loop(), None
     while True:
         try:
-            return await bounded(call(), what, limit_s)
+            return await bounded(getattr(handle, method).remote(*args), method, limit_s)
         except Exception as error:
             if not is_lost(error):
                 raise
             if deadline is None:
-                logger.warning("%s: the process is gone; retrying with its successor", what)
+                logger.warning("%s: the process is gone; retrying with its successor", method)
                 deadline = loop.time() + RESTART_WAIT_S
             if loop.time() >= deadline:
-                raise _no_answer(what, RESTART_WAIT_S) from error
+                raise _no_answer(method, RESTART_WAIT_S) from error
         await asyncio.sleep(RETRY_S)
 
 

@@ -261,10 +261,7 @@ class AdapterPublisher:
             load_id=load_id,
             digest=digest,
         )
-        call = self._controller.load_adapter
-        live: LiveAdapter = run_sync(
-            retried(lambda: call.remote(load), "load_adapter", limit_s=LOAD_TIMEOUT_S)
-        )
+        live: LiveAdapter = run_sync(retried(self._controller, "load_adapter", load, limit_s=LOAD_TIMEOUT_S))
         return live.version
 
     def _own_version(self) -> int:
@@ -280,8 +277,7 @@ class AdapterPublisher:
         return newest.version
 
     def _adapters(self) -> Sequence[AdapterStatus]:
-        adapters = self._controller.adapters
-        return run_sync(retried(lambda: adapters.remote(), "adapters", limit_s=CALL_TIMEOUT_S))
+        return run_sync(retried(self._controller, "adapters", limit_s=CALL_TIMEOUT_S))
 
 
 def adapter_files(

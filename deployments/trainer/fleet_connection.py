@@ -45,7 +45,7 @@ class FleetWeightSyncClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + RESTART_WAIT_S
         while True:
-            status: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
+            status: FleetStatus = await retried(self._controller, "fleet")
             returning = [each for each in status.members if each.state == _RETURNING]
             if not returning or loop.time() >= deadline:
                 return status

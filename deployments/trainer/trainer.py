@@ -205,7 +205,7 @@ class Trainer:
         self._history = StepHistory()
         self._lora = spec.config.published_adapter
         self._last_adapter: AdapterReport | None = None
-        plan = None if slots is None else await retried(lambda: slots.plan.remote(), "slots")
+        plan = None if slots is None else await retried(slots, "plan")
         if self._lora is None:
             shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
             await end_former_session(fleet, shares_memory=shares_memory)
@@ -218,7 +218,7 @@ class Trainer:
         if self._lora is None:
             self._watch = asyncio.create_task(
                 watch(
-                    lambda: retried(lambda: fleet.fleet.remote(), "fleet"),
+                    lambda: retried(fleet, "fleet"),
                     lambda label, after: self.publish(label, after=after),
                     lambda: self._rounds.version,
                     self._settle,
@@ -269,7 +269,7 @@ class Trainer:
                     {"expected": step, "actual": self._step},
                 )
             if self._rounds.version == 0 and after is None:
-                check_version_0(await retried(lambda: self._controller.fleet.remote(), "fleet"), self._loaded)
+                check_version_0(await retried(self._controller, "fleet"), self._loaded)
             if self._lora is not None:
                 if after is not None:
                     raise InvalidRequest("after: expected none, because this trainer publishes an adapter")
@@ -372,7 +372,7 @@ class Trainer:
         settled = await self._rounds.outcome()
         if settled is not None and settled.label == label:
             return settled
-        await retried(lambda: self._controller.rollback_source.remote(version), "rollback_source")
+        await retried(self._controller, "rollback_source", version)
         await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
         return self._prove(await self._rounds.replace(label))
 

@@ -95,8 +95,8 @@ class TrainerRounds:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._spec.publish_timeout_s
         while True:
-            fleet = await retried(lambda: self._controller.fleet.remote(), "fleet")
-            ended = await retried(lambda: self._controller.rounds.remote(), "rounds")
+            fleet = await retried(self._controller, "fleet")
+            ended = await retried(self._controller, "rounds")
             report = outcome(round_id, self._fleet_id, fleet, ended)
             if report is not None:
                 return report
@@ -150,7 +150,7 @@ async def end_former_session(controller: CallHandle, *, shares_memory: bool = Fa
     `shares_memory`: the trainer's GPU memory stays allocated until the replicas disconnect."""
     try:
         if not shares_memory:
-            fleet: FleetStatus = await retried(lambda: controller.fleet.remote(), "fleet")
+            fleet: FleetStatus = await retried(controller, "fleet")
             if fleet.lease is None or fleet.lease.publisher != PUBLISHER:
                 return
             if fleet.round is not None and fleet.round.phase != _OPEN:

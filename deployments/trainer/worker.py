@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -210,7 +210,7 @@ class TrainerRank:
         check_owner(self._store.directory, self._fleet_id)
 
     def _fleet(self) -> FleetStatus:
-        return run_sync(retried(lambda: self._controller.fleet.remote(), "fleet"))
+        return run_sync(retried(self._controller, "fleet"))
 
 
 class TrainerWorker(TrainerRank):
@@ -457,14 +457,14 @@ class TrainerWorker(TrainerRank):
 
     def _report(self, result: StoreResult) -> None:
         """Joiners wait for the version; the fleet's status says whether it comes."""
-        stored, not_stored = self._controller.stored, self._controller.not_stored
-
-        def call() -> Awaitable[object]:
-            if result.problem:
-                return not_stored.remote(result.version, result.problem)
-            return stored.remote(result.version, result.path, result.label)
-
-        run_sync(retried(call, "report of a stored version", limit_s=STORED_TIMEOUT_S))
+        if result.problem:
+            call = retried(
+                self._controller, "not_stored", result.version, result.problem, limit_s=STORED_TIMEOUT_S
+            )
+        else:
+            written = (result.version, result.path, result.label)
+            call = retried(self._controller, "stored", *written, limit_s=STORED_TIMEOUT_S)
+        run_sync(call)
 
 
 def _missed(found: Found) -> str | None:

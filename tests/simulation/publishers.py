@@ -47,7 +47,7 @@ class Trainer:
     async def _publish(self, attempt: str) -> None:
         closing = False
         try:
-            fleet: FleetStatus = await retried(lambda: self._controller.fleet.remote(), "fleet")
+            fleet: FleetStatus = await retried(self._controller, "fleet")
             async with PublishSession(self._controller, "trainer") as session:  # type: ignore[arg-type]
                 connected = fleet.connection is not None and fleet.connection.publisher == "trainer"
                 if not connected or fleet.epoch != self._epoch:

@@ -223,7 +223,7 @@ async def test_a_decided_round_is_not_reported_as_failed_when_its_controller_die
         report = await one_round(session, "mine")
     assert (report.version, report.label) == (4, "mine") and controller.calls.count("close_round") == 2
     assert [each.getMessage() for each in caplog.records] == [
-        "close_round of round 4: the process is gone; retrying with its successor"
+        "close_round: the process is gone; retrying with its successor"
     ]
     assert (await one_round(session)).version == 5
 

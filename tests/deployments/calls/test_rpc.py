@@ -3,6 +3,7 @@ import pickle
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -220,7 +221,7 @@ async def test_a_cancellation_that_races_the_response_is_not_lost() -> None:
     async def call() -> int:
         return await answer
 
-    asking = asyncio.create_task(retried(call, "a question"))
+    asking = asyncio.create_task(retried(SimpleNamespace(ask=SimpleNamespace(remote=call)), "ask"))
     await asyncio.sleep(0.01)
     answer.set_result(1)
     asking.cancel()
@@ -229,5 +230,6 @@ async def test_a_cancellation_that_races_the_response_is_not_lost() -> None:
 
 
 async def test_a_silent_process_is_a_timeout() -> None:
-    with pytest.raises(FleetUnavailable, match=r"a question: no answer within 0\.05 s"):
-        await retried(asyncio.Event().wait, "a question", limit_s=0.05)
+    with pytest.raises(FleetUnavailable, match=r"ask: no answer within 0\.05 s"):
+        silent = SimpleNamespace(remote=asyncio.Event().wait)
+        await retried(SimpleNamespace(ask=silent), "ask", limit_s=0.05)
