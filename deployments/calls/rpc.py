@@ -232,7 +232,9 @@ async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
         raise _no_answer(what, limit_s) from error
 
 
-async def retried(handle: Any, method: str, *args: Any, limit_s: float = RESTART_WAIT_S) -> Any:
+async def retried(
+    handle: CallHandle | DeploymentHandle, method: str, *args: Any, limit_s: float = RESTART_WAIT_S
+) -> Any:
     """`handle.method.remote(*args)` of a method that may be repeated, `limit_s` for each attempt.
 
     If the process dies, its successor is asked, for `RESTART_WAIT_S` from the first loss on. Raises

@@ -393,7 +393,7 @@ class Trainer:
             values = await self._queue.run("score", work)
             if values is not None:
                 scores = Scores(version=version, values=values)
-                await retried(lambda: self._controller.set_scores.remote(scores), "set_scores")
+                await retried(self._controller, "set_scores", scores)
         except Exception as error:  # the fleet does not wait for it; a lost worker is found by the next call
             logger.warning("no proof of version %d by the trainer: %s", version, error)
 
