@@ -1,0 +1,201 @@
+"""Rollouts on disk: the ledger's records and the turns' tokens, in a sqlite database beside the journal.
+
+Each call is one transaction, durable when it returns. If it cannot be written, the ledger is as before, and
+only this call fails. The journal's lock keeps other controllers away.
+"""
+
+import json
+import sqlite3
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
+from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, RolloutRequest
+from deployments.rollouts.ledger import KINDS, NewTurn, RolloutLedger, Turn
+from deployments.rollouts.sequences import TurnTokens, sequences
+
+NAME = "rollouts.sqlite"
+SCHEMA = 1
+TABLES = f"""
+PRAGMA journal_mode=WAL;
+PRAGMA user_version={SCHEMA};
+CREATE TABLE IF NOT EXISTS records
+    (kind TEXT, key TEXT, record TEXT NOT NULL, PRIMARY KEY (kind, key));
+CREATE TABLE IF NOT EXISTS tokens
+    (turn TEXT PRIMARY KEY, prompt BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
+     detail TEXT NOT NULL);
+"""
+
+
+# Keeps the row's number: groups are leased in the order in which they began.
+PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
+
+
+class RolloutStore:
+    """The ledger of rollouts, on disk. Its methods are the ledger's; not for two threads at once.
+
+    Raises:
+        JournalError: the file cannot be used.
+    """
+
+    def __init__(
+        self, directory: Path, limits: RolloutLimits, *, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._path = directory / NAME
+        self._ledger = RolloutLedger(limits)
+        try:
+            self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            (schema,) = self._db.execute("PRAGMA user_version").fetchone()
+            if schema not in (0, SCHEMA):
+                raise JournalError(
+                    f"{self._path}: expected schema {SCHEMA}, found {schema}: move the file away"
+                )
+            self._db.executescript(TABLES)
+            (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
+            self._db.execute(f"PRAGMA max_page_count={int(limits.max_gib * (1 << 30) / page_bytes)}")
+            self._db.execute("PRAGMA synchronous=FULL")
+            for kind, record in self._db.execute("SELECT kind, record FROM records ORDER BY rowid"):
+                self._ledger.load(msgspec.json.decode(record, type=KINDS[kind]))
+        except (sqlite3.Error, msgspec.DecodeError, KeyError) as error:
+            raise JournalError(f"{self._path}: expected a file of rollouts, got: {error}") from error
+
+    def close(self) -> None:
+        self._db.close()
+
+    def open(self, request: RolloutRequest) -> None:
+        """See `RolloutLedger.open`."""
+        with self._transaction():
+            self._ledger.open(request, self._clock())
+
+    def append(self, rollout_id: str, owner: str, captured: CapturedTurn) -> None:
+        """Store a finished turn; see `RolloutLedger.append`."""
+        tokens = captured.prompt_token_ids + captured.token_ids
+        policy, version = _policy(captured)
+        new = NewTurn(
+            request=captured.key,
+            attempt=captured.attempt,
+            prompt=len(captured.prompt_token_ids) // 4,
+            sampled=len(captured.token_ids) // 4,
+            policy=policy,
+            version=version,
+            digest=lambda length: blake2b(memoryview(tokens)[: 4 * length], digest_size=16).hexdigest(),
+        )
+        with self._transaction():
+            added = self._ledger.append(rollout_id, owner, new)
+            if added is not None:
+                _, turn = added
+                detail = {
+                    "weight_versions": captured.weight_versions,
+                    "adapter": captured.adapter,
+                    "constrained": captured.constrained,
+                    "finish_reason": captured.finish_reason,
+                    "sampling": captured.sampling,
+                }
+                prompt = captured.prompt_token_ids[4 * (turn.length - turn.stored) :]
+                row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
+                self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
+
+    def reward(self, rollout_id: str, owner: str, reward: Reward, key: str | None) -> None:
+        """See `RolloutLedger.reward`."""
+        with self._transaction():
+            self._ledger.reward(rollout_id, owner, reward, key, self._clock())
+
+    def discard(self, rollout_id: str, owner: str) -> None:
+        """See `RolloutLedger.discard`."""
+        with self._transaction():
+            self._ledger.discard(rollout_id, owner, self._clock())
+
+    def lease(self, most: int, max_staleness: int | None, current: Mapping[str, int]) -> dict[str, Any]:
+        """The JSON of a lease: its id (None: no group is ready), when it ends, and the groups' sequences."""
+        with self._transaction():
+            now = self._clock()
+            lease, stale = self._ledger.lease(uuid.uuid4().hex, most, max_staleness, current, now)
+            if lease is None:
+                return {"lease": None, "lease_s": None, "stale_groups": stale, "groups": []}
+            groups = [
+                {"group": group, "rollouts": [self._rollout(each) for each in self._ledger.rewarded(group)]}
+                for group in lease.groups
+            ]
+        assert lease.due is not None
+        return {
+            "lease": lease.key,
+            "lease_s": round(lease.due - now, 3),
+            "stale_groups": stale,
+            "groups": groups,
+        }
+
+    def consume(self, lease_id: str, step: str) -> list[str]:
+        """See `RolloutLedger.consume`."""
+        with self._transaction():
+            return self._ledger.consume(lease_id, step, self._clock())
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """See `RolloutLedger.counts`."""
+        with self._transaction():
+            return self._ledger.counts(self._clock())
+
+    def _rollout(self, rollout: Any) -> dict[str, Any]:
+        turns = [self._turn(f"{rollout.key}/{number}") for number in range(rollout.turns)]
+        return {"id": rollout.key, "reward": rollout.reward, "sequences": sequences(turns)}
+
+    def _turn(self, key: str) -> TurnTokens:
+        record, *blobs, detail = self._db.execute(
+            "SELECT record, prompt, sampled, logprobs, detail FROM records JOIN tokens ON turn = key "
+            "WHERE kind = ? AND key = ?",
+            (Turn.KIND, key),
+        ).fetchone()
+        prompt, sampled, logprobs = (array(c, blob) for c, blob in zip("iif", blobs, strict=True))
+        parent = msgspec.json.decode(record, type=Turn).parent
+        return TurnTokens(
+            parent=parent, prompt=prompt, sampled=sampled, logprobs=logprobs, **json.loads(detail)
+        )
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Write what the ledger has changed, or undo it. Raises FleetUnavailable: it cannot be written."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            changes = self._ledger.changes()
+            put = [
+                (kind, key, msgspec.json.encode(record).decode())
+                for (kind, key), record in changes.items()
+                if record is not None
+            ]
+            gone = [(kind, key) for (kind, key), record in changes.items() if record is None]
+            turns = [(key,) for kind, key in gone if kind == Turn.KIND]
+            self._db.executemany(PUT, put)
+            self._db.executemany("DELETE FROM records WHERE kind = ? AND key = ?", gone)
+            self._db.executemany("DELETE FROM tokens WHERE turn = ?", turns)
+            self._db.execute("COMMIT")
+            self._ledger.saved()
+        except BaseException as error:  # also of the ledger
+            self._ledger.undo()
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise FleetUnavailable(
+                    f"rollouts cannot be recorded in {self._path}: {error}. Requests without "
+                    "'x-rollout-id' are served",
+                    {"disk": str(error)},
+                ) from error
+            raise
+
+
+def _policy(captured: CapturedTurn) -> tuple[str, int]:
+    """The name and version that a turn's staleness is counted in. Raises InvalidRequest: no token has one."""
+    if captured.adapter is not None:
+        name, _, version = captured.adapter.rpartition("@")
+        return name, int(version)
+    if not captured.weight_versions:
+        raise InvalidRequest("x-rollout-id: the engine named no weight version of this answer")
+    return "", min(version for version, _, _ in captured.weight_versions)

@@ -1,0 +1,132 @@
+"""Rollouts on disk: what a restart finds, and what a full disk refuses."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deployments.protocol.errors import Conflict, FleetUnavailable, JournalError, NotFound
+from deployments.rollouts.store import NAME, RolloutStore
+from tests.deployments.rollouts.turns import LIMITS, captured, request
+from tests.full_disk import full_disk, longest_in
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[RolloutStore]:
+    made = RolloutStore(tmp_path, LIMITS, clock=clock)
+    yield made
+    made.close()
+
+
+def again(store: RolloutStore, directory: Path, clock: Clock) -> RolloutStore:
+    """The next process."""
+    store.close()
+    return RolloutStore(directory, LIMITS, clock=clock)
+
+
+def played(store: RolloutStore, *rollouts: str) -> None:
+    for each in rollouts:
+        store.open(request(each))
+        store.append(each, "", captured("k/0", [1, 2], [3, 4]))
+        store.append(each, "", captured("l/0", [1, 2, 3, 4, 5], [6], version=4))
+        store.reward(each, "", 0.5, None)
+
+
+def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
+    played(store, "a")
+    taken = store.lease(4, None, {})
+    ((rollout,),) = ([*group["rollouts"]] for group in taken["groups"])
+    (sequence,) = rollout["sequences"]
+    assert (rollout["id"], rollout["reward"]) == ("a", 0.5)
+    assert sequence["prompt_token_ids"] == [1, 2] and sequence["token_ids"] == [3, 4, 5, 6]
+    assert sequence["logprobs"] == [-3.0, -4.0, 0.0, -6.0]
+    assert [span["version"] for span in sequence["weight_versions"]] == [3, 4]
+    assert sequence["turns"][0]["sampling"] == {"temperature": 1.0}
+
+
+def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: Clock) -> None:
+    played(store, "b", "a", "c")
+    store.open(request("open", owner="ann", group="g", size=2))
+    first = store.lease(1, None, {})
+    assert first["groups"][0]["group"] == "~b", "the oldest one"
+    store = again(store, tmp_path, clock)
+    assert store.consume(first["lease"], "step") == ["b"]
+    with pytest.raises(Conflict, match="begun with another token"):
+        store.open(request("open", owner="bob"))
+    store = again(store, tmp_path, clock)
+    assert store.consume(first["lease"], "step") == ["b"], "the call is repeated"
+    assert [each["group"] for each in store.lease(9, None, {})["groups"]] == ["~a", "~c"]
+    assert store.counts()[1] == {"consumed": 1}
+    store.close()
+
+
+def test_tokens_are_removed_with_their_rollout(store: RolloutStore, tmp_path: Path, clock: Clock) -> None:
+    played(store, "a")
+    store.discard("a", "")
+    clock.now += LIMITS.keep_s
+    assert set(store.counts()[0].values()) == {0}
+    store = again(store, tmp_path, clock)
+    store.open(request("a"))
+    store.append("a", "", captured("k/0", [8], [9]))
+    store.reward("a", "", 1.0, None)
+    (group,) = store.lease(1, None, {})["groups"]
+    assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[9]]
+    store.close()
+
+
+def test_a_turn_of_a_later_attempt_replaces_the_tokens(store: RolloutStore) -> None:
+    store.open(request("a"))
+    store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
+    store.append("a", "", captured("k/0", [1], [3], attempt=2))
+    store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
+    store.reward("a", "", 1.0, None)
+    (group,) = store.lease(1, None, {})["groups"]
+    assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[3]]
+
+
+def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStore, tmp_path: Path) -> None:
+    store.open(request("a"))
+    turns = 0
+    with (
+        full_disk(longest_in(tmp_path) + (1 << 16)),
+        pytest.raises(FleetUnavailable, match="'x-rollout-id' are served"),
+    ):
+        while True:
+            store.append("a", "", captured(f"{turns}/0", [turns], [1]))
+            turns += 1
+    store.reward("a", "", (1.0,) * turns, None)
+    (group,) = store.lease(1, None, {})["groups"]
+    assert len(group["rollouts"][0]["sequences"]) == turns
+
+
+def test_the_setting_bounds_the_file(tmp_path: Path) -> None:
+    small = RolloutStore(tmp_path, replace(LIMITS, max_gib=1 / 1024, max_rollouts=9999, max_tokens=1 << 20))
+    with pytest.raises(FleetUnavailable, match="cannot be recorded"):
+        for number in range(9):
+            small.open(request(f"a{number}"))
+            small.append(f"a{number}", "", captured("k/0", range(50_000), [1]))
+    with pytest.raises(NotFound):
+        small.reward("a9", "", 1.0, None)
+    small.reward("a0", "", 1.0, None)
+    small.close()
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text("no database, but long enough to be read as one" * 99)
+    with pytest.raises(JournalError, match="expected a file of rollouts"):
+        RolloutStore(tmp_path, LIMITS)

@@ -1,0 +1,47 @@
+"""Turns as replicas capture them, with tokens that a reader can follow."""
+
+from array import array
+from collections.abc import Sequence
+
+from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, RolloutRequest
+
+LIMITS = RolloutLimits(
+    max_rollouts=6, max_tokens=100, max_gib=0.01, group_timeout_s=100.0, lease_s=10.0, keep_s=50.0
+)
+
+
+def request(
+    rollout_id: str,
+    *,
+    owner: str = "",
+    group: str | None = None,
+    size: int = 0,
+    timeout_s: float | None = None,
+) -> RolloutRequest:
+    return RolloutRequest(
+        rollout_id=rollout_id, owner=owner, group=group, group_size=size, group_timeout_s=timeout_s
+    )
+
+
+def captured(
+    key: str,
+    prompt: Sequence[int],
+    sampled: Sequence[int],
+    *,
+    attempt: int = 0,
+    version: int = 3,
+    adapter: str | None = None,
+) -> CapturedTurn:
+    """The log-probability of each token is its negative."""
+    return CapturedTurn(
+        key=key,
+        attempt=attempt,
+        prompt_token_ids=array("i", prompt).tobytes(),
+        token_ids=array("i", sampled).tobytes(),
+        logprobs=array("f", [-token for token in sampled]).tobytes(),
+        weight_versions=((version, 0, len(sampled)),),
+        adapter=adapter,
+        constrained=False,
+        finish_reason="stop",
+        sampling={"temperature": 1.0},
+    )
