@@ -52,7 +52,7 @@ def read_serve_file(path: Path) -> ServeFile:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: expected a readable file ({error.strerror})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: expected YAML, but {error}") from error
     application = _application(path, document)
     host, port = _address(document.get("http_options") or {})
@@ -87,13 +87,20 @@ def _application(path: Path, document: Any) -> dict[str, Any]:
         got = len(applications) if isinstance(applications, list) else "none"
         raise ConfigError(f"{path}: expected one entry under 'applications', got {got}")
     application: dict[str, Any] = applications[0]
+    deployments = application.get("deployments") or []
+    if not isinstance(deployments, list) or not all(
+        isinstance(each, dict) and isinstance(each.get("name"), str) for each in deployments
+    ):
+        raise ConfigError(
+            f"'deployments': expected a list of mappings with a 'name', got {deployments!r:.60}"
+        )
     return application
 
 
 def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
     """Move live settings of an application to `user_config`; `config` is its checked `args`."""
     args = {**application["args"]}
-    own = {each["name"]: dict(each) for each in application.get("deployments", ())}
+    own = {each["name"]: dict(each) for each in application.get("deployments") or ()}
     for section, names in LIVE.items():
         values = getattr(config, section).model_dump(mode="json", include=set(names))
         own.setdefault(DEPLOYMENTS[section], {"name": DEPLOYMENTS[section]})["user_config"] = values

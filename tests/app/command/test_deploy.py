@@ -13,7 +13,7 @@ from tests.fake_http import JsonHandler, serving
 
 def read(directory: Path, document: Any) -> ServeFile:
     path = directory / "serve_config.yaml"
-    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document), encoding="latin-1")
     return read_serve_file(path)
 
 
@@ -28,7 +28,7 @@ def test_the_default_file_says_where_it_listens() -> None:
 
 
 def test_serve_is_sent_an_absolute_state_directory(tmp_path: Path) -> None:
-    file = read(tmp_path, {"applications": [application(state_dir="state")]})
+    file = read(tmp_path, {"applications": [application(state_dir="state") | {"deployments": None}]})
     assert file.document["applications"][0]["args"]["state_dir"] == str(Path("state").absolute())
 
 
@@ -36,8 +36,13 @@ def test_serve_is_sent_an_absolute_state_directory(tmp_path: Path) -> None:
     ("document", "complaint"),
     [
         ("a: [", "expected YAML"),
+        ("# fünf", r"serve_config\.yaml: expected YAML, but 'utf-8' codec"),
         ("- 1", "expected one entry under 'applications', got none"),
         ({"applications": [application(), application()]}, "got 2"),
+        (
+            {"applications": [application() | {"deployments": [{}]}]},
+            r"'deployments': expected a list of mappings with a 'name', got \[\{\}\]",
+        ),
         ({"applications": [application(modle="x")]}, r"unknown setting 'modle' \(did you mean 'model'\?\)"),
         (
             {"http_options": {"host": "0.0.0.0"}, "applications": [application()]},
