@@ -56,6 +56,11 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
     version = (await client.send(calls.health())).weight_version  # after its trainer has published
     _require_served(trainer, version)
     if trainer.adapter is not None:
+        if options.publish_best:
+            raise FleetError(
+                f"--publish-best makes a version of all weights, and the trainer trains the adapter "
+                f"{trainer.adapter!r}: leave it out, --keep-best keeps the adapter's files"
+            )
         model, version = trainer.adapter, trainer.adapter_version
         if version == 0:
             version = await Training(client, print).publish("start", newer_than=0)

@@ -193,7 +193,10 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
 
 async def publish_best(run: Run) -> None:
     best = run.best
-    if not run.options.publish_best or best is None or best.kept_in is None:
+    if not run.options.publish_best:
+        return
+    if best is None or best.kept_in is None:
+        run.say("the fleet keeps the last version: the best one is not known, or was not kept")
         return
     run.doing = "publishing the best version"
     label = f"best of {run.path.stem}: reward {best.reward:.3f}"
