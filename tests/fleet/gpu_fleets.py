@@ -1,20 +1,21 @@
 """Whole applications on GPUs: the ready-made configurations with tiny models, and engines to compare with."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import torch
 import yaml
 
-from app.client.completions import Answer
 from app.settings.config import AppConfig, parse_config
 from examples import fresh_engine
 from tests.fleet.deployed import MODEL, Fleet, merged, ray_cluster, served
-from tests.fleet.talk import PROMPT, on_every_replica
+from tests.fleet.talk import PROMPT, on_every_replica, train_and_publish
+from tests.tiny_models import save_tiny_llama
 
 LAYOUTS = Path(__file__).parents[2] / "app" / "layouts"
 # An engine whose answers do not depend on the batch, so that a fresh one gives the same tokens.
@@ -76,25 +77,53 @@ def fresh_answers(config: AppConfig, saved: Path, prompts: list[list[int]], coun
     return [list(answer.token_ids) for answer in answers]
 
 
-def check_against_a_fresh_engine(
-    client: httpx.Client, config: AppConfig, saved: Path, before: Mapping[str, Answer], tokens: int
-) -> int:
-    """Every replica took part in the last round, serves its version, and answers as an engine from the
-    trainer's checkpoint does.
+class TinyFleet(NamedTuple):
+    fleet: Fleet
+    client: httpx.Client
+    config: AppConfig
 
-    Args:
-        saved: where the checkpoint is written.
-        before: an answer of each replica, ahead of the rounds.
 
-    Returns:
-        The version.
-    """
-    last = client.get("/fleet/rounds").json()["rounds"][-1]
-    print("last round", last)
-    assert len(last["replicas"]) == len(before) and not last["fenced"]
-    written = Path(client.post("/train/save", json={"path": str(saved)}).json()["path"])
-    (expected,) = fresh_answers(config, written, [PROMPT], tokens)
-    for replica, answer in on_every_replica(client, count=len(before), max_tokens=tokens).items():
-        assert answer.version == last["version"]
-        assert answer.token_ids == expected != before[replica].token_ids
-    return int(last["version"])
+def save_model(directory: Path) -> Path:
+    return save_tiny_llama(directory, seed=1, heads=2, dtype=torch.bfloat16)
+
+
+@contextmanager
+def tiny_fleet(
+    layout: str,
+    tmp_path: Path,
+    port: int,
+    overrides: Mapping[str, Any],
+    save: Callable[[Path], Path] = save_model,
+) -> Iterator[TinyFleet]:
+    """`running` with a `configuration` of a model that is saved for it."""
+    checkpoint = save(tmp_path / "model")
+    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
+    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+        yield TinyFleet(fleet, client, config)
+
+
+def trainers_answers(
+    made: TinyFleet, tmp_path: Path, tokens: int, prompts: Sequence[list[int]] = (PROMPT,)
+) -> list[list[int]]:
+    """`fresh_answers` from the checkpoint of the trainer."""
+    saved = made.client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"]
+    return fresh_answers(made.config, Path(saved), [*prompts], tokens)
+
+
+def check_three_rounds(
+    layout: str, tmp_path: Path, port: int, overrides: Mapping[str, Any], *, count: int = 1, tokens: int = 24
+) -> None:
+    """Three rounds of the trainer reach `count` replicas, which end where a fresh engine begins."""
+    with tiny_fleet(layout, tmp_path, port, overrides) as made:
+        before = on_every_replica(made.client, count=count, max_tokens=tokens)
+        for _ in range(3):
+            begin = time.perf_counter()
+            version = train_and_publish(made.client)
+            print(f"step and round {time.perf_counter() - begin:.3f} s")
+        last = made.client.get("/fleet/rounds").json()["rounds"][-1]
+        print("last round", last)
+        assert version == last["version"] == 3 and len(last["replicas"]) == count and not last["fenced"]
+        (expected,) = trainers_answers(made, tmp_path, tokens)
+        for replica, answer in on_every_replica(made.client, count=count, max_tokens=tokens).items():
+            assert answer.version == version
+            assert answer.token_ids == expected != before[replica].token_ids

@@ -1,12 +1,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.fleet.adapter_talk import entries
-from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
+from tests.fleet.gpu_fleets import INVARIANT, needs_gpus, tiny_fleet
 from tests.fleet.talk import complete, succeeded, train
-from tests.tiny_models import save_tiny_llama
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
 TOKENS = 24
@@ -24,7 +22,6 @@ TOKENS = 24
 def test_what_a_trainer_publishes_reaches_every_replica_over_the_transport(
     tmp_path: Path, layout: str, port: int, replicas: int
 ) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     extra = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 16}
     overrides = {
         "engine": {"env": INVARIANT, "enforce_eager": True, "extra": extra, "num_replicas": replicas},
@@ -35,8 +32,7 @@ def test_what_a_trainer_publishes_reaches_every_replica_over_the_transport(
             "world_size": replicas if layout == "ipc_fsdp_dense" else 1,
         },
     }
-    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+    with tiny_fleet(layout, tmp_path, port, overrides) as (_, client, _):
         before = complete(client, max_tokens=TOKENS).token_ids
         for version in (1, 2, 3):  # over one connection
             train(client)

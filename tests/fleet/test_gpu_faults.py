@@ -7,15 +7,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import torch
 from ray import serve
 
 from app.command.runs import MARK, marked_processes
 from tests.fleet.deployed import Fleet
-from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
+from tests.fleet.gpu_fleets import INVARIANT, needs_gpus, tiny_fleet
 from tests.fleet.losing import a_round_that_hangs, members, wait_for_another
 from tests.fleet.talk import complete, on_every_replica, train_and_publish
-from tests.tiny_models import save_tiny_llama
 from tests.waiting import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(420)]
@@ -26,10 +24,8 @@ AT_ONCE_S = 25.0  # not the minute after which the group gives a peer up
 
 @needs_gpus(3)
 def test_a_replica_and_a_trainer_that_die_in_a_round_leave_the_others_serving(tmp_path: Path) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     overrides = {"engine": {"env": INVARIANT, "enforce_eager": True}}
-    config = configuration("nccl_two_replicas", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, PORT) as fleet, fleet.client() as client:
+    with tiny_fleet("nccl_two_replicas", tmp_path, PORT, overrides) as (fleet, client, _):
         a_replica_dies(fleet, client)
         the_trainer_dies(fleet, client)
 

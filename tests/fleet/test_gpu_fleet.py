@@ -2,18 +2,15 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from ray import serve
 
-from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
-from tests.fleet.talk import PROMPT, complete, stored, succeeded, train_and_publish
-from tests.tiny_models import save_tiny_llama
+from tests.fleet.gpu_fleets import INVARIANT, check_three_rounds, needs_gpus, tiny_fleet, trainers_answers
+from tests.fleet.talk import complete, stored, succeeded, train_and_publish
 from tests.waiting import until
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(520)]
@@ -27,29 +24,15 @@ TOKENS = 24
 @needs_gpus(1)
 @pytest.mark.parametrize("staging", PORTS)
 def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, staging: str) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     overrides = {"engine": {"env": INVARIANT}, "weights": {"staging": staging}}
-    config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, PORTS[staging]) as fleet, fleet.client() as client:
-        before = complete(client, max_tokens=TOKENS).token_ids
-        for _ in range(3):
-            begin = time.perf_counter()
-            version = train_and_publish(client)
-            print(f"step and round {time.perf_counter() - begin:.3f} s")
-        print("last round", client.get("/fleet/rounds").json()["rounds"][-1])
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        answer = complete(client, max_tokens=TOKENS)
-        assert answer.version == version == 3
-        assert [answer.token_ids] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before]
+    check_three_rounds("ipc", tmp_path, PORTS[staging], overrides)
 
 
 @needs_gpus(1)
 @pytest.mark.parametrize("staging", SLEEP_PORTS)
 def test_weights_that_a_sleep_discarded_come_back_with_a_round(tmp_path: Path, staging: str) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     overrides = {"engine": {"env": INVARIANT, "enable_sleep_mode": True}, "weights": {"staging": staging}}
-    config = configuration("ipc", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, SLEEP_PORTS[staging]) as fleet, fleet.client() as client:
+    with tiny_fleet("ipc", tmp_path, SLEEP_PORTS[staging], overrides) as (_, client, _):
         version = train_and_publish(client)
         before = complete(client, max_tokens=TOKENS)
         succeeded(client.post("/sleep", params={"level": 2}))
@@ -71,15 +54,14 @@ def test_weights_that_a_sleep_discarded_come_back_with_a_round(tmp_path: Path, s
 def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(
     tmp_path: Path, layout: str, port: int
 ) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     # In float32 they would be cast for each round, into buffers.
     overrides = {
         "engine": {"env": INVARIANT, "enforce_eager": True},
         "weights": {"transport": "ipc"},
         "trainer": {"dtype": "bfloat16"},
     }
-    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+    with tiny_fleet(layout, tmp_path, port, overrides) as made:
+        fleet, client, _ = made
         version = train_and_publish(client)
         until(stored(fleet, version).exists, 120, "the version is stored")
         before = complete(client, max_tokens=TOKENS)
@@ -88,9 +70,8 @@ def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(
         until_replaced(client)
         assert client.get("/train/status").json()["version"] == version
         assert train_and_publish(client) == version + 1
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=TOKENS)
-        assert [answer.token_ids] == fresh_answers(config, saved, [PROMPT], TOKENS) != [before.token_ids]
+        assert [answer.token_ids] == trainers_answers(made, tmp_path, TOKENS) != [before.token_ids]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +80,6 @@ def test_a_trainer_that_takes_the_place_of_a_killed_one_shares_its_own_tensors(
 def test_the_sum_of_an_adapter_and_its_model_is_the_next_version_also_after_a_kill(
     tmp_path: Path, layout: str
 ) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     ranks = 2 if layout == "ipc_fsdp_dense" else 1
     overrides = {
         "engine": {"env": INVARIANT, "enforce_eager": True, "num_replicas": ranks},
@@ -109,8 +89,8 @@ def test_the_sum_of_an_adapter_and_its_model_is_the_next_version_also_after_a_ki
             "world_size": ranks,
         },
     }
-    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, MERGED_PORTS[layout]) as fleet, fleet.client() as client:
+    with tiny_fleet(layout, tmp_path, MERGED_PORTS[layout], overrides) as made:
+        fleet, client, _ = made
         before = complete(client, max_tokens=TOKENS).token_ids
         version = train_and_publish(client)
         first = complete(client, max_tokens=TOKENS).token_ids
@@ -119,9 +99,8 @@ def test_the_sum_of_an_adapter_and_its_model_is_the_next_version_also_after_a_ki
         until_replaced(client)
         assert train_and_publish(client) == version + 1
         assert client.get("/train/status").json()["step"] == 2
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
         answer = complete(client, max_tokens=TOKENS).token_ids
-        assert [answer] == fresh_answers(config, saved, [PROMPT], TOKENS)
+        assert [answer] == trainers_answers(made, tmp_path, TOKENS)
         assert before != first != answer
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.gpu_fleets import INVARIANT, fresh_answers, needs_gpus, tiny_fleet
 from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.tiny_models import save_tiny_llama
 from trainers.trajectory import VersionSpan
@@ -37,11 +37,9 @@ def test_an_outside_program_drives_two_replicas(
     devices = visible()
     theirs, ours = (devices[:2], devices[2]) if layout == "http_nccl" else (devices[:1], devices[0])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(theirs))  # what Ray may give away
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
     other = save_tiny_llama(tmp_path / "other", seed=11, heads=2, dtype=torch.bfloat16)
     overrides = {"weights": {"staging": staging}, "engine": {"env": INVARIANT, "enforce_eager": True}}
-    config = configuration(layout, checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+    with tiny_fleet(layout, tmp_path, port, overrides) as (fleet, client, config):
         before = complete(client, max_tokens=TOKENS)
         assert client.get("/get_world_size").json() == {"world_size": 2}
         print(publish(fleet.url, transport, other, tmp_path / "saved", ours))

@@ -4,14 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from app.client.program_options import parse
 from app.main import engine_spec
 from examples.async_inflight import InflightOptions, scenario
 from examples.comparison import AnswerComparison
-from tests.fleet.gpu_fleets import INVARIANT, configuration, needs_gpus, running
-from tests.tiny_models import save_tiny_llama
+from tests.fleet.gpu_fleets import INVARIANT, needs_gpus, tiny_fleet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(540)]
 REQUESTS = 24
@@ -25,10 +23,8 @@ REQUESTS = 24
     ],
 )
 def test_every_continuation_is_that_of_a_fresh_engine(layout: str, port: int, tmp_path: Path) -> None:
-    checkpoint = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
-    config = configuration(layout, checkpoint, tmp_path / "state", {"engine": {"env": INVARIANT}})
-    engine = engine_spec(config, "").arguments | {"load_format": "auto"}
-    with running(config, checkpoint, port) as fleet:
+    with tiny_fleet(layout, tmp_path, port, {"engine": {"env": INVARIANT}}) as (fleet, _, config):
+        engine = engine_spec(config, "").arguments | {"load_format": "auto"}
         options = ["--url", fleet.url, "--requests", str(REQUESTS), "--tokens", "400", "--pause-after", "64"]
         options += ["--engine", json.dumps(engine), "--environment", json.dumps(INVARIANT)]
         # The same weights first: what drifts there is not a rest of old ones.

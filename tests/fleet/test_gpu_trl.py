@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from deployments.trainer.fleet_connection import free_port
-from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.gpu_fleets import INVARIANT, fresh_answers, needs_gpus, tiny_fleet
 from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.fleet.test_gpu_http import visible
-from tests.fleet.test_gpu_vllm_wire import models
 from trainers.trajectory import VersionSpan
 
 pytestmark = [
@@ -39,7 +38,6 @@ TOKENS = 24
 def test_grpo_in_server_mode_updates_the_fleet_in_each_step(
     replicas: int, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, _ = models(tmp_path)
     *theirs, ours = visible()[: replicas + 1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(theirs))  # what Ray may give away
     overrides = {
@@ -49,11 +47,10 @@ def test_grpo_in_server_mode_updates_the_fleet_in_each_step(
             "extra": {"logprobs_mode": "processed_logprobs", "max_logprobs": -1},
         },
     }
-    config = configuration("http_nccl", checkpoint, tmp_path / "state", overrides)
-    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+    with tiny_fleet("http_nccl", tmp_path, port, overrides) as (fleet, client, config):
         before = complete(client, max_tokens=TOKENS)
         options = {
-            **{"url": fleet.url, "checkpoint": str(checkpoint), "saved": str(tmp_path / "saved")},
+            **{"url": fleet.url, "checkpoint": config.model, "saved": str(tmp_path / "saved")},
             **{"output": str(tmp_path / "output"), "steps": STEPS, "group_port": free_port()},
         }
         done = subprocess.run(

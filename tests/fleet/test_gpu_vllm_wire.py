@@ -14,8 +14,7 @@ import httpx
 import pytest
 import torch
 
-from app.settings.config import AppConfig
-from tests.fleet.gpu_fleets import INVARIANT, configuration, fresh_answers, needs_gpus, running
+from tests.fleet.gpu_fleets import INVARIANT, TinyFleet, fresh_answers, needs_gpus, tiny_fleet
 from tests.fleet.losing import members, wait_for_another
 from tests.fleet.talk import PROMPT, complete, on_every_replica
 from tests.fleet.test_gpu_faults import an_engine
@@ -37,10 +36,11 @@ WIRES = [
 ]
 
 
+@contextmanager
 def staged(
-    engine: str, replicas: int, checkpoint: Path, state: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[AppConfig, str]:
-    """A fleet that stages vLLM's wire, and the GPU that is the trainer's."""
+    engine: str, replicas: int, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TinyFleet, Path, str]]:
+    """A fleet that stages vLLM's wire, other weights, and the GPU that is the trainer's."""
     devices = visible()
     theirs = devices[:replicas] if engine == "nccl" else devices[:1]
     ours = devices[replicas] if engine == "nccl" else devices[0]
@@ -49,7 +49,9 @@ def staged(
         "weights": {"staging": "device", "wire": "vllm"},
         "engine": {"env": INVARIANT, "enforce_eager": True, "num_replicas": replicas},
     }
-    return configuration(f"http_{engine}", checkpoint, state, overrides), ours
+    other = save_tiny_llama(tmp_path / "other", seed=11, heads=2, dtype=torch.bfloat16)
+    with tiny_fleet(f"http_{engine}", tmp_path, port, overrides) as made:
+        yield made, other, ours
 
 
 @contextmanager
@@ -87,18 +89,11 @@ def until_holding(process: Any) -> None:
     raise AssertionError("".join(lines)[-3000:])
 
 
-def models(tmp_path: Path) -> tuple[Path, Path]:
-    first = save_tiny_llama(tmp_path / "model", seed=1, heads=2, dtype=torch.bfloat16)
-    return first, save_tiny_llama(tmp_path / "other", seed=11, heads=2, dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize(("engine", "packed", "replicas", "port"), WIRES)
 def test_rounds_of_vllms_trainer_end_where_a_fresh_engine_begins(
     engine: str, packed: bool, replicas: int, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, other = models(tmp_path)
-    config, device = staged(engine, replicas, checkpoint, tmp_path / "state", monkeypatch)
-    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+    with staged(engine, replicas, port, tmp_path, monkeypatch) as ((fleet, client, config), other, device):
         before = complete(client, max_tokens=TOKENS)
         transfer = client.get("/server_info?config_format=json").json()["vllm_config"]
         assert transfer["weight_transfer_config"]["backend"] == engine
@@ -131,9 +126,7 @@ def test_rounds_of_vllms_trainer_end_where_a_fresh_engine_begins(
 def test_a_trainer_that_dies_in_the_middle_of_a_round_changes_nothing_and_the_next_one_publishes(
     engine: str, packed: bool, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, other = models(tmp_path)
-    config, device = staged(engine, 1, checkpoint, tmp_path / "state", monkeypatch)
-    with running(config, checkpoint, port) as fleet, fleet.client() as client:
+    with staged(engine, 1, port, tmp_path, monkeypatch) as ((fleet, client, _), other, device):
         serving, before = members(client), complete(client, max_tokens=TOKENS)
         with publisher(fleet.url, engine, packed, other, device, "--hold-at", "6") as process:
             until_holding(process)
@@ -164,9 +157,8 @@ def until_no_round(client: httpx.Client, limit_s: float = 150.0) -> None:
 def test_a_replica_that_dies_in_mid_broadcast_leaves_the_other_serving_and_joins_the_next_group(
     packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, other = models(tmp_path)
-    config, device = staged("nccl", 2, checkpoint, tmp_path / "state", monkeypatch)
-    with running(config, checkpoint, 8389 + packed) as fleet, fleet.client() as client:
+    port = 8389 + packed
+    with staged("nccl", 2, port, tmp_path, monkeypatch) as ((fleet, client, config), other, device):
         serving, before = members(client), complete(client, max_tokens=TOKENS)
         with publisher(fleet.url, "nccl", packed, other, device, "--hold-at", "6") as process:
             until_holding(process)
