@@ -18,6 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.made_once import made_once
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -75,6 +77,7 @@ def tiny_llama(
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
+@made_once
 def save_tiny_llama(directory: Path, seed: int, **options: Any) -> Path:
     """Options: those of `tiny_llama`."""
     tiny_llama(seed, **options).save_pretrained(directory)
@@ -82,6 +85,7 @@ def save_tiny_llama(directory: Path, seed: int, **options: Any) -> Path:
     return directory
 
 
+@made_once
 def save_tiny_experts(directory: Path, seed: int, *, dtype: torch.dtype = torch.float32) -> Path:
     """A mixture of eight experts, of which each token takes two.
 
@@ -108,6 +112,7 @@ def save_tiny_experts(directory: Path, seed: int, *, dtype: torch.dtype = torch.
     return directory
 
 
+@made_once
 def save_tiny_tied_twice(directory: Path, seed: int) -> Path:
     """Tied embeddings whose checkpoint stores `lm_head` beside them, and a rotary table, as old ones do."""
     save_tiny_llama(directory, seed, tied=True)
@@ -120,6 +125,7 @@ def save_tiny_tied_twice(directory: Path, seed: int) -> Path:
     return directory
 
 
+@made_once
 def save_tiny_mtp(directory: Path, seed: int) -> Path:
     """A mixture of experts with a layer of multi-token prediction, which transformers leaves out."""
     torch.manual_seed(seed)
@@ -152,6 +158,7 @@ def save_tiny_mtp(directory: Path, seed: int) -> Path:
     return directory
 
 
+@made_once
 def save_tiny_vision_language(directory: Path, seed: int) -> Path:
     """A language model that also sees: transformers' causal model of it is the language part alone."""
     torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,9 @@ def build_app(
     return app
 
 
-def page_routes() -> list[GuardedRoute]:
-    return [
+@cache
+def page_routes() -> tuple[GuardedRoute, ...]:
+    return tuple(
         GuardedRoute(
             "GET",
             path,
@@ -136,7 +138,7 @@ def page_routes() -> list[GuardedRoute]:
             include_in_schema=False,
         )
         for path, name in PAGE_FILES.items()
-    ]
+    )
 
 
 def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:

@@ -38,7 +38,7 @@ def operations(policy: TrainedPolicy) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str) -> None:
-    tiny.model(kind).save_pretrained(tmp_path)
+    tiny.save(tmp_path, kind)
     settings: tuple[Checkpointing, ...] = (False, "selective", True)
     none, selective, full = (
         operations(TrainedPolicy.load(tmp_path, activation_checkpointing=each)) for each in settings
@@ -54,7 +54,7 @@ def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str
     "kind", [pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen3", marks=pytest.mark.slow)]
 )
 def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) -> None:
-    tiny.model(kind).save_pretrained(tmp_path)
+    tiny.save(tmp_path, kind)
     kept, after = [], []
     settings: tuple[Checkpointing, ...] = (False, "selective")
     for setting in settings:
@@ -74,7 +74,7 @@ def test_the_layers_of_an_adapter_are_compiled_once_with_gradients_and_once_with
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first layer's input needs no gradient, by which torch would compile it apart from the others."""
-    tiny.model("qwen3").save_pretrained(tmp_path)
+    tiny.save(tmp_path, "qwen3")
     compiled = []
 
     def eager(graph: torch.fx.GraphModule, inputs: Any) -> Any:

@@ -42,7 +42,7 @@ def group() -> Iterator[None]:
     ids=lambda given: "+".join(given) or "float32",
 )
 def test_every_step_is_that_of_a_whole_model(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
-    tiny.model(kind, head_dim=16).save_pretrained(tmp_path)
+    tiny.save(tmp_path, kind, head_dim=16)
     whole = Learner(TrainedPolicy.load(tmp_path, device="cuda", **given), CONFIG)
     policy = TrainedPolicy.load(tmp_path, mesh=mesh_of_all_ranks("cuda"), **given)
     sharded = Learner(policy, CONFIG)

@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 
 def adapted(directory: Path, lora: LoraConfig = LORA, kind: str = "llama", **loading: Any) -> TrainedPolicy:
-    tiny.model(kind).save_pretrained(directory)
+    tiny.save(directory, kind)
     policy = TrainedPolicy.load(directory, **loading)
     policy.adapt(lora, seed=7)
     return policy

@@ -54,7 +54,7 @@ def merged(policy: TrainedPolicy, dtype: torch.dtype | None = None) -> dict[str,
 @pytest.mark.parametrize("kind", tiny.KINDS)
 @pytest.mark.parametrize("modules", [None, ("q_proj", "o_proj")])
 def test_the_sums_are_those_of_peft(tmp_path: Path, kind: str, modules: tuple[str, ...] | None) -> None:
-    tiny.model(kind).save_pretrained(tmp_path / "model")
+    tiny.save(tmp_path / "model", kind)
     policy = adapted(tmp_path / "model", modules=modules)
     train(policy)
     assert policy.adapter is not None

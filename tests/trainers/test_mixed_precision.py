@@ -20,7 +20,7 @@ BATCH = [
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_products_in_bfloat16_train_parameters_in_float32(tmp_path: Path, kind: str) -> None:
-    tiny.model(kind).save_pretrained(tmp_path)
+    tiny.save(tmp_path, kind)
     full, mixed = TrainedPolicy.load(tmp_path), TrainedPolicy.load(tmp_path, compute_dtype="bfloat16")
     learner, exact = Learner(mixed, CONFIG), Learner(full, CONFIG)
     metrics, expected = learner.step(BATCH), exact.step(BATCH)
@@ -33,7 +33,7 @@ def test_products_in_bfloat16_train_parameters_in_float32(tmp_path: Path, kind: 
 
 
 def test_updates_that_bfloat16_would_round_away_are_kept(tmp_path: Path) -> None:
-    tiny.model("llama").save_pretrained(tmp_path)
+    tiny.save(tmp_path, "llama")
     config = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-7, weight_decay=0.0))
     moved = {}
     for name, given in {
@@ -55,7 +55,7 @@ def test_updates_that_bfloat16_would_round_away_are_kept(tmp_path: Path) -> None
 @pytest.mark.parametrize("lora", [None, LoraConfig(name="a", rank=2)])
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_checkpointing_changes_no_number(tmp_path: Path, kind: str, lora: LoraConfig | None) -> None:
-    tiny.model(kind).save_pretrained(tmp_path)
+    tiny.save(tmp_path, kind)
     after = []
     for checkpointing in (False, "selective", True):
         policy = TrainedPolicy.load(tmp_path, activation_checkpointing=checkpointing)

@@ -169,7 +169,7 @@ def test_a_window_is_not_lost_in_shared_or_packed_rows(tmp_path: Path) -> None:
     ],
 )
 def test_on_a_gpu_packed_steps_are_those_of_rows(tmp_path: Path, kind: str, given: dict[str, Any]) -> None:
-    tiny.model(kind, head_dim=16).save_pretrained(tmp_path)  # the smallest that FlexAttention takes
+    tiny.save(tmp_path, kind, head_dim=16)  # the smallest that FlexAttention takes
     config = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=8)
     plain = Learner(TrainedPolicy.load(tmp_path, device="cuda"), config)
     lines = Learner(TrainedPolicy.load(tmp_path, device="cuda", packed=True, **given), config)

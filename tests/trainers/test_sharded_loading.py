@@ -51,7 +51,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 MODELS: dict[str, Callable[[Path], object]] = {
-    "tied": lambda directory: tiny.model("llama-tied").save_pretrained(directory),
+    "tied": lambda directory: tiny.save(directory, "llama-tied"),
     "tied and stored twice": lambda directory: save_tiny_tied_twice(directory, 0),
     "experts": save_experts,
     "buffers, and layers that transformers leaves out": lambda directory: save_tiny_mtp(directory, 0),
@@ -116,9 +116,9 @@ def test_a_checkpoint_without_a_parameter_is_refused(tmp_path: Path, sharded: bo
 def test_weights_of_another_model_are_refused_and_those_of_the_same_are_read_in_shards(
     tmp_path: Path,
 ) -> None:
-    tiny.model("qwen3-moe").save_pretrained(tmp_path / "first")
-    tiny.model("qwen3-moe", seed=1).save_pretrained(tmp_path / "second")
-    tiny.model("qwen3-moe", vocab_size=41).save_pretrained(tmp_path / "other")
+    tiny.save(tmp_path / "first", "qwen3-moe")
+    tiny.save(tmp_path / "second", "qwen3-moe", seed=1)
+    tiny.save(tmp_path / "other", "qwen3-moe", vocab_size=41)
     expected = TrainedPolicy.load(tmp_path / "second").model
     with as_one_of(2) as mesh:
         policy = TrainedPolicy.load(tmp_path / "first", mesh=mesh)

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from tests.made_once import made_once
 from trainers.learner import Learner
 from trainers.learner_state import empty_moments, master_weights, named_moments, restore_weights
 from trainers.trained_policy import TrainedPolicy
@@ -74,9 +75,14 @@ KINDS = ("llama", "llama-tied", "qwen3", "qwen3-moe")
 SEEING = ("qwen3-vl", "qwen2.5-vl")  # whole models: they have no causal model of the language part
 
 
+@made_once
+def save(directory: Path, kind: str, seed: int = 0, **changed: int) -> Path:
+    model(kind, seed, **changed).save_pretrained(directory)
+    return directory
+
+
 def policy(directory: Path, kind: str = "llama", seed: int = 0) -> TrainedPolicy:
-    model(kind, seed).save_pretrained(directory)
-    return TrainedPolicy.load(directory)
+    return TrainedPolicy.load(save(directory, kind, seed))
 
 
 def trajectory(

@@ -5,7 +5,8 @@ import base64
 import os
 import pickle
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -59,59 +60,73 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-async def status(route: tuple[str, str], headers: dict[str, str], *, user: str | None = USER) -> int:
+Status = Callable[[tuple[str, str], dict[str, str]], Awaitable[int]]
+
+
+@asynccontextmanager
+async def statuses(user: str | None = USER) -> AsyncIterator[Status]:
+    """What a request of a route with some headers is answered by one fleet."""
     controller = FakeController()
     async with client(controller, token=OPERATOR, user_token=user) as fleet:
-        request = fleet.build_request(*route, headers=headers, content=b"{not even JSON")
-        answer = await fleet.send(request)
-    if answer.status_code in (401, 403):
-        assert controller.calls == []
-    return answer.status_code
+
+        async def status(route: tuple[str, str], headers: dict[str, str]) -> int:
+            controller.calls.clear()
+            request = fleet.build_request(*route, headers=headers, content=b"{not even JSON")
+            code = (await fleet.send(request)).status_code
+            assert code not in (401, 403) or controller.calls == []
+            return code
+
+        yield status
 
 
 NO_TOKEN = [{}, bearer("other"), basic("other"), {"authorization": "Basic !!"}, {"authorization": OPERATOR}]
 
 
-@pytest.mark.parametrize("headers", NO_TOKEN)
-@pytest.mark.parametrize("route", USERS_ROUTES + OPERATORS_ROUTES)
-async def test_without_a_token_only_health_answers(route: tuple[str, str], headers: dict[str, str]) -> None:
-    assert await status(route, headers) == 401
-    assert await status(("GET", "/health"), headers) == 200
+async def test_without_a_token_only_health_answers() -> None:
+    async with statuses() as status:
+        for headers in NO_TOKEN:
+            for route in USERS_ROUTES + OPERATORS_ROUTES:
+                assert await status(route, headers) == 401, (route, headers)
+            assert await status(("GET", "/health"), headers) == 200, headers
 
 
-@pytest.mark.parametrize("route", UNKNOWN_ROUTES)
-async def test_routes_are_not_revealed_without_a_token(route: tuple[str, str]) -> None:
-    assert await status(route, {}) == 401
-    assert await status(route, bearer(USER)) in (404, 405)
+async def test_routes_are_not_revealed_without_a_token() -> None:
+    async with statuses() as status:
+        for route in UNKNOWN_ROUTES:
+            assert await status(route, {}) == 401, route
+            assert await status(route, bearer(USER)) in (404, 405), route
 
 
-@pytest.mark.parametrize("route", USERS_ROUTES)
-async def test_users_routes_take_both_tokens(route: tuple[str, str]) -> None:
-    for token in (USER, OPERATOR):
-        for headers in (bearer(token), basic(token), {"authorization": f"bearer {token}"}):
-            assert await status(route, headers) == 200
+async def test_users_routes_take_both_tokens() -> None:
+    async with statuses() as status:
+        for token in (USER, OPERATOR):
+            for headers in (bearer(token), basic(token), {"authorization": f"bearer {token}"}):
+                for route in USERS_ROUTES:
+                    assert await status(route, headers) == 200, (route, headers)
 
 
-@pytest.mark.parametrize("route", OPERATORS_ROUTES)
-async def test_operators_routes_are_not_for_users(route: tuple[str, str]) -> None:
-    assert await status(route, bearer(USER)) == 403
-    assert await status(route, basic(USER)) == 403
-    if route[1] != "/fleet/events":  # it does not end
-        assert await status(route, basic(OPERATOR)) not in (401, 403)
+async def test_operators_routes_are_not_for_users() -> None:
+    async with statuses() as status:
+        for route in OPERATORS_ROUTES:
+            assert await status(route, bearer(USER)) == 403, route
+            assert await status(route, basic(USER)) == 403, route
+            if route[1] != "/fleet/events":  # it does not end
+                assert await status(route, basic(OPERATOR)) not in (401, 403), route
 
 
-@pytest.mark.parametrize("route", USERS_ROUTES)
-async def test_users_need_no_token_where_none_is_configured(route: tuple[str, str]) -> None:
-    assert await status(route, {}, user=None) == 200
-    assert await status(("POST", "/pause"), {}, user=None) == 401
+async def test_users_need_no_token_where_none_is_configured() -> None:
+    async with statuses(user=None) as status:
+        for route in USERS_ROUTES:
+            assert await status(route, {}) == 200, route
+        assert await status(("POST", "/pause"), {}) == 401
 
 
-@pytest.mark.slow
 async def test_every_forwarded_route_needs_a_token() -> None:
-    for path, methods in PASSED.items():
-        for method in methods:
-            route = method, path.replace("{response_id}", "resp_1")
-            assert (await status(route, {}), await status(route, bearer(OPERATOR))) == (401, 200)
+    async with statuses() as status:
+        for path, methods in PASSED.items():
+            for method in methods:
+                route = method, path.replace("{response_id}", "resp_1")
+                assert (await status(route, {}), await status(route, bearer(OPERATOR))) == (401, 200), route
 
 
 async def test_without_tokens_everything_is_open() -> None:

@@ -4,16 +4,17 @@ vLLM's routers run in this process, over an engine client that records what reac
 purpose is listed with its reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from starlette.testclient import TestClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 from vllm.entrypoints.serve.dev.cache.api_router import router as cache_router
 from vllm.entrypoints.serve.dev.sleep.api_router import router as sleep_router
@@ -21,7 +22,6 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 
 from deployments.protocol.passed_routes import REFUSED
 from tests.app.http.recorders import RecordingController, RecordingEngine
-from tests.app.http.serving import application
 
 ROUTERS = (rl_router, sleep_router, cache_router)
 
@@ -35,8 +35,8 @@ class Ask:
     body: Any = None
     first: tuple["Ask", ...] = field(default=())
 
-    def send(self, client: TestClient) -> Any:
-        return client.request(self.method, self.path, json=self.body)
+    async def send(self, client: httpx.AsyncClient) -> httpx.Response:
+        return await client.request(self.method, self.path, json=self.body)
 
 
 def get(path: str) -> Ask:
@@ -142,16 +142,23 @@ def engine() -> RecordingEngine:
     return RecordingEngine()
 
 
-@pytest.fixture
-def theirs(engine: RecordingEngine) -> Iterator[TestClient]:
+@cache
+def vllms_application() -> FastAPI:
     app = FastAPI()
     for router in ROUTERS:
         app.include_router(router)
-    app.state.engine_client = engine
     app.state.args = SimpleNamespace(log_error_stack=False)
     init_exception_handler(app)
-    with TestClient(app, raise_server_exceptions=False) as client:
-        yield client
+    return app
+
+
+@pytest.fixture
+async def theirs(engine: RecordingEngine) -> AsyncIterator[httpx.AsyncClient]:
+    app = vllms_application()
+    app.state.engine_client = engine
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as made:
+        yield made
 
 
 @pytest.fixture
@@ -159,23 +166,17 @@ def controller() -> RecordingController:
     return RecordingController()
 
 
-@pytest.fixture
-def ours(controller: RecordingController) -> Iterator[TestClient]:
-    with TestClient(application(controller), raise_server_exceptions=False) as client:
-        yield client
-
-
 @pytest.mark.parametrize("ask", SAME, ids=lambda ask: f"{ask.path} {ask.body}")
-def test_fleet_answers_what_vllm_answers(
+async def test_fleet_answers_what_vllm_answers(
     ask: Ask,
-    theirs: TestClient,
+    theirs: httpx.AsyncClient,
     engine: RecordingEngine,
-    ours: TestClient,
+    fleet: httpx.AsyncClient,
     controller: RecordingController,
 ) -> None:
     for each in ask.first:
-        assert each.send(theirs).status_code == each.send(ours).status_code == 200
-    expected, actual = ask.send(theirs), ask.send(ours)
+        assert (await each.send(theirs)).status_code == (await each.send(fleet)).status_code == 200
+    expected, actual = await ask.send(theirs), await ask.send(fleet)
     assert actual.status_code == expected.status_code, (expected.text, actual.text)
     assert controller.orders == engine.orders
     if expected.status_code == 200:
@@ -186,13 +187,17 @@ def test_fleet_answers_what_vllm_answers(
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_differences_from_vllm_have_a_reason(name: str, theirs: TestClient, ours: TestClient) -> None:
+async def test_differences_from_vllm_have_a_reason(
+    name: str, theirs: httpx.AsyncClient, fleet: httpx.AsyncClient
+) -> None:
     ask, of_vllm, of_ours, _ = DIFFERENT[name]
-    assert (ask.send(theirs).status_code, ask.send(ours).status_code) == (of_vllm, of_ours)
+    assert ((await ask.send(theirs)).status_code, (await ask.send(fleet)).status_code) == (of_vllm, of_ours)
 
 
-def test_weights_that_no_round_brought_are_refused(ours: TestClient, controller: RecordingController) -> None:
-    answer = ours.post("/weight_checker", json={"action": "reset"})
+async def test_weights_that_no_round_brought_are_refused(
+    fleet: httpx.AsyncClient, controller: RecordingController
+) -> None:
+    answer = await fleet.post("/weight_checker", json={"action": "reset"})
     assert answer.status_code == 400 and "checksum" in answer.json()["error"]["message"], Why.NOISE
     assert controller.orders == []
 

@@ -47,11 +47,11 @@ def test_every_route_of_vllm_is_passed_ours_or_refused_with_a_reason() -> None:
     assert PASSED.keys() | REFUSED.keys() <= {p for _, p in theirs} | {"/docs/oauth2-redirect"}
 
 
-@pytest.mark.parametrize("path", [path for path in REFUSED if "{" not in path])
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "post"])
-def test_routes_that_change_an_engine_are_refused_with_a_reason(method: str, path: str) -> None:
-    with pytest.raises(NoSuchRoute, match="does not offer vLLM's"):
-        require_passed(method, path)
+def test_routes_that_change_an_engine_are_refused_with_a_reason() -> None:
+    for path in [path for path in REFUSED if "{" not in path]:
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "post"):
+            with pytest.raises(NoSuchRoute, match="does not offer vLLM's"):
+                require_passed(method, path)
 
 
 TRICKS = [
@@ -79,9 +79,13 @@ TRICKS = [
 ]
 
 
-@pytest.mark.parametrize("route", ["collective_rpc", "pause", "v1/completions", "v1/responses/x/cancel"])
 @pytest.mark.parametrize("trick", TRICKS)
-def test_a_path_that_could_be_read_as_another_one_is_no_route(trick: str, route: str) -> None:
+def test_a_path_that_could_be_read_as_another_one_is_no_route(trick: str) -> None:
+    for route in ("collective_rpc", "pause", "v1/completions", "v1/responses/x/cancel"):
+        refused(trick, route)
+
+
+def refused(trick: str, route: str) -> None:
     for path in (trick.format(route), trick.format(route).upper(), trick.format(route.upper())):
         for method in ("GET", "POST"):
             with pytest.raises(NoSuchRoute):
