@@ -33,6 +33,7 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
             "request_timeout_s": 30,
         },
         "store": {"keep": KEPT},
+        "weights": {"proof": {"sequences": 4}},
         "security": {"checkpoint_roots": [str(root / "published")]},
     }
     return deployed("shared", save_tiny_llama(root / "model", seed=1), root, changes)

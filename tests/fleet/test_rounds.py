@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from tests.fleet.talk import (
     wait_for,
 )
 from tests.tiny_models import tiny_llama
+from tests.waiting import until
 from trainers.trajectory import VersionSpan
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
@@ -43,6 +45,21 @@ def test_after_a_round_every_replica_answers_as_transformers_does(fleet: Fleet, 
             for answer in on_every_replica(client, prompt=prompt, max_tokens=24).values():
                 assert answer.token_ids == expected[index]
                 assert answer.weight_versions == [VersionSpan(version=version, start=0, end=24)]
+
+
+def test_every_replica_proves_a_rounds_version(fleet: Fleet) -> None:
+    with fleet.client() as client:
+        version = train_and_publish(client)
+
+        def proof() -> dict[str, Any]:
+            report = client.get("/fleet/rounds").json()["rounds"][-1]
+            assert report["version"] == version
+            compared = report["proof_reference"] == "trainer"
+            return dict(report["proof"]) if compared and len(report["proof"]) == 2 else {}
+
+        until(lambda: bool(proof()), 60.0, "both replicas and the trainer have scored the version")
+        assert all(0 < each["mean"] <= each["worst"] < 0.05 for each in proof().values()), proof()
+        assert client.get("/metrics").text.count("slipstream_proof_worst_difference{") == 2
 
 
 async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[int], Answer]]:
