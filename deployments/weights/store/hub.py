@@ -132,5 +132,8 @@ def model_files(directory: Path) -> Mapping[str, bytes]:
 
 
 def write_model_files(files: Mapping[str, bytes], directory: Path) -> None:
+    """Raises ValueError: there are none, as of a GGUF file or of object storage."""
+    if not files:
+        raise ValueError("expected a configuration and a tokenizer beside the model's weights, got neither")
     for name, content in files.items():
         (directory / name).write_bytes(content)

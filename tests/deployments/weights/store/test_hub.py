@@ -152,6 +152,9 @@ def test_every_file_but_the_weights_is_copied_as_it_was_when_the_model_was_loade
         (model / name).write_text("another model's")
     write_model_files(files, target)
     assert {file.name: file.read_text() for file in target.iterdir()} == {name: name for name in COPIED}
+    for other in (model / "x.gguf", tmp_path / "none"):
+        with pytest.raises(ValueError, match="expected a configuration and a tokenizer"):
+            write_model_files(model_files(other), target)
 
 
 # -- schemas --------------------------------------------------------------------------------------
