@@ -83,14 +83,16 @@ class Controller:
         hold_claim: Callable[[Path], int | None] = hold_claim,
     ) -> None:
         self._config, self._capacity = config, capacity
-        ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
+        self._ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
         self._poll_s = poll_s
-        self._keeper = StoreKeeper(Store(Path(store_dir)), ledger, Path(state_dir), max_versions, hold_claim)
-        adapter_files = AdapterKeeper(
+        self._keeper = StoreKeeper(
+            Store(Path(store_dir)), self._ledger, Path(state_dir), max_versions, hold_claim
+        )
+        self._adapter_files = AdapterKeeper(
             Path(store_dir) / ADAPTERS, adapter_roots, self._keeper.check_owner, clock=clock
         )
-        durable = DurableLedger(
-            ledger,
+        self._durable = DurableLedger(
+            self._ledger,
             self._keeper,
             Path(state_dir),
             is_alive=is_alive,
@@ -100,11 +102,10 @@ class Controller:
             clock=clock,
             open_journal=open_journal,
         )
-        self._ledger, self._durable, self._adapter_files = ledger, durable, adapter_files
         try:
             self._keeper.claim()
-            _check_model(ledger, model, Path(state_dir))
-            _check_adapters(ledger, None if adapters is None else adapters.refusal, Path(state_dir))
+            _check_model(self._ledger, model, Path(state_dir))
+            _check_adapters(self._ledger, None if adapters is None else adapters.refusal, Path(state_dir))
         except JournalError:
             self._durable.release()
             raise
