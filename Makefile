@@ -42,7 +42,7 @@ MORE := $(if $(filter cpu,$(BUILD)),--extra-index-url $(TORCH_INDEX))
 PROGRESS := -e '/^\(Resolved\|Prepared\|Installed\)/s/^/      /p' -e 's/^ *\(Downloading .*[0-9] *Mi*B\)/      \1/p'
 
 # uv does not compile modules, and pip compiles all, which takes minutes. Engines would each compile what they import.
-COMPILED = echo "[3/3] importing what an engine imports once, which compiles it"; $(PY) -uc 'import importlib; \
+COMPILED = echo "[3/3] importing what an engine imports once, which compiles it: half a minute"; $(PY) -uc 'import importlib; \
   from deployments.host.fork_server import server; \
   [(print("     ", name), importlib.import_module(name)) for name in ("ray.serve", *server._modules())]' \
   2>>$(VENV)/install.log || true
@@ -54,12 +54,12 @@ setup: $(STAMP)
 
 $(STAMP): requirements-$(BUILD).txt pyproject.toml
 	@$(PYTHON) app/command/machine.py check $(BUILD)
-	@test -x $(PY) || { echo "[1/3] creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@test -x $(PY) || { echo "[1/3] creating $(VENV) with $(PYTHON): some seconds"; $(PYTHON) -m venv $(VENV); }
 	@$(PY) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else \
 	  "Slipstream needs Python 3.11 to 3.13, but $(VENV) has %d.%d: make PYTHON=python3.11, after rm -r $(VENV)" % v[:2])'
 	@echo $(BUILD) >$(VENV)/.build
 	@test -x $(UV) || $(PIP) -qq 'uv>=0.9.8' || echo "      there is no uv here: pip installs, which takes longer"
-	@echo "[2/3] installing the $$(grep -c == requirements-$(BUILD).txt) packages of requirements-$(BUILD).txt and this folder"
+	@echo "[2/3] installing the $$(grep -c == requirements-$(BUILD).txt) packages of requirements-$(BUILD).txt and this folder: 1 to 5 minutes"
 	@: >$(VENV)/install.log
 	@$(UV_ENV); for install in "$(UV_PIP)" "$(UV_PIP) $(MORE)" "$(PIP)" "$(PIP) $(MORE)"; do \
 	  echo "$$install" >>$(VENV)/install.log; \

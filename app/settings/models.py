@@ -50,7 +50,7 @@ def prepare(cache: Path, convert: Convert | None = None, package: str = PACKAGE)
     with _locked(target.with_suffix(".lock")):
         if target.is_dir():
             return target
-        what = f"Converting {TITLE} to {target} (once)"
+        what = f"Converting {TITLE} to {target} (once, some 20 s)"
         with announced(what, to=sys.stderr) as say, replacing(target) as aside:
             aside.mkdir(exist_ok=True)
             (convert if convert is not None else _convert)(source, aside, say)
