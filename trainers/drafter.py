@@ -21,7 +21,7 @@ from trainers.eagle3 import Eagle3Head, default_layers, read_head, write_head
 from trainers.layers import decoder_layers
 from trainers.output_head import in_parts, math_of, positions_at_once
 from trainers.settings import DrafterConfig
-from trainers.sources import DRAFTER
+from trainers.sources import DRAFTER, full_tensor
 from trainers.step_metrics import Metrics
 
 _EMBEDDINGS = 0  # layers that they have passed
@@ -180,6 +180,12 @@ def _check_fits(head: Eagle3Head, layers: list[int], model: PreTrainedModel, dir
     ids = head.token_ids()
     if int(ids.min()) < 0 or int(ids.max()) >= own.vocab_size or len(ids.unique()) != len(ids):
         raise ValueError(f"{directory}: expected 'd2t' to name {len(ids)} different tokens of the model")
+    output = full_tensor(model.get_output_embeddings().weight).float()
+    if torch.equal(output, head.lm_head.weight.to(output.device)):
+        raise ValueError(
+            f"{directory}: expected a drafter with an output matrix of its own, got the model's (vLLM would "
+            "share it)"
+        )
     embeddings = model.get_input_embeddings()
     if type(embeddings).forward is not torch.nn.Embedding.forward:
         raise ValueError(

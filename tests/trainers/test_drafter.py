@@ -191,6 +191,11 @@ def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
+def copy_the_output(head: Path) -> None:
+    own = load_file(head.with_name("model") / "model.safetensors")["lm_head.weight"]
+    with_tensor("lm_head.weight", own)(head)
+
+
 def with_setting(**settings: Any) -> Callable[[Path], None]:
     def change(head: Path) -> None:
         config = json.loads((head / "config.json").read_text())
@@ -219,6 +224,7 @@ def of_another_model(**changed: int) -> Callable[[Path], None]:
         (with_tensor("norm.weight", torch.ones(3)), "'norm.weight': expected shape [16], got shape [3]"),
         (with_tensor("embed_tokens.weight", torch.ones(40, 16)), "a head without embeddings of its own"),
         (with_tensor("d2t", torch.ones(40, dtype=torch.int64)), "'d2t' to name 40 different tokens"),
+        (copy_the_output, "an output matrix of its own, got the model's"),
         (with_setting(architectures=["MistralForCausalLM"]), "architecture LlamaForCausalLMEagle3, got"),
         (with_setting(num_hidden_layers=2), "an EAGLE-3 head with num_hidden_layers 1, got 2"),
         (with_setting(fc_norm=True), "an EAGLE-3 head with fc_norm False, got True"),
