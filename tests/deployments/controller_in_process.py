@@ -21,6 +21,7 @@ from deployments.protocol.responses import FleetStatus
 from tests.deployments.controller.fleet import Fleet
 from tests.deployments.ledger.fake_replica import FakeReplica
 
+Fate = Literal["before", "after"]  # it died before or after it carried a call out
 LEASE_S = 60.0
 CONTROLLER_THREAD = "controller"
 NEVER_S = 1e9
@@ -109,7 +110,7 @@ class ControllerInProcess:
         self.calls: list[str] = []
         self.last: dict[str, tuple[Any, ...]] = {}
         self.fails: dict[str, Exception] = {}
-        self.dies_in: dict[str, Literal["before", "after"]] = {}
+        self.dies_in: dict[str, Fate] = {}
         self.loses: set[str] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._is_up = asyncio.Event()  # not while it restarts: calls wait

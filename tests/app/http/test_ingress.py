@@ -117,15 +117,13 @@ async def test_route_of_another_server_is_named_with_what_to_use(path: str) -> N
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"{}", b'{"label": null}'])
-@pytest.mark.parametrize("media_type", ["application/json", "application/x-www-form-urlencoded", None])
-async def test_body_is_json_whatever_its_media_type_and_may_be_empty(
-    content: bytes, media_type: str | None
-) -> None:
-    headers = {} if media_type is None else {"content-type": media_type}
+async def test_body_is_json_whatever_its_media_type_and_may_be_empty(content: bytes) -> None:
     trainer = FakeTrainer()
     async with client(FakeController(), trainer=trainer) as fleet:
-        answer = await fleet.post("/train/publish", content=content, headers=headers)
-    assert (answer.status_code, trainer.received) == (200, [None])
+        for media_type in ("application/json", "application/x-www-form-urlencoded", ""):
+            headers = {"content-type": media_type} if media_type else {}
+            answer = await fleet.post("/train/publish", content=content, headers=headers)
+            assert (answer.status_code, trainer.received.pop()) == (200, None), media_type
 
 
 @pytest.mark.parametrize(

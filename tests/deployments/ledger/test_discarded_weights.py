@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from deployments.ledger.decisions import Decision, EngineStateChanged
@@ -40,6 +42,14 @@ def expected_tags(text: str) -> list[str] | None:
     return None if wake_up.tags is None else list(wake_up.tags)
 
 
+def without_weights(replicas: int = 1, **config: Any) -> Scene:
+    """A fleet that has slept deeply, and has the memory of its weights again."""
+    scene = Scene(replicas=replicas, **config)
+    scene.call("sleep 2")
+    scene.call("wake_up weights")
+    return scene
+
+
 def assert_awake(scene: Scene) -> None:
     for each in scene.replicas:
         assert each.admitted and not each.memory.asleep and each.memory.intact, each
@@ -61,9 +71,7 @@ def test_weights_that_were_thrown_away_come_back_with_a_round() -> None:
 
 
 def test_the_round_has_told_a_successor_already() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
+    scene = without_weights()
     scene.publish()
     before = [each for each in decided(scene) if isinstance(each, EngineStateChanged)]
     scene.call("sleep 0")  # it stays as it is
@@ -71,18 +79,14 @@ def test_the_round_has_told_a_successor_already() -> None:
 
 
 def test_waking_all_at_once_is_right_after_the_round() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
+    scene = without_weights()
     scene.publish()
     scene.call("wake_up")
     assert_awake(scene)
 
 
 def test_a_round_that_is_aborted_brings_no_weights() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
+    scene = without_weights()
     scene.connect()
     round_id = scene.open()
     scene.ledger.abort_round(scene.token, round_id, "no", scene.now)
@@ -92,9 +96,7 @@ def test_a_round_that_is_aborted_brings_no_weights() -> None:
 
 @pytest.mark.parametrize("commit", list(CommitMode))
 def test_a_round_that_is_not_finished_brings_no_weights(commit: CommitMode) -> None:
-    scene = Scene(replicas=2, commit=commit, max_unavailable=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
+    scene = without_weights(replicas=2, commit=commit, max_unavailable=1)
     scene.connect()
     round_id = scene.receive()
     scene.replicas[1].hangs_in.add(Commit)
@@ -111,9 +113,7 @@ def test_a_round_that_is_not_finished_brings_no_weights(commit: CommitMode) -> N
 
 
 def test_a_joiner_before_the_round_takes_part_in_it() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
+    scene = without_weights()
     joiner = scene.start()
     scene.poll()
     assert joiner.admitted and not joiner.memory.intact
@@ -124,9 +124,7 @@ def test_a_joiner_before_the_round_takes_part_in_it() -> None:
 
 
 def test_a_joiner_after_the_round_keeps_its_weights() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
+    scene = without_weights()
     scene.publish()
     scene.now += 1  # in which no round came
     scene.ledger.set_stored(1, "/store/v1", None, scene.now)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch
 from deployments.protocol.errors import Conflict
 from deployments.trainer.adapter_publisher import FileSource, adapter_sender
 from deployments.trainer.spec import TrainerSpec
-from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.controller_in_process import ControllerInProcess, Fate
 from tests.deployments.trainer.one_adapter import TENSORS, adapter_spec, live_files, published, started
 from tests.deployments.trainer.one_worker import BATCH, lines
 from tests.tiny_adapters import save_tiny_adapter
@@ -63,28 +62,27 @@ def test_the_connection_of_another_publisher_is_left_to_it(
 
 
 @pytest.mark.parametrize("method", ["acquire", "connect", "send", "release"])
-@pytest.mark.parametrize("fate", ["fails", "before", "after"])
 def test_a_transfer_that_fails_costs_the_transfer_and_not_the_publish(
-    spec: TrainerSpec,
-    controller: ControllerInProcess,
-    method: str,
-    fate: Any,
-    caplog: pytest.LogCaptureFixture,
+    spec: TrainerSpec, controller: ControllerInProcess, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
-    with caplog.at_level("WARNING", "ray.serve"):
-        if fate == "fails":
-            controller.fails[method] = Conflict("not now")
-        else:
-            controller.dies_in[method] = fate
-        report = published(worker)
-    assert controller.live == [f"math@{report.version}"]
-    failures = [each for each in lines(caplog) if "its transfer over 'shm' failed" in each]
-    assert len(failures) == (report.transfer_s is None)
-    if method in ("connect", "send"):  # others are asked again, or matter to nobody
-        assert report.transfer_s is None
-    assert published(worker).transfer_s is not None, "the next one is sent again"
+    fates: tuple[Fate | None, ...] = (None, "before", "after")
+    for fate in fates:
+        controller.disconnect_as("trainer")  # as it begins
+        caplog.clear()
+        with caplog.at_level("WARNING", "ray.serve"):
+            if fate is None:
+                controller.fails[method] = Conflict("not now")
+            else:
+                controller.dies_in[method] = fate
+            report = published(worker)
+        assert controller.live[-1] == f"math@{report.version}", fate
+        failures = [each for each in lines(caplog) if "its transfer over 'shm' failed" in each]
+        assert len(failures) == (report.transfer_s is None), fate
+        if method in ("connect", "send"):  # others are asked again, or matter to nobody
+            assert report.transfer_s is None, fate
+        assert published(worker).transfer_s is not None, "the next one is sent again"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -15,7 +14,7 @@ from deployments.trainer.adapter_worker import AdapterWorker
 from deployments.trainer.spec import LoadedTrainer, TrainerSpec, adapter_directory
 from deployments.weights.store.adapter_store import adapter_digest
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
-from tests.deployments.controller_in_process import ControllerInProcess
+from tests.deployments.controller_in_process import ControllerInProcess, Fate
 from tests.deployments.trainer.one_adapter import (
     TENSORS,
     adapter_spec,
@@ -63,16 +62,16 @@ def test_what_is_published_is_the_adapter_alone(
     assert (config["r"], config["target_modules"]) == (4, ["q_proj", "v_proj"])
 
 
-@pytest.mark.parametrize("fate", ["before", "after"])
 @pytest.mark.parametrize("method", ["load_adapter", "adapters", "fleet"])
 def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
-    spec: TrainerSpec, controller: ControllerInProcess, method: str, fate: Any
+    spec: TrainerSpec, controller: ControllerInProcess, method: str
 ) -> None:
     worker = started(spec, controller)
     worker.step(BATCH)
-    controller.dies_in[method] = fate
-    report = published(worker)
-    assert report.version == 1 and controller.live == ["math@1"]
+    fates: tuple[Fate, ...] = ("before", "after")
+    for version, fate in enumerate(fates, start=1):
+        controller.dies_in[method] = fate
+        assert published(worker).version == version and controller.live[-1] == f"math@{version}", fate
 
 
 @pytest.mark.slow
@@ -130,7 +129,7 @@ def test_an_adapter_of_another_base_is_not_published(
     assert controller.live == ["math@1"]
 
 
-def test_an_adapter_is_saved_in_the_store_and_not_just_anywhere(
+def test_an_adapter_is_saved_in_the_store_by_default(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
     worker = started(with_config(spec, checkpoint_every=0), controller)
@@ -140,9 +139,6 @@ def test_an_adapter_is_saved_in_the_store_and_not_just_anywhere(
     assert path.parent == Path(spec.store_dir) and path.name.endswith("-000000")
     late = AdapterWorker(spec, 1, controller)  # type: ignore[arg-type]
     assert late.save(str(path)) is None, "rank 0's files are no reason to refuse"
-    for wrong in ("relative", "/proc/1/x/y"):
-        with pytest.raises(InvalidRequest, match="path must be"):
-            worker.save(wrong)
 
 
 # -- a trainer of an adapter that is started again: what it goes on from ---------------------------
