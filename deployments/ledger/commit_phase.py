@@ -57,6 +57,7 @@ def decide(state: State, current: Round) -> None:
             verification=current.verification,
             checks=current.checks,
             digest=current.digest,
+            drafter=current.drafter,
         )
     )
     _begin(state, current)
@@ -84,6 +85,7 @@ def resume(state: State, decision: Committed) -> None:
         verification=decision.verification,
         checks=decision.checks,
         digest=decision.digest,
+        drafter=decision.drafter,
         decided_for=len(decision.participants),
     )
     _begin(state, current)
@@ -115,6 +117,7 @@ def on_return(state: State, member: Member, report: Report) -> None:
 def _begin(state: State, current: Round) -> None:
     state.round, state.persist = current, current.persist
     state.committed_version, state.label = current.version, current.label
+    state.drafter = current.drafter
     enter(state, current, RoundPhase.COMMITTING)
     for member in current.participants:
         _expect_commit(state, current, member)
@@ -309,6 +312,7 @@ def _report(state: State, current: Round, phase: RoundPhase, reason: str) -> Rou
         verification=current.verification,
         checks=current.checks,
         digest=current.digest,
+        drafter=current.drafter,
         replicas={
             member.replica_id: _timings(current, member.replica_id)
             for member in current.participants

@@ -83,7 +83,8 @@ class Committed:
     persist: bool = False  # a replica writes it to the store
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
-    digest: str | None = None  # see `RoundReport`
+    digest: str | None = None  # see `RoundReport`, as for `drafter`
+    drafter: int | None = None
     kind: Literal["committed"] = "committed"
 
 

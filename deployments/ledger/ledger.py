@@ -396,6 +396,7 @@ class Ledger:
         return FleetStatus(
             fleet_id=state.fleet_id,
             committed_version=state.committed_version,
+            drafter=state.drafter,
             label=state.label,
             stored_version=None if state.stored is None else state.stored.version,
             initial=None if state.founded is None else state.founded.initial,

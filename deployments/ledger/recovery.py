@@ -29,7 +29,7 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
             case decisions.Committed():
                 committed, open_round = decision, None
                 state.committed_version, state.label = decision.version, decision.label
-                state.persist = decision.persist
+                state.persist, state.drafter = decision.persist, decision.drafter
             case decisions.Ended():
                 open_round = None
                 commit_phase.keep(state, decision.report)

@@ -348,6 +348,8 @@ def _compare(state: State, current: Round, call: PendingCall) -> None:
     membership.fence_each(state, minority, Verify.name)
     agreed = [each for replica_id, each in staged.items() if replica_id not in minority]
     _record_checks(current, agreed, among=len(staged))
+    if any(each.drafter is not None for each in agreed):
+        current.drafter = current.version if any(each.drafter for each in agreed) else state.drafter or 0
     commit_phase.enter(state, current, RoundPhase.VERIFIED)
 
 

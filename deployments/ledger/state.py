@@ -317,6 +317,7 @@ class Round:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # made by all participants
     digest: str | None = None  # all tensors, agreed on by the participants
+    drafter: int | None = None  # the version of its drafter
     close: PendingCall | None = None  # what the publisher awaits
     commits: dict[Member, PendingCall] = field(default_factory=dict)
     ordered: set[Member] = field(default_factory=set)  # were sent COMMIT
@@ -503,6 +504,7 @@ class State:
 
     founded: Founded | None = None
     committed_version: int = 0
+    drafter: int | None = None  # the version of the committed version's drafter
     label: str | None = None
     persist: bool = False  # a replica writes the committed version to the store
     stored: Stored | None = None  # the newest version on disk

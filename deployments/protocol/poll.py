@@ -298,6 +298,7 @@ class Staged:
     verify_s: float
     checks: tuple[Check, ...] = ()
     by_name: bool = False  # `digest` covers the tensors that arrived, by checkpoint name
+    drafter: bool | None = None  # whether a drafter's tensors came; None: the replica has no drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class RoundReport:
     verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
     digest: str | None = None  # over all tensors by checkpoint name; None: vLLM's own engines, not computed
+    drafter: int | None = None  # the version of its drafter; 0: that of its checkpoint; None: it has none
     replicas: Mapping[str, ReplicaTimings] = field(
         default_factory=dict
     )  # empty in a large fleet's older ones

@@ -116,6 +116,7 @@ class FleetStatus:
     condition: Sequence[str]  # the operations that lead a fresh engine to the fleet's engine state
     rounds_ended: Mapping[str, int] = field(default_factory=dict)  # outcome -> rounds since the first start
     initial: InitialWeights | None = None  # what version 0 is, while the fleet is at it; None: not known
+    drafter: int | None = None  # the committed version's, see `RoundReport`; None: also before the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,7 @@ class StagedMember(EngineMember):
             compared=Check.DIGESTS in checks,
             checks=checks,
             by_name=True,
+            drafter=states[0].drafter,
             size_bytes=sum(state.size_bytes for state in states),
             stage_s=max(state.stage_s for state in states),
             verify_s=max(state.verify_s for state in states),

@@ -30,9 +30,12 @@ class Staging(ABC):
         pass
 
     @abstractmethod
-    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
+    def finalize(
+        self, *, complete: bool, check_open: Callable[[], None], keep_drafter: bool = False
+    ) -> list[str]:
         """Nothing more arrives. Returns the names of parameters that were not filled. `complete`: all tensors
-        of the checkpoint arrived, so the rest is padding. `check_open` raises once the update is dropped."""
+        of the checkpoint arrived, so the rest is padding. `check_open` raises once the update is dropped.
+        `keep_drafter`: its tensors did not come."""
 
     @abstractmethod
     def swap(self) -> None:

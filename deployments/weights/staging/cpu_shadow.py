@@ -10,12 +10,13 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.cpu_resource_utils import get_memory_node_info
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, Staging, Tensors, outer_columns, second_instance_config
 from deployments.weights.staging.cpu_exchange import Exchange
+from deployments.weights.staging.drafter import second_instance
+from deployments.weights.store.versions import DRAFTER
 from deployments.weights.wire.chunk_layout import Chunk
 
 
@@ -96,10 +97,12 @@ class CpuShadowStaging(Staging):
         with disable_mtp_completeness_check():  # a chunk is a part
             self._shadow.load_weights(tensors)
 
-    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
+    def finalize(
+        self, *, complete: bool, check_open: Callable[[], None], keep_drafter: bool = False
+    ) -> list[str]:
         if not self._open:
             return [name for blank in self._blanks for name in blank.names]
-        untouched, unfilled = self._untouched(complete)
+        untouched, unfilled = self._untouched(complete, keep_drafter)
         if unfilled:
             return unfilled
         with set_current_vllm_config(self._vllm_config):
@@ -128,14 +131,15 @@ class CpuShadowStaging(Staging):
     def drop(self) -> None:
         self.retire()
 
-    def _untouched(self, complete: bool) -> tuple[set[str], list[str]]:
+    def _untouched(self, complete: bool, keep_drafter: bool) -> tuple[set[str], list[str]]:
         """Paths of modules that keep their tensors, and names of unfilled parameters."""
         states: dict[str, set[bool]] = {}  # path -> whether parameters there were loaded
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
         for blank in self._blanks:
-            some, everything = blank.lacks()
-            if some and not complete:
+            kept = keep_drafter and blank.names[0].startswith(DRAFTER)
+            some, everything = (True, True) if kept else blank.lacks()
+            if some and not complete and not kept:
                 unfilled += blank.names
             if everything:
                 alone.append(blank)
@@ -172,7 +176,7 @@ def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuSh
         check_cpu_support(vllm_config, model)
         dtype = vllm_config.model_config.dtype
         with set_default_torch_dtype(dtype), torch.device("cpu"):
-            shadow = initialize_model(second_instance_config(vllm_config)).eval()  # as the live one is
+            shadow = second_instance(second_instance_config(vllm_config), model)
         return CpuShadowStaging(vllm_config, model, shadow)
     except Exception as error:  # also what a model's own constructor raises the second time
         raise ValueError(f"staging 'device' is not possible on this CPU: {error}; 'host' is") from error

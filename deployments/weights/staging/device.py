@@ -10,16 +10,16 @@ What a layer derives from its weights is swapped too, or the engine refuses to s
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from deployments.weights.staging.base import Staging, Tensors
+from deployments.weights.staging.drafter import PolicyAndDrafter, checkpoint_tensors
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
 from deployments.weights.staging.model_state.pairs import pair
@@ -38,6 +38,7 @@ class DeviceStaging(Staging):
         check_support(vllm_config, device, model)
         check_memory(vllm_config, device, model)
         self._vllm_config = vllm_config
+        self._live = model
         shadow = build_shadow(vllm_config, device, model)
         self._shadow, self._layerwise = shadow.model, shadow.layerwise
         self._pairs = pair(model, self._shadow)
@@ -75,9 +76,13 @@ class DeviceStaging(Staging):
         with self.load_plans.record(chunk, tensors):
             self._load(tensors)
 
-    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
+    def finalize(
+        self, *, complete: bool, check_open: Callable[[], None], keep_drafter: bool = False
+    ) -> list[str]:
         if not self._open:
             return self._poison.names
+        if keep_drafter and isinstance(self._shadow, PolicyAndDrafter):
+            self._shadow.copy_drafter(self._live)
         unfilled = self._complete(complete)
         if unfilled:
             self.load_plans.refuse(self._received)
@@ -178,17 +183,3 @@ class DeviceStaging(Staging):
 def _is_optional(name: str) -> bool:
     """Scales of attention: most checkpoints have none, and vLLM fills them after loading."""
     return name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale"))
-
-
-def checkpoint_tensors(
-    vllm_config: VllmConfig, model: torch.nn.Module, path: str
-) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors of a directory, which the model's configuration names from then on."""
-    loader = get_model_loader(vllm_config.load_config)
-    if not hasattr(loader, "get_all_weights"):
-        raise ValueError(
-            f"a checkpoint cannot be loaded with load_format {vllm_config.load_config.load_format!r}"
-        )
-    model_config = vllm_config.model_config
-    model_config.model, model_config.model_weights, model_config.revision = path, "", None
-    return cast("Iterable[tuple[str, torch.Tensor]]", loader.get_all_weights(model_config, model))

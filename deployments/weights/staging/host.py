@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.lora.layers import FusedMoEWithLoRA
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -17,6 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from deployments.weights.staging.base import Staging, Tensors
+from deployments.weights.staging.drafter import PolicyAndDrafter, checkpoint_tensors
+from deployments.weights.store.versions import DRAFTER
 from deployments.weights.wire.chunk_layout import Chunk
 
 # Models whose `load_weights` copies into parameters itself, which the layerwise reload undoes.
@@ -38,6 +41,7 @@ class HostStaging(Staging):
         self._model = model
         self._model_config = model_config
         self._tensors: dict[str, torch.Tensor] = {}
+        self._keep_drafter = False
 
     def begin(self) -> None:
         self._tensors = {}
@@ -45,7 +49,10 @@ class HostStaging(Staging):
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         self._tensors.update((name, tensor.cpu()) for name, tensor in tensors)
 
-    def finalize(self, *, complete: bool, check_open: Callable[[], None]) -> list[str]:
+    def finalize(
+        self, *, complete: bool, check_open: Callable[[], None], keep_drafter: bool = False
+    ) -> list[str]:
+        self._keep_drafter = keep_drafter
         if (refusal := reload_refusal(self._model)) is not None:
             raise ValueError(refusal)
         self._check_tied()
@@ -56,7 +63,7 @@ class HostStaging(Staging):
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
-            if not name.endswith("lm_head.weight"):
+            if not name.endswith("lm_head.weight") or name.startswith(DRAFTER):
                 continue
             alike = (each for other, each in self._tensors.items() if other != name)
             if not any(each.shape == head.shape and torch.equal(each, head) for each in alike):
@@ -68,14 +75,24 @@ class HostStaging(Staging):
 
     def swap(self) -> None:
         # Only the reload packs linear weights again on a CPU.
-        with replacing_all(self._model):
-            initialize_layerwise_reload(self._model)
-            self._model.load_weights(self._tensors.items())
-            finalize_layerwise_reload(self._model, self._model_config)
+        model = self._model
+        if self._keep_drafter and isinstance(model, PolicyAndDrafter):
+            model = model.policy
+        with replacing_all(model):
+            initialize_layerwise_reload(model)
+            model.load_weights(self._tensors.items())
+            finalize_layerwise_reload(model, self._model_config)
         self.drop()
 
     def drop(self) -> None:
         self._tensors = {}
+
+
+def load_with_drafter(vllm_config: VllmConfig, model: PolicyAndDrafter, path: str) -> None:
+    """Make a checkpoint directory the live model, inside a pause."""
+    staging = HostStaging(model, vllm_config.model_config)
+    staging._tensors = dict(checkpoint_tensors(vllm_config, model, path))
+    staging.swap()
 
 
 def reload_refusal(model: torch.nn.Module, *, with_lora: bool = True) -> str | None:

@@ -21,10 +21,11 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
-from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, second_instance_config
+from deployments.weights.staging.drafter import PolicyAndDrafter, second_instance
 from deployments.weights.staging.model_state.derived import Moving, classify, keep_constants
 from deployments.weights.staging.model_state.observation import changed_tensors, differing, observe
 from deployments.weights.staging.model_state.pairs import named_tensors
@@ -81,6 +82,8 @@ def fill(param: torch.Tensor) -> None:
         param.copy_(values.uniform_(1e-4, 8e-3, generator=generator))
     elif param.itemsize == 1 and param.dtype != torch.bool:
         param.random_(0, 100, generator=generator)
+    elif param.dtype == torch.int64:  # an index
+        param.fill_(1)
     else:
         param.zero_()
 
@@ -141,7 +144,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
         set_default_torch_dtype(model_config.dtype),
     ):
         with device, _marked_memory():
-            shadow = initialize_model(config).eval()  # as the live one is
+            shadow = second_instance(config, live)
         DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(shadow, model_config)
         layerwise = config.quant_config is not None
         if _has_online_quant(shadow):
@@ -157,6 +160,11 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
         if layerwise:
             load_by_layers(shadow, model_config)
             second = observe(shadow)
+    if layerwise and isinstance(live, PolicyAndDrafter):
+        raise ValueError(
+            "staging 'device' is not possible: vLLM processes this model's weights after loading, which is "
+            "not supported with a drafter; use 'host'"
+        )
     moving = classify(before, first, second, layerwise=layerwise)
     disturbed = changed_tensors(before, observe(live))
     if disturbed:

@@ -1,6 +1,6 @@
 """What has arrived of one update at a worker."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -53,6 +53,10 @@ class StagedUpdate:
         names = list(received.chunk.offered)
         self.pending.append(ChunkFindings(names=names, sent=received.sent, found=found))
         self.note(size_bytes=self.state.size_bytes + received.chunk.size_bytes)
+
+    def digests_of(self, names: Collection[str]) -> set[np.uint64]:
+        digests = chain.from_iterable(self.compared)
+        return {digest for name, digest in zip(self.names, digests, strict=True) if name in names}
 
     def run(self, work: Callable[[], None]) -> None:
         """What the work raises becomes the outcome."""

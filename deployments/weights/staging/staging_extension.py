@@ -10,7 +10,8 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 from deployments.protocol.poll import FilePart
-from deployments.weights.staging.host import reload_refusal, replacing_all
+from deployments.weights.staging.drafter import PolicyAndDrafter
+from deployments.weights.staging.host import load_with_drafter, reload_refusal, replacing_all
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import from_wire, to_wire
 from deployments.weights.store.versions import Store
@@ -97,8 +98,11 @@ class StagingWorkerExtension:
         """Load a checkpoint directory into the live model, inside a pause."""
         engine, model = self.weight_transfer_engine, self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
-            if isinstance(engine, StagedWeightTransferEngine) and engine.staging.load(path):
-                return
+            if isinstance(engine, StagedWeightTransferEngine):
+                if engine.staging.load(path):
+                    return
+                if isinstance(engine.updated, PolicyAndDrafter):
+                    return load_with_drafter(self.vllm_config, engine.updated, path)
             with replacing_all(model):
                 self.model_runner.reload_weights(weights_path=path)
 
@@ -107,6 +111,11 @@ class StagingWorkerExtension:
         broadcasts then do nothing and report success."""
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
+        if self.model_runner.get_draft_model() is not None:
+            raise RuntimeError(
+                "staging 'none' is not possible: vLLM's update would not reach the drafter of speculative "
+                "decoding; use 'host' or 'device'"
+            )
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None and (group.disabled or not group.available):
             raise RuntimeError(

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,13 +31,15 @@ from vllm.logger import init_logger
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, FilePart, Outcome
 from deployments.weights.staging.base import Staging
+from deployments.weights.staging.drafter import PolicyAndDrafter, with_drafter
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, model_files, schema_of, write_model_files
 from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
-from deployments.weights.wire.checkpoint_schema import join_reasons, mismatches, missing
+from deployments.weights.store.versions import DRAFTER
+from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import inspect
 from deployments.weights.wire.received_files import ReceivedFiles
@@ -47,8 +49,6 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 Chunks = Callable[[], Iterator[ReceivedChunk]]
 
 logger = init_logger(__name__)
-
-_DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 
 
 class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Init, Update]):
@@ -74,12 +74,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             for model in (vllm_config.model_config.model, started_from)
         )
         self.checkpoint = str(checkpoint)
-        self.staging = make_staging(vllm_config, self.device, model)
+        self.updated = with_drafter(vllm_config, model)
+        self.staging = make_staging(vllm_config, self.device, self.updated)
         self.retained = RetainedVersions()
         self.version_writer = VersionWriter(write_files=partial(write_model_files, model_files(loaded)))
         # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
+        self._drafter: Schema = {}  # of its own checkpoint
+        if isinstance(self.updated, PolicyAndDrafter) and self.updated.own_checkpoint:
+            self._add_drafter(vllm_config.speculative_config.draft_model_config)
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
         self._reading: FileRead | None = None  # what the update reads from a file
@@ -88,6 +92,16 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
+
+    def _add_drafter(self, config: ModelConfig) -> None:
+        loading = self.vllm_config.load_config
+        directory = cached(config.model, config.revision, loading.download_dir)
+        drafter = schema_of(directory, loading.load_format, of_hub=str(directory) != config.model)
+        if drafter is None:
+            self.schema = None
+        elif self.schema is not None:
+            self._drafter = {DRAFTER + name: spec for name, spec in drafter.items()}
+            self.schema = {**self.schema, **self._drafter}
 
     @property
     def worker_index(self) -> int:
@@ -233,10 +247,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
                 time.sleep(self._throttle.delay_s(received.chunk.size_bytes))
                 self._throttle.resume()
         update.compare_digests()
+        one_payload = self.one_payload and not update.from_files
         if self.schema is None:
-            is_complete = self.one_payload and not update.from_files
-        else:
-            is_complete = not missing(self.schema, update.offered)
+            is_complete = one_payload
+        else:  # a drafter's may follow
+            expected = self._expected(update) if one_payload else self.schema
+            is_complete = not missing(expected, update.offered)
         if is_complete:
             self._finalize(update)  # not in `verify`, for which the engine waits
 
@@ -278,15 +294,49 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def _finalize(self, update: StagedUpdate) -> None:
         if self.schema is None:  # only vLLM's own loader knows the model's tensors
             update.checks -= {Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE}
-        elif absent := missing(self.schema, update.offered):
+        elif absent := missing(self._expected(update), update.offered):
             raise ValueError(join_reasons(absent))
+        self._check_shared(update)
         unfilled = self.staging.finalize(
-            complete=self.schema is not None, check_open=partial(self._check_open, update)
+            complete=self.schema is not None,
+            check_open=partial(self._check_open, update),
+            keep_drafter=not self._has_drafter(update),
         )
         if unfilled:
             reasons = [f"parameter {name!r} received no or not all weights" for name in unfilled]
             raise ValueError(join_reasons(reasons))
+        if isinstance(self.updated, PolicyAndDrafter):
+            update.note(drafter=self._has_drafter(update))
         update.complete()
+
+    def _has_drafter(self, update: StagedUpdate) -> bool:
+        """Whether the drafter's tensors came; those in the served checkpoint always do."""
+        if not isinstance(self.updated, PolicyAndDrafter):
+            return False
+        return not self.updated.own_checkpoint or any(name.startswith(DRAFTER) for name in update.offered)
+
+    def _expected(self, update: StagedUpdate) -> Schema:
+        """All tensors or all but the drafter's, without those that it takes from the policy."""
+        assert self.schema is not None
+        if not self._drafter:
+            return self.schema
+        assert isinstance(self.updated, PolicyAndDrafter)
+        kept = not self._has_drafter(update)
+        optional = {name for name in self._drafter if kept or self.updated.shares(name)}
+        return {name: spec for name, spec in self.schema.items() if name not in optional}
+
+    def _check_shared(self, update: StagedUpdate) -> None:
+        """Raises ValueError if tensors that vLLM holds once, for the policy and the drafter, differ."""
+        if not isinstance(self.updated, PolicyAndDrafter):
+            return
+        shared = {name for name in update.offered if name.startswith(DRAFTER) and self.updated.shares(name)}
+        policy = update.digests_of({name for name in update.offered if not name.startswith(DRAFTER)})
+        wrong = [name for name in shared if not update.digests_of({name}) <= policy]
+        if wrong:
+            raise ValueError(
+                f"{join_reasons(sorted(wrong))} must equal a tensor of the policy: they were equal when this "
+                "engine started, so it has one tensor for both; leave it out"
+            )
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
@@ -295,7 +345,6 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
     from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
     from deployments.weights.staging.host import HostStaging
 
-    check_draft(vllm_config)
     configured = vllm_config.additional_config.get("staging", "host")
     if configured in ("device", "automatic") and device.type == "cpu":
         try:
@@ -309,17 +358,3 @@ def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 
         return DeviceStaging(vllm_config, device, model)
     return HostStaging(model, vllm_config.model_config)
-
-
-def check_draft(vllm_config: VllmConfig) -> None:
-    """Raises ValueError for a draft from the served checkpoint: updates would not reach it."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _DRAFTS_WITHOUT_WEIGHTS:
-        return
-    draft = speculative.draft_model_config
-    if draft is not None and draft.model == vllm_config.model_config.model:
-        raise ValueError(
-            f"speculative decoding with method {speculative.method!r} loads a draft model from the served "
-            f"model's own checkpoint, {draft.model!r}, and updates would not reach it; use a draft model "
-            "with a checkpoint of its own, or no speculative decoding"
-        )

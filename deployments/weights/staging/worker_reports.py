@@ -30,6 +30,7 @@ class StagingState:
     message: str = ""  # when not DONE
     digest: str = ""  # the whole version's, once it is complete
     checks: tuple[Check, ...] = ()  # passed, once it is complete
+    drafter: bool | None = None  # whether a drafter's tensors came; None: there is no drafter
     missing_ranks: tuple[int, ...] = ()
 
 

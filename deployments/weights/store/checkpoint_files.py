@@ -25,7 +25,13 @@ from pydantic import JsonValue, NonNegativeInt, TypeAdapter
 
 from deployments.protocol.errors import printable
 from deployments.protocol.poll import FilePart
-from deployments.weights.store.versions import MANIFEST, DirectoryLock, VersionManifest
+from deployments.weights.store.versions import (
+    DRAFTER,
+    DRAFTER_DIRECTORY,
+    MANIFEST,
+    DirectoryLock,
+    VersionManifest,
+)
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest_definition import digest_bytes
 
@@ -166,10 +172,11 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
         raise ValueError(f"{directory} lacks {len(absent)} files, first {absent[:3]}: {why}")
 
 
-def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterator[FilePart]:
-    """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests. Raises
-    ValueError if a file is incomplete, or lacks tensors that the index names."""
-    config = _config(directory)
+def parts_of(directory: Path, files: Sequence[Path], part_bytes: int, prefix: str = "") -> Iterator[FilePart]:
+    """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests.
+    `prefix`: of their names in a version, for those of a drafter. Raises ValueError if a file is incomplete,
+    or lacks tensors that the index names."""
+    config = None if prefix else _config(directory)
     seen: dict[str, Path] = {}
     for file in files:
         header = read_header(file)
@@ -187,7 +194,7 @@ def parts_of(directory: Path, files: Sequence[Path], part_bytes: int) -> Iterato
             yield FilePart(
                 directory=str(directory),
                 path=str(file),
-                names=tuple(name for name, _ in group),
+                names=tuple(prefix + name for name, _ in group),
                 dtypes=tuple(entry.dtype for _, entry in group),
                 shapes=tuple(entry.shape for _, entry in group),
                 ranges=tuple((header.start + begin, header.start + end) for begin, end in ranges),
@@ -267,6 +274,8 @@ def check_files(
         )
     # vLLM loads all of them.
     parts = list(parts_of(directory, sorted(directory.glob("*.safetensors")), PART_BYTES))
+    drafter = directory / DRAFTER_DIRECTORY
+    parts += parts_of(drafter, sorted(drafter.glob("*.safetensors")), PART_BYTES, DRAFTER)
     problems = _unnamed(parts, manifest)
     for part in parts:
         problems += _rewritten(part, _digests(part), manifest)
@@ -347,11 +356,16 @@ class Checkpoint:
         try:
             _require_one_reading(directory)
             files = [_confined_file(file, roots) for file in files_of(directory)]
-            for each in map(str, (directory, *files)):
+            drafter = directory / DRAFTER_DIRECTORY
+            of_drafter = (
+                [_confined_file(file, roots) for file in files_of(drafter)] if drafter.is_dir() else []
+            )
+            for each in map(str, (directory, *files, *of_drafter)):
                 if printable(each) != each:
                     raise ValueError(f"{each}: expected a path in UTF-8, in which replicas are told it")
-            identities = {file: identity_of(file) for file in files}
+            identities = {file: identity_of(file) for file in (*files, *of_drafter)}
             parts = list(parts_of(directory, files, part_bytes))
+            parts += parts_of(drafter, of_drafter, part_bytes, DRAFTER)
             if not parts:
                 raise ValueError(f"{directory} has no tensors")
             written = _manifest_in(directory, roots)

@@ -3,9 +3,11 @@ newer one replaces it, so a slow disk costs versions, not memory or time between
 what it published; for other publishers a replica writes the tensors that it retained (`RetainedVersions`)."""
 
 import json
+import shutil
 import struct
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,14 @@ from safetensors.torch import _TYPES
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import StoreResult
-from deployments.weights.store.versions import MANIFEST, Store, StoredTensor, VersionManifest
+from deployments.weights.store.versions import (
+    DRAFTER,
+    DRAFTER_DIRECTORY,
+    MANIFEST,
+    Store,
+    StoredTensor,
+    VersionManifest,
+)
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digest
 from deployments.weights.wire.digest_definition import version_digest
@@ -70,7 +79,8 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
-    """A version with its tensors, which do not change any more."""
+    """A version with its tensors, which do not change any more. `drafter`: the number and the drafter's
+    tensors of an earlier version that is not in the store, which it keeps if it has none itself."""
 
     version: int
     label: str | None
@@ -78,6 +88,7 @@ class CommittedVersion:
     fleet_id: str | None = None
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
+    drafter: _Retained | None = None
 
 
 class VersionWriter:
@@ -94,6 +105,7 @@ class VersionWriter:
         self._report = report
         self._changed = threading.Condition()
         self._waiting: tuple[CommittedVersion, Store] | None = None
+        self._drafter: _Retained | None = None  # the newest one, until it is in the store
         self._writing = False
         self._reports = 0  # under way
         self._thread: threading.Thread | None = None
@@ -104,7 +116,9 @@ class VersionWriter:
         with self._changed:
             if self.result is not None and self.result.version == version.version:
                 self.result = None  # of an earlier attempt
-            self._waiting = version, store
+            if drafter := _drafter_of(version.tensors):
+                self._drafter = version.version, drafter
+            self._waiting = replace(version, drafter=self._drafter), store
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="version-writer", daemon=True)
                 self._thread.start()
@@ -126,9 +140,12 @@ class VersionWriter:
                 assert self._waiting is not None
                 version, store = self._waiting
                 self._waiting, self._writing = None, True
+            drafter = version.drafter
             result = self._write(version, store)
             del version  # its tensors, before the next one is taken
             with self._changed:
+                if self._drafter is drafter and not result.problem:
+                    self._drafter = None
                 self.result = result
                 self._writing = False
                 self._reports += 1
@@ -165,14 +182,25 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     """Write a checkpoint directory with its manifest, and return it. If its writer crashed before it could
     report it, the version is there already, and stays. Raises ValueError if the tensors are not those that
     were committed, or are stored otherwise."""
+    drafter = _drafter_of(version.tensors) or (version.drafter[1] if version.drafter else {})
+    kept = None if drafter else _with_drafter(version, store)
     try:
-        with store.writing(version.version, version.fleet_id) as directory:
-            manifest = _manifest(version)
+        with ExitStack() as stack:
+            source = None if kept is None else stack.enter_context(store.reading(kept.version))
+            directory = stack.enter_context(store.writing(version.version, version.fleet_id))
+            manifest = _manifest(version, kept)
             write_files(directory)
-            write_safetensors(version.tensors, directory / "model.safetensors")
+            policy = {name: each for name, each in version.tensors.items() if not name.startswith(DRAFTER)}
+            write_safetensors(policy, directory / "model.safetensors")
+            if source is not None:
+                shutil.copytree(source / DRAFTER_DIRECTORY, directory / DRAFTER_DIRECTORY)
+            elif drafter:
+                (directory / DRAFTER_DIRECTORY).mkdir(exist_ok=True)
+                named = {name.removeprefix(DRAFTER): each for name, each in drafter.items()}
+                write_safetensors(named, directory / DRAFTER_DIRECTORY / "model.safetensors")
             (directory / MANIFEST).write_text(manifest.encode())
     except FileExistsError:
-        stored, manifest = store.manifest_of(version.version), _manifest(version)
+        stored, manifest = store.manifest_of(version.version), _manifest(version, kept)
         if stored.fleet_id != manifest.fleet_id or stored.tensors != manifest.tensors:
             raise ValueError(
                 f"version {version.version} is in the store already, of {stored.owner} and with digest "
@@ -182,7 +210,22 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     return store.path_of(version.version)
 
 
-def _manifest(version: CommittedVersion) -> VersionManifest:
+def _drafter_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(DRAFTER)}
+
+
+def _with_drafter(version: CommittedVersion, store: Store) -> VersionManifest | None:
+    """The newest version before this one, if it has a drafter: each keeps that of the one before."""
+    for number in reversed([each for each in store.list() if each < version.version]):
+        with suppress(OSError, ValueError):
+            found = store.manifest_of(number)
+            if found.fleet_id == version.fleet_id:
+                return None if found.drafter is None else found
+    return None
+
+
+def _manifest(version: CommittedVersion, kept: VersionManifest | None) -> VersionManifest:
+    """`kept`: the stored version whose drafter this one has."""
     digests = {name: digest(tensor.contiguous()) for name, tensor in version.tensors.items()}
     combined = version_digest(list(digests), list(digests.values()))
     if version.digest not in (None, combined):
@@ -190,20 +233,32 @@ def _manifest(version: CommittedVersion) -> VersionManifest:
             f"version {version.version} was committed with digest {version.digest}, and its tensors now have "
             f"{combined}"
         )
+    tensors, drafter = dict(version.tensors), None
+    if _drafter_of(tensors):
+        drafter = version.version
+    elif version.drafter is not None:
+        drafter, added = version.drafter
+        tensors |= added
+        digests |= {name: digest(tensor.contiguous()) for name, tensor in added.items()}
+    stored = {
+        name: StoredTensor(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            digest=f"{digests[name]:016x}",
+        )
+        for name, tensor in tensors.items()
+    }
+    if kept is not None:
+        drafter = kept.drafter
+        stored |= {name: each for name, each in kept.tensors.items() if name.startswith(DRAFTER)}
     return VersionManifest(
         version=version.version,
         label=version.label,
         fleet_id=version.fleet_id,
         digest=combined,
         trainer_step=version.trainer_step,
-        tensors={
-            name: StoredTensor(
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                digest=f"{digests[name]:016x}",
-            )
-            for name, tensor in version.tensors.items()
-        },
+        drafter=drafter,
+        tensors=stored,
     )
 
 

@@ -1,6 +1,7 @@
 """The last committed versions on disk, as ordinary Hugging Face checkpoint directories.
 
     v00000012/          config.json, *.safetensors, tokenizer files, manifest.json
+    v00000012/drafter/  *.safetensors of its drafter, if one was published
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
     fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
@@ -27,6 +28,8 @@ from deployments.host.durable_files import replacing
 from deployments.weights.store.owner import check_owner
 
 MANIFEST = "manifest.json"
+DRAFTER = "drafter."  # begins the names of tensors of a drafter with a checkpoint of its own
+DRAFTER_DIRECTORY = "drafter"  # in a version's: that checkpoint, in which the names do not begin so
 
 _NAME = re.compile(r"v(\d{8,})")
 _PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
@@ -48,6 +51,7 @@ class VersionManifest:
     fleet_id: str | None = None
     digest: str | None = None  # the `version_digest` that the fleet committed
     trainer_step: int | None = None  # optimizer steps that made it; None: unknown
+    drafter: int | None = None  # the version of its drafter; None: none was published
     tensors: Mapping[str, StoredTensor]  # by checkpoint name
 
     @property

@@ -154,6 +154,7 @@ class FakeEngine:
     updates_in_place: bool = False
     digest: str = "aa"
     compares: bool = True  # False: its publisher states no digests
+    drafter: bool | None = None  # whether a drafter's tensors came; None: it has no drafter
     by_name: bool = False  # its digest is of what arrived, by checkpoint name, also without stated ones
     condition: EngineState = ()
     memory: Memory = field(default_factory=Memory)
@@ -276,6 +277,7 @@ class FakeEngine:
             compared=self.compares,
             checks=(Check.NAMES, Check.FINITE) + ((Check.DIGESTS,) if self.compares else ()),
             by_name=self.by_name,
+            drafter=self.drafter,
             size_bytes=10,
             stage_s=0.5,
             verify_s=0.1,

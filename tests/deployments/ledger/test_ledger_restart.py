@@ -47,6 +47,23 @@ def test_rounds_that_ended_are_counted_on_after_a_restart() -> None:
     assert counts == [(2, 0), (2, 0), (2, 1), (3, 1)]
 
 
+def test_a_version_says_which_drafter_it_has_also_after_a_restart() -> None:
+    scene = Scene(replicas=2)
+    found = []
+    for came in (None, False, True, False):
+        for replica in scene.replicas:
+            replica.drafter = came
+        found.append((report_of(scene.publish()).drafter, scene.status().drafter))
+    assert found == [(None, None), (0, 0), (3, 3), (3, 3)]
+    scene.journal += scene.ledger.take_decisions()
+    scene.journal[:] = compact(scene.journal)
+    scene.restart()
+    assert (scene.status().committed_version, scene.status().drafter) == (4, 3)
+    scene.poll(3)
+    scene.connect()
+    assert report_of(scene.publish()).drafter == 3
+
+
 @pytest.mark.parametrize("commit", list(CommitMode))
 @pytest.mark.parametrize("swapped", [0, 1, 2])
 def test_a_decided_round_is_finished_after_a_restart(commit: CommitMode, swapped: int) -> None:

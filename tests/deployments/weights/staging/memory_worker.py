@@ -100,6 +100,9 @@ class ModelRunner:
     def get_model(self) -> Model:
         return self._model
 
+    def get_draft_model(self) -> None:
+        return None
+
     def reload_weights(self, weights_path: str) -> None:
         self.loaded_from = self._vllm_config.model_config.model = weights_path  # as vLLM does
 

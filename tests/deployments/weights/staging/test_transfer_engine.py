@@ -7,8 +7,11 @@ import torch
 from vllm.config import CompilationMode, VllmConfig
 
 from deployments.protocol.poll import Outcome
+from deployments.weights.staging.drafter import PolicyAndDrafter, with_drafter
 from deployments.weights.staging.host import HostStaging
-from deployments.weights.staging.transfer_engine import check_draft, make_staging
+from deployments.weights.staging.transfer_engine import make_staging
+from deployments.weights.store.versions import DRAFTER
+from deployments.weights.wire.checkpoint_schema import TensorSpec
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.staging.memory_worker import (
@@ -41,29 +44,23 @@ def test_automatic_staging_falls_back_to_host() -> None:
     assert isinstance(make_staging(configured("automatic"), torch.device("cpu"), Model()), HostStaging)
 
 
-def configuration(method: str | None, draft: str = "org/draft") -> Any:
-    speculative = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model=draft))
+def configuration(method: str | None) -> Any:
+    speculative = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model="org/draft"))
     return SimpleNamespace(
         model_config=SimpleNamespace(model="org/model"), speculative_config=speculative if method else None
     )
 
 
-def test_a_draft_from_the_served_checkpoint_is_refused() -> None:
-    expected = (
-        r"^speculative decoding with method 'mtp' loads a draft model from .*, 'org/model', and updates"
-    )
+def test_a_drafter_that_updates_would_not_reach_is_refused() -> None:
+    expected = r"^updates would not reach the drafter .* method 'eagle3': expected one model .*, found 0"
     with pytest.raises(ValueError, match=expected):
-        check_draft(configuration("mtp", draft="org/model"))
+        with_drafter(configuration("eagle3"), Model())
 
 
-@pytest.mark.parametrize("method", [None, "eagle3", "draft_model"])
-def test_other_drafts_are_no_part_of_a_version(method: str | None) -> None:
-    check_draft(configuration(method))
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix", "extract_hidden_states"])
-def test_a_method_without_weights_may_name_the_served_model(method: str) -> None:
-    check_draft(configuration(method, draft="org/model"))
+@pytest.mark.parametrize("method", [None, "ngram", "suffix", "extract_hidden_states"])
+def test_without_a_drafter_an_update_is_of_the_policy(method: str | None) -> None:
+    model = Model()
+    assert with_drafter(configuration(method), model) is model
 
 
 def test_the_schema_of_a_hub_model_is_read_from_its_cache(tmp_path: Path, hub: FakeHub) -> None:
@@ -148,3 +145,72 @@ def test_the_digest_is_that_of_the_live_parameters(worker: MemoryWorker) -> None
     assert before == version_digest(list(tensors), digests(list(tensors.values())))
     worker.model.w.fill_(1.0)
     assert worker.native_digest() != before
+
+
+# A drafter beside the policy.
+
+
+class Head(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+
+class Drafter(Model):
+    """Its `head` is the policy's `w`, as far as the names tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+
+
+@pytest.fixture
+def drafted(worker: MemoryWorker) -> MemoryWorker:
+    engine = worker.engine
+    shared = {"head": "w"}
+    engine.updated = PolicyAndDrafter(worker.model, Drafter(), own_checkpoint=True, shared=shared)
+    engine.staging = HostStaging(engine.updated, worker.vllm_config.model_config)
+    specs = {"w": (2, 3), "b": (3,), "head.weight": (2, 3)}
+    engine._drafter = {
+        DRAFTER + name: TensorSpec(dtype="float32", shape=shape) for name, shape in specs.items()
+    }
+    assert engine.schema is not None
+    engine.schema = {**engine.schema, **engine._drafter}
+    return worker
+
+
+def of_drafter(*names: str, value: float = 3.0) -> list[tuple[str, torch.Tensor]]:
+    shapes = {"w": (2, 3), "b": (3,), "head.weight": (2, 3)}
+    return [(DRAFTER + name, torch.full(shapes[name], value)) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("sent", "came"),
+    [
+        ([], False),
+        (of_drafter("w", "b"), True),
+        ([*of_drafter("w", "b"), *of_drafter("head.weight", value=2.0)], True),
+    ],
+    ids=["none", "without what is shared", "whole"],
+)
+def test_a_version_says_whether_it_brings_a_drafter(
+    drafted: MemoryWorker, sent: list[tuple[str, torch.Tensor]], came: bool
+) -> None:
+    receive(drafted, weights(2.0) + sent)
+    state = verify(drafted)
+    assert (state.outcome, state.drafter) == (Outcome.DONE, came), state.message
+    drafted.engine.shutdown()
+
+
+def test_what_policy_and_drafter_share_must_be_equal(drafted: MemoryWorker) -> None:
+    receive(drafted, weights(2.0) + of_drafter("w", "b", "head.weight"))
+    state = verify(drafted)
+    assert state.outcome is Outcome.REJECTED
+    assert state.message.startswith("drafter.head.weight must equal a tensor of the policy")
+    drafted.engine.shutdown()
+
+
+def test_a_drafter_for_a_fleet_without_one_is_refused(worker: MemoryWorker) -> None:
+    receive(worker, weights(2.0) + of_drafter("w"))
+    assert verify(worker).message == "'drafter.w' is not a tensor of this model"
+    worker.engine.shutdown()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store import version_writer
 from deployments.weights.store.hub import model_files, write_model_files
+from deployments.weights.store.checkpoint_files import Checkpoint, check_files
 from deployments.weights.store.owner import OWNER
 from deployments.weights.store.version_writer import (
     CommittedVersion,
@@ -96,6 +97,51 @@ def test_a_stop_waits_for_a_version_whose_digest_is_being_computed(
     monkeypatch.setattr(version_writer, "digest", slow)
     write_version(version_of(3), store, no_files)
     assert seen == ["v00000003 (0.0 GB)"]
+
+
+def with_drafter(number: int) -> CommittedVersion:
+    tensors = {"w": torch.full((2, 3), float(number)), "drafter.d": torch.full((4,), float(number))}
+    return version_of(number, tensors)
+
+
+def drafter_of(store: Store, number: int) -> tuple[int | None, float]:
+    """Its version by the manifest, and what is in the files, which are as the manifest says."""
+    path = store.path_of(number)
+    check_files(path, number)
+    assert load_file(path / "model.safetensors").keys() == {"w"}
+    assert store.manifest_of(number).tensors.keys() == {"w", "drafter.d"}
+    drafter = load_file(path / "drafter" / "model.safetensors")
+    return store.manifest_of(number).drafter, drafter["d"][0].item()
+
+
+def test_a_version_is_stored_with_its_drafter_which_later_ones_keep(store: Store) -> None:
+    for version in (version_of(1), with_drafter(3), version_of(4), version_of(6)):
+        write_version(version, store, no_files)
+    assert store.manifest_of(1).drafter is None
+    assert [drafter_of(store, number) for number in (3, 4, 6)] == [(3, 3.0)] * 3
+    assert version_digest(["w"], [digest(torch.full((2, 3), 4.0))]) == store.manifest_of(4).digest
+    parts = Checkpoint.open(str(store.path_of(4)), [store.directory]).parts
+    assert [part.names for part in parts] == [("w",), ("drafter.d",)]
+
+
+def test_a_drafter_whose_version_was_not_written_is_stored_with_the_next(store: Store) -> None:
+    gate = Gate()
+    writer = VersionWriter(write_files=gate)
+    writer.put(with_drafter(1), store)
+    assert gate.entered.wait(TIMEOUT_S)
+    for version in (with_drafter(2), version_of(3), version_of(4)):  # each replaces the one that waits
+        writer.put(version, store)
+    gate.opened.set()
+    assert writer.wait(TIMEOUT_S)
+    assert store.list() == [1, 4]
+    assert (drafter_of(store, 1), drafter_of(store, 4)) == ((1, 1.0), (2, 2.0))
+
+
+def test_a_damaged_drafter_is_found(store: Store) -> None:
+    path = write_version(with_drafter(3), store, no_files)
+    write_safetensors({"d": torch.zeros(4)}, path / "drafter" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"version 3 in .* is damaged: 'drafter\.d' was written with digest"):
+        check_files(path, 3)
 
 
 def test_tensors_that_changed_after_their_commit_are_not_stored(store: Store) -> None:

@@ -1,0 +1,33 @@
+"""A policy and its drafter are one version: staged, refused, swapped and dropped together."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.weights.staging.drafted import rounds, speculate
+from tests.forked import call
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("kind", ["host", "shadow", "without_gpu"])
+def test_rounds_with_a_drafter_equal_fresh_loads(kind: str, tmp_path: Path) -> None:
+    found = call(rounds, tmp_path, kind, VLLM_CPU_KVCACHE_SPACE="1")
+    assert len(found) == 8 and not {step: names for step, names in found.items() if names}
+
+
+@pytest.mark.parametrize(("staging", "kind"), [("device", "CpuShadowStaging"), ("host", "HostStaging")])
+def test_an_engine_drafts_with_what_was_published(staging: str, kind: str, tmp_path: Path) -> None:
+    """A draft model that equals the policy drafts what the policy samples: all is accepted."""
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    found = call(speculate, tmp_path, staging, **environment)
+    refused = {step: found.pop(step) for step in list(found) if step.endswith(" refused")}
+    assert found.pop("staging") == kind
+    shares = {step: share for step, (greedy, share) in found.items() if greedy}
+    assert shares.keys() == found.keys() and len(shares) == 5
+    assert shares["start"] == shares["both"] == shares["loaded"] == 1.0
+    assert shares["policy alone"] == shares["refused"] < 0.5
+    assert refused["width refused"].startswith("'drafter.model.norm.weight' must have shape [128], got [64]")
+    assert refused["half refused"].startswith("'drafter.model.norm.weight' is missing")
+    assert refused["unknown refused"].startswith("'drafter.model.other.weight' is not a tensor of this model")
+    assert refused["nan refused"].startswith("'drafter.model.norm.weight' holds NaN")
