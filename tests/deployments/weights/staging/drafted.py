@@ -30,7 +30,7 @@ from deployments.weights.store.versions import DRAFTER, DRAFTER_DIRECTORY
 from tests.deployments.weights.staging.families import init_parallel_state, use_kernels
 from tests.deployments.weights.staging.memory_worker import chunks_of
 from tests.deployments.weights.staging.staged_models import device_staging_without_gpu
-from tests.tiny_models import SHARED, save_tiny_llama
+from tests.tiny_models import SHARED, save_tiny_llama, save_tiny_mtp
 
 Tensors = dict[str, torch.Tensor]
 LAYERS = 4
@@ -81,11 +81,13 @@ def save_eagle3(directory: Path, seed: int, *, width: int = 128, **tensors: torc
 
 
 class DraftedModels:
-    """A policy and its EAGLE-3 head, made and shared as vLLM does it, with their staging."""
+    """A policy and its drafter, made and shared as vLLM does it, with their staging. It is an EAGLE-3
+    head, or in the policy's checkpoint (`mtp`)."""
 
-    def __init__(self, directory: Path, kind: str) -> None:
-        self._directory = directory
-        self._policies = {name: save_policy(directory / name, seed) for seed, name in enumerate("abc")}
+    def __init__(self, directory: Path, kind: str, *, mtp: bool = False) -> None:
+        self._directory, self._mtp = directory, mtp
+        save = save_tiny_mtp if mtp else save_policy
+        self._policies = {name: save(directory / name, seed) for seed, name in enumerate("abc")}
         self._heads = {name: save_eagle3(directory / name, seed) for seed, name in enumerate("xyz")}
         install()
         self._config, self._live = self._load(self._policies["a"], self._heads["x"])
@@ -103,20 +105,22 @@ class DraftedModels:
             max_model_len=64,
             enforce_eager=True,
             dtype="float32",
-            speculative_config={
-                "method": "eagle3",
-                "model": str(head),
-                "num_speculative_tokens": 2,
-            },
+            speculative_config={"num_speculative_tokens": 1}
+            | ({"method": "mtp"} if self._mtp else {"method": "eagle3", "model": str(head)}),
         ).create_engine_config()
         init_parallel_state(config, self._directory / "rendezvous", "gloo")
         with set_current_vllm_config(config):
             model = get_model(vllm_config=config)
             drafter = get_model(vllm_config=config, model_config=config.speculative_config.draft_model_config)
-        SpecDecodeBaseProposer._maybe_share_embeddings(SimpleNamespace(model=drafter), model)
+            proposer: Any = SimpleNamespace(
+                model=drafter, vllm_config=config, use_local_argmax_reduction=False
+            )
+            SpecDecodeBaseProposer._maybe_share_embeddings(proposer, model)
+            SpecDecodeBaseProposer._maybe_share_lm_head(proposer, model)
         both = with_drafter(config, model)
         assert isinstance(both, PolicyAndDrafter)
-        assert both.shared == {"model.embed_tokens": "model.embed_tokens"}
+        assert both.shared.items() >= {"model.embed_tokens": "model.embed_tokens"}.items()
+        assert ("lm_head" in both.shared, both.own_checkpoint) == (self._mtp, not self._mtp)
         return config, both
 
     @torch.no_grad()
@@ -131,7 +135,7 @@ class DraftedModels:
                 self._staging.add(received.chunk, received.named())
         if not half:
             found_unfilled = self._staging.finalize(
-                complete=True, check_open=lambda: None, keep_drafter=head is None
+                complete=True, check_open=lambda: None, keep_drafter=head is None and not self._mtp
             )
             assert not found_unfilled, found_unfilled
 
@@ -158,6 +162,22 @@ def _differing(live: PolicyAndDrafter, fresh: PolicyAndDrafter) -> list[str]:
     found = dict(live.named_parameters())
     assert found.keys() == expected.keys()
     return [name for name, each in found.items() if not torch.equal(each, expected[name])]
+
+
+def rounds_with_mtp(directory: Path, kind: str) -> dict[str, list[str]]:
+    """As `rounds`, where every version has the drafter's tensors."""
+    torch.accelerator.empty_cache = lambda: None
+    use_kernels("torch")
+    models = DraftedModels(directory, kind, mtp=True)
+    found = {"start": models.behind("a", "x")}
+    for policy in "bc":
+        models.stage(policy, None)
+        models.swap()
+        found[policy] = models.behind(policy, "x")
+    models.stage("a", None)
+    models.drop()
+    found["dropped"] = models.behind("c", "x")
+    return found
 
 
 def rounds(directory: Path, kind: str) -> dict[str, list[str]]:
@@ -284,7 +304,8 @@ def speculate(directory: Path, staging: str) -> dict[str, Any]:
     tokens that were accepted; and what was said of versions that were refused."""
     a, b, c = (save_policy(directory / name, seed) for seed, name in enumerate("abc"))
     expected = {policy: greedy(policy) for policy in (a, b, c)}
-    engine = DraftedEngine(a, staging, method="draft_model", model=shutil.copytree(a, directory / "draft"))
+    drafter = shutil.copytree(a, directory / "draft")
+    engine = DraftedEngine(a, staging, method="draft_model", model=str(drafter))
     both = version(directory / "both", b, b)
     found: dict[str, Any] = {"staging": type(engine.worker.weight_transfer_engine.staging).__name__}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployments.weights.staging.drafted import rounds, speculate
+from tests.deployments.weights.staging.drafted import rounds, rounds_with_mtp, speculate
 from tests.forked import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -14,6 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def test_rounds_with_a_drafter_equal_fresh_loads(kind: str, tmp_path: Path) -> None:
     found = call(rounds, tmp_path, kind, VLLM_CPU_KVCACHE_SPACE="1")
     assert len(found) == 8 and not {step: names for step, names in found.items() if names}
+
+
+@pytest.mark.parametrize("kind", ["host", "shadow"])
+def test_rounds_with_a_drafter_of_the_served_checkpoint_equal_fresh_loads(kind: str, tmp_path: Path) -> None:
+    found = call(rounds_with_mtp, tmp_path, kind, VLLM_CPU_KVCACHE_SPACE="1")
+    assert len(found) == 4 and not {step: names for step, names in found.items() if names}
 
 
 @pytest.mark.parametrize(("staging", "kind"), [("device", "CpuShadowStaging"), ("host", "HostStaging")])
