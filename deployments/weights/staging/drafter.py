@@ -43,12 +43,12 @@ def install() -> None:
         return
 
     def load_model(loader: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
-        stored = Path(vllm_config.model_config.model) / DRAFTER_DIRECTORY
-        speculative = vllm_config.speculative_config
-        of_drafter = speculative is not None and model_config is speculative.draft_model_config
-        config = model_config
-        if of_drafter and stored.is_dir():  # the drafter of a stored version; its config is that of the fleet
-            config = _at(model_config, str(stored))
+        config, speculative = model_config, vllm_config.speculative_config
+        if speculative is not None and model_config is speculative.draft_model_config:
+            # A draft model's `vllm_config` has its own config in the place of the policy's.
+            stored = Path(speculative.target_model_config.model) / DRAFTER_DIRECTORY
+            if stored.is_dir():  # the drafter of a stored version; its config is that of the fleet
+                config = _at(model_config, str(stored))
         model: torch.nn.Module = load(loader, vllm_config, config, prefix)
         _made[model] = _Made(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         return model

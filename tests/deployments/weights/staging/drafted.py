@@ -32,7 +32,6 @@ from tests.deployments.weights.staging.memory_worker import chunks_of
 from tests.deployments.weights.staging.staged_models import device_staging_without_gpu
 from tests.tiny_models import SHARED, save_tiny_llama, save_tiny_mtp
 
-Tensors = dict[str, torch.Tensor]
 LAYERS = 4
 NEW_TOKENS = 12
 PROMPTS = [list(range(10, 30)), [5, 6, 7], [40, 41, 42] * 12]
@@ -251,11 +250,6 @@ class DraftedEngine:
         values = {each.name: getattr(each, "value", 0) for each in self._llm.get_metrics()}
         return values["vllm:spec_decode_num_accepted_tokens"], values["vllm:spec_decode_num_draft_tokens"]
 
-    def drafter(self) -> Tensors:
-        """The live drafter's tensors that vLLM has not packed."""
-        drafter = self.worker.get_draft_model()
-        return {name: each.detach().clone() for name, each in drafter.named_parameters() if each.numel()}
-
     def stage(self, directory: Path) -> StagingState:
         """What the workers say of a directory that was sent to them; it is not live yet."""
         checkpoint = Checkpoint.open(str(directory), [directory.parent])
@@ -299,14 +293,17 @@ def greedy(policy: Path) -> list[list[int]]:
     return answers
 
 
-def speculate(directory: Path, staging: str) -> dict[str, Any]:
-    """Rounds with a draft model. By step: whether the answers are greedy ones, and the share of the drafted
-    tokens that were accepted; and what was said of versions that were refused."""
+def speculate(directory: Path, staging: str, method: str) -> dict[str, Any]:
+    """Rounds with an EAGLE-3 head, or with a draft model that equals the policy. By step: whether the answers
+    are greedy ones, and the share of the drafted tokens that were accepted; and what was said of versions
+    that were refused."""
     a, b, c = (save_policy(directory / name, seed) for seed, name in enumerate("abc"))
     expected = {policy: greedy(policy) for policy in (a, b, c)}
-    drafter = shutil.copytree(a, directory / "draft")
-    engine = DraftedEngine(a, staging, method="draft_model", model=str(drafter))
-    both = version(directory / "both", b, b)
+    eagle = method == "eagle3"
+    x, y, z = (save_eagle3(directory / n, seed) for seed, n in enumerate("xyz")) if eagle else (a, b, c)
+    stored = version(directory / "stored", a, x)  # its drafter counts, not the configured one
+    engine = DraftedEngine(stored, staging, method=method, model=str(z))
+    both = version(directory / "both", b, y)
     found: dict[str, Any] = {"staging": type(engine.worker.weight_transfer_engine.staging).__name__}
 
     def look(step: str, policy: Path) -> None:
@@ -317,15 +314,17 @@ def speculate(directory: Path, staging: str) -> dict[str, Any]:
     look("both", b)
     engine.publish(c)
     look("policy alone", c)
-    last = "model.norm.weight"
-    for problem, changes in {
-        "width": {last: torch.ones(64)},
-        "half": {last: None},
-        "unknown": {"model.other.weight": torch.ones(4)},
-        "nan": {last: torch.full((128,), float("nan"))},
-    }.items():
-        state = engine.stage(version(directory / problem, b, b, **changes))
-        found[f"{problem} refused"] = state.outcome is Outcome.REJECTED and state.message
+    norm = "norm.weight" if eagle else "model.norm.weight"
+    problems: dict[str, dict[str, torch.Tensor | None]] = {
+        "width": {norm: torch.ones(64)},
+        "half": {norm: None},
+        "unknown": {"other.weight": torch.ones(4)},
+        "nan": {norm: torch.full((128,), float("nan"))},
+    }
+    for problem, changes in problems.items():
+        state = engine.stage(version(directory / problem, b, y, **changes))
+        assert state.outcome is Outcome.REJECTED
+        found[f"{problem} refused"] = state.message.replace(norm, "NORM")
         engine.drop()
     look("refused", c)
     engine.load(both)

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store import version_writer
-from deployments.weights.store.hub import model_files, write_model_files
 from deployments.weights.store.checkpoint_files import Checkpoint, check_files
+from deployments.weights.store.hub import model_files, write_model_files
 from deployments.weights.store.owner import OWNER
 from deployments.weights.store.version_writer import (
     CommittedVersion,
