@@ -1,8 +1,13 @@
-"""Works around a crash of vLLM 0.32 on CPUs: seeded requests whose prompt takes more than one step.
+"""Works around two faults of vLLM 0.32 on CPUs, of which engines die.
 
-In each step of a prompt but the last, vLLM rewinds the request's generator by CUDA's offset
-(`GPUModelRunner._bookkeeping_sync`), which a CPU generator lacks: the engine dies. A commit with `kv_cache:
-recompute` makes prompts of all running requests. Here such a step has no generator: nothing is drawn.
+Seeded requests whose prompt takes more than one step: in each step but the last, vLLM rewinds the request's
+generator by CUDA's offset (`GPUModelRunner._bookkeeping_sync`), which a CPU generator lacks. A commit with
+`kv_cache: recompute` makes prompts of all running requests. Here such a step has no generator: nothing is
+drawn.
+
+The first log-probabilities: vLLM compiles one comparison (`batched_count_greater_than`) to save a GPU memory.
+That took 17 s of two busy cores, in which no request ran, and the compiler has failed. Here it is not
+compiled.
 """
 
 import sys
@@ -15,8 +20,12 @@ def install() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu() and "vllm.v1.worker.worker_base" in sys.modules:
+        from vllm.v1.sample import sampler
         from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+        counting: Any = sampler.batched_count_greater_than
+        plain = getattr(counting, "_torchdynamo_orig_callable", counting)
+        sampler.batched_count_greater_than = plain
         CPUModelRunner.sample_tokens = sample_tokens
 
 

@@ -28,6 +28,13 @@ def scale_attention(worker: Any, factor: float) -> None:
         layer.self_attn.attn.impl.scale *= factor
 
 
+def compiles_comparison(worker: Any) -> bool:
+    """See `deployments.replica.cpu_seeds`."""
+    from vllm.v1.sample import sampler
+
+    return hasattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable")
+
+
 def keep_caches(worker: Any) -> None:
     """A commit does not reset the prefix cache, and its blocks are found whatever the version is."""
     from vllm.v1.engine.core import EngineCoreProc
@@ -45,8 +52,8 @@ class FaultyEngine:
     def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
 
-    async def plant(self, fault: Callable[..., None], *args: Any) -> None:
-        await self._engine.llm.collective_rpc(fault, args=args)
+    async def plant(self, fault: Callable[..., Any], *args: Any) -> Any:
+        return (await self._engine.llm.collective_rpc(fault, args=args))[0]
 
     async def scores(self) -> list[float]:
         """With the next version, as after a commit."""
@@ -105,6 +112,7 @@ async def _scores_with_faults(directory: Path) -> dict[str, Any]:
         await it.plant(scale_norm, 1.1)
         found["stale cache"] = await it.scores()
         found["counted"] = counted()
+        found["compiles"] = await it.plant(compiles_comparison)
         return found
     finally:
         await engine.stop()

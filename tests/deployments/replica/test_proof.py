@@ -122,6 +122,7 @@ def test_planted_faults_change_the_scores(tmp_path_factory: pytest.TempPathFacto
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",
     )
     assert found.pop("counted") == 0, "requests of users only"
+    assert not found.pop("compiles")
     good, worst = found.pop("first"), {}
     for name, scores in found.items():
         worst[name] = deviations({name: scores}, good)[name].worst
