@@ -22,6 +22,20 @@ def opened(scene: Scene) -> int:
     return scene.open(file_bytes=16, persist=True)
 
 
+def received(scene: Scene) -> int:
+    round_id = opened(scene)
+    scene.send(round_id, PART)
+    scene.poll()
+    return round_id
+
+
+def committed(scene: Scene) -> int:
+    """The version of a whole round of files."""
+    call = scene.close(received(scene))
+    scene.poll(6)
+    return report_of(call).version
+
+
 def test_a_round_of_files_needs_no_connection_and_is_committed_like_any_other() -> None:
     scene = Scene(replicas=2)
     round_id = opened(scene)
@@ -86,12 +100,7 @@ def test_another_publishers_connection_outlives_a_round_of_files() -> None:
     scene = Scene(replicas=2)
     scene.connect({"rank_offset": 1})
     scene.ledger.release(scene.token, scene.now)
-    round_id = opened(scene)
-    scene.send(round_id, PART)
-    scene.poll()
-    call = scene.close(round_id)
-    scene.poll(6)
-    assert report_of(call).version == 1
+    assert committed(scene) == 1
     scene.ledger.release(scene.token, scene.now)
     scene.token = scene.ledger.acquire("trainer", scene.now).token
     call = scene.close(scene.receive())
@@ -108,40 +117,18 @@ def test_a_connection_is_of_no_use_to_another_publisher() -> None:
         scene.open()
 
 
-def test_what_the_trainer_lacks_does_not_keep_discarded_weights_from_a_whole_checkpoint() -> None:
-    scene = Scene(replicas=1)
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
-    round_id = opened(scene)
-    scene.send(round_id, PART)
-    scene.poll()
-    call = scene.close(round_id)
-    scene.poll(6)
-    assert report_of(call).version == 1
-    scene.call("wake_up kv_cache")
-
-
 def test_a_round_of_files_is_aborted_by_a_restart_and_leaves_nothing() -> None:
     scene = Scene(replicas=2)
-    round_id = opened(scene)
-    scene.send(round_id, PART)
-    scene.poll()
+    received(scene)
     scene.restart()
     scene.poll(4)
     assert scene.ledger.history()[-1].phase == "aborted"
-    round_id = opened(scene)
-    scene.send(round_id, PART)
-    scene.poll()
-    call = scene.close(round_id)
-    scene.poll(6)
-    assert report_of(call).version == 1 and fenced(scene) == ()
+    assert committed(scene) == 1 and fenced(scene) == ()
 
 
 def test_a_decided_round_of_files_is_finished_after_a_restart() -> None:
     scene = Scene(replicas=2)
-    round_id = opened(scene)
-    scene.send(round_id, PART)
-    scene.poll()
+    round_id = received(scene)
     scene.close(round_id, "x")
     scene.poll(2)
     assert scene.ledger.state.committed_version == 1, "decided, and no replica has heard of it"
