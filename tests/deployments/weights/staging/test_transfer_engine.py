@@ -130,6 +130,17 @@ def test_a_model_whose_reload_would_keep_weights_is_refused(worker: MemoryWorker
         worker.native_check_connected()
 
 
+def test_vllms_own_engines_would_not_reach_a_drafter(
+    worker: MemoryWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.weight_transfer_engine = NativeEngine()
+    monkeypatch.setattr(worker.model_runner, "get_draft_model", Model)
+    with pytest.raises(
+        RuntimeError, match="'none' is not possible: vLLM's update would not reach the drafter"
+    ):
+        worker.native_check_connected()
+
+
 def test_a_payload_reaches_vllms_engine(worker: MemoryWorker) -> None:
     engine = NativeEngine()
     worker.weight_transfer_engine = engine
