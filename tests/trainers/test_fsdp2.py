@@ -80,9 +80,9 @@ def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
     metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
     shares: list[dict[int, float]] = [{}, {}]
     torch.distributed.all_gather_object(shares, learner.score(SEQUENCES))
+    local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
     after = {name: tensor.clone() for name, tensor in source}
     rounded = {name: tensor.clone() for name, tensor in all_of(policy, torch.bfloat16)}
-    local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
     policy.load_weights(directory)
     if policy.drafter is not None:
         policy.drafter.load(load_file(directory / "head" / "model.safetensors"), directory)
