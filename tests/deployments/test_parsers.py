@@ -93,6 +93,7 @@ def test_chunk_layouts(names: Any, dtypes: Any, shapes: Any, chunk_bytes: int) -
         assert chunk.table_offset >= ends[-1]
 
 
+@pytest.mark.slow
 @given(
     JSON.map(json.dumps)
     | st.binary(max_size=60)
@@ -165,6 +166,7 @@ def test_journals(lines: list[bytes], at: int, damage: bytes) -> None:
 ANSWER = objects_with("choices", "error", "detail", "weight_version")
 
 
+@pytest.mark.slow
 @given(
     (JSON | ANSWER).map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60),
     st.sampled_from([200, 400, 404, 500]),

@@ -116,6 +116,7 @@ def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in load_file(directory / TENSORS).values()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
     straight = trained(adapted(tmp_path))
     resumed = Learner(adapted(tmp_path), LEARNING)

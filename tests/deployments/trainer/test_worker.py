@@ -120,6 +120,7 @@ def test_weights_are_cast_for_the_wire_and_the_store(
     assert config["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_does_not_end_training(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:

@@ -203,6 +203,7 @@ def test_a_version_that_is_stored_late_is_waited_for(
     assert (loaded.version, loaded.missed) == (2, None)
 
 
+@pytest.mark.slow
 def test_with_no_version_at_all_the_model_replaces_what_is_served_only_when_told(
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ def by_definition(data: bytes) -> int:
     return total ^ len(data)
 
 
+@pytest.mark.slow
 @given(st.binary(min_size=1, max_size=300))
 def test_it_is_the_two_level_sum_of_products_for_all_sizes(data: bytes) -> None:
     assert digest(torch.frombuffer(bytearray(data), dtype=torch.uint8)) == by_definition(data)
