@@ -23,6 +23,7 @@ from app.jobs.policy import Policy, Unanswered
 from tests.app.fake_answers import chat_choice, client_of, refusal
 from tests.app.jobs.environments import rollouts_program
 
+pytestmark = pytest.mark.slow  # each starts a program
 ROOT = Path(__file__).parents[4]
 END_S = 60.0  # the deadline of a test for what ends by itself
 
@@ -98,7 +99,6 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
     assert seen == {"SLIPSTREAM_TOKEN": None, "NO_PROXY": "example.org,127.0.0.1", "COLOUR": "blue"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raises once", "dies once", "reads"])
 async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -> None:
     made = environment(how, tmp_path)
@@ -107,7 +107,6 @@ async def test_one_rollout_that_fails_is_tried_again(how: str, tmp_path: Path) -
     assert [rollout.reward for rollout in rollouts] == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [
@@ -228,7 +227,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 def test_nothing_is_left_of_a_job_that_was_killed(tmp_path: Path) -> None:
     job = subprocess.Popen(
         [sys.executable, "-c", JOB, str(tmp_path)],
