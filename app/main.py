@@ -18,7 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from app.http.auth import listening_host
 from app.http.ingress import Ingress
-from app.settings.config import AppConfig
+from app.settings.config import LOGPROBS_MODE, AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
 from app.settings.gpus import check_gpus, replica_gpus, trainer_gpus
 from app.settings.models import model_name, resolve_model
@@ -116,6 +116,7 @@ def _controller(args: AppConfig) -> Application:
         store_dir=str(args.store_path),
         adapters=args.adapter_limits,
         adapter_roots=args.adapter_roots,
+        rollouts=args.rollout_limits,
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=replicas.exists,
@@ -253,6 +254,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
         **args.engine.model_dump(exclude=OWN_SETTINGS),
         "trust_remote_code": args.trust_remote_code,
         **executor(args),
+        **({} if args.rollouts is None else {"logprobs_mode": LOGPROBS_MODE}),
         **args.engine.extra,
     }
     return EngineSpec(

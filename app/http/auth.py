@@ -88,6 +88,12 @@ class Guard:
             "or as the password of Basic authentication"
         )
 
+    def owner(self, request: Request) -> str:
+        """Whose rollouts a request begins: a digest of a user's token; "": the operator's, or anyone's where
+        users need none."""
+        given = _digest(_given(request))
+        return given.hex()[:32] if self._user.has(given) and not self._operator.has(given) else ""
+
     def _refuse_other_pages(self, request: Request) -> None:
         """CSRF: a browser attaches the fleet's stored credentials to any page's request."""
         origin, host = request.headers.get("origin"), request.headers.get("host", "")

@@ -23,6 +23,7 @@ from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
 from app.http.fleet_routes import FleetRoutes, Scrape
 from app.http.openapi import Description
+from app.http.rollout_routes import RolloutRoutes, begin_rollout
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
 from app.http.train_routes import TrainRoutes
 from app.http.weight_routes import WeightRoutes
@@ -31,6 +32,7 @@ from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol import errors
 from deployments.protocol.passed_routes import require_passed, route_path
+from deployments.protocol.rollouts import ID_HEADER
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
 
@@ -58,7 +60,8 @@ class Ingress:
         checkpoint_roots: Sequence[Path] = (),
     ) -> None:
         self._router, self._limits = Router(rollout, limits), limits
-        fleet, training = CallHandle(controller), None if trainer is None else CallHandle(trainer)
+        self._controller = fleet = CallHandle(controller)
+        training = None if trainer is None else CallHandle(trainer)
         self._guard = Guard(tokens)
         await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
         self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
@@ -68,7 +71,8 @@ class Ingress:
         self._router.limits = replace(self._limits, **settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_app(self._routes, self._guard, self._router, self._limits.max_body_bytes)
+        max_bytes = self._limits.max_body_bytes
+        return build_app(self._routes, self._guard, self._router, max_bytes, self._controller)
 
     async def __del__(self) -> None:  # Serve awaits it
         await self._router.close()
@@ -88,11 +92,16 @@ def own_routes(
         *EngineRoutes(controller).routes(),
         *AdapterRoutes(controller).routes(),
         *TrainRoutes(trainer).routes(),
+        *RolloutRoutes(controller).routes(),
     ]
 
 
 def build_app(
-    routes: Sequence[GuardedRoute], guard: Guard, router: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES
+    routes: Sequence[GuardedRoute],
+    guard: Guard,
+    router: ASGIApp,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    controller: CallHandle | None = None,
 ) -> FastAPI:
     description = Description(router, guard.asks)
 
@@ -104,7 +113,7 @@ def build_app(
         GuardedRoute("GET", "/openapi.json", openapi, access=Access.USER, include_in_schema=False),
         *routes,
     ]
-    passed_on = _PassedOn(router, guard, own)
+    passed_on = _PassedOn(router, guard, own, controller)
     app = FastAPI(
         title="Slipstream",
         version="1",
@@ -155,10 +164,18 @@ class _PassedOn:
 
     Args:
         own: our routes; a request arrives here if its method is HEAD or not allowed.
+        controller: has the rollouts that requests may name.
     """
 
-    def __init__(self, router: ASGIApp, guard: Guard, own: Sequence[GuardedRoute]) -> None:
+    def __init__(
+        self,
+        router: ASGIApp,
+        guard: Guard,
+        own: Sequence[GuardedRoute],
+        controller: CallHandle | None = None,
+    ) -> None:
         self._router = router
+        self._controller = controller
         self._guard = guard
         self._own = {route.path: route for route in own}
 
@@ -176,6 +193,10 @@ class _PassedOn:
                 f"{path}: expected {expected}, got {scope['method'][:20]!r}", {"allow": route.allowed}
             )
         require_passed(scope["method"], path)
+        if self._controller is not None and scope["method"] == "POST":
+            request = Request(scope)
+            if ID_HEADER in request.headers:
+                scope["rollout"] = await begin_rollout(self._controller, self._guard, request, path)
         await self._router(scope, receive, send)
 
 

@@ -56,6 +56,23 @@ class ScaleBody(OwnBody):
     """`auto`: as many as the load needs."""
 
 
+# -- rollouts ---------------------------------------------------------------------------------------
+
+
+class RewardBody(OwnBody):
+    reward: FiniteFloat | list[FiniteFloat | list[FiniteFloat]]
+    """A number; or a list with one for each turn, or with a list of one for each of its sampled tokens."""
+    key: str | None = Field(default=None, min_length=1, max_length=128)
+    """The same call with the same key again is harmless. Without one it comes once."""
+
+
+class ConsumeBody(OwnBody):
+    lease: str
+    """Of `/rollouts/groups`."""
+    step: str = Field(min_length=1, max_length=128)
+    """The trainer's name for the step that learned from the lease: one lease, one step."""
+
+
 # -- the trainer -----------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import StagingMode, WeightsConfig, Wire, quoted
 from deployments.ledger.adapter_catalog import MAX_NAME, is_name
 from deployments.ledger.ledger_config import AdapterLimits, SizeLimits
+from deployments.protocol.rollouts import RolloutLimits
 from deployments.trainer.spec import adapter_directory
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
 from trainers.settings import TrainerConfig
@@ -59,6 +60,24 @@ class AdaptersConfig(Section):
     """Live versions of one name. `max_cpu_loras` of them stay in an engine's memory."""
 
 
+class RolloutsConfig(Section):
+    """Capture of requests with `x-rollout-id`. Log-probabilities are then those of the distribution that was
+    sampled from (vLLM's `logprobs_mode: processed_logprobs`), for every request."""
+
+    max_rollouts: PositiveInt = 20_000
+    """Rollouts that are kept, those of the last `keep_s` included; above that new ones get 503."""
+    max_tokens: PositiveInt = 1 << 20
+    """Tokens of one rollout, those of forks included; above that: 413."""
+    max_gib: PositiveFloat = 16.0
+    """The size of `captured.sqlite` in `state_dir`; above that: 503."""
+    group_timeout_s: PositiveFloat = 3600.0
+    """When a group closes without `x-rollout-deadline`, with the members that are rewarded by then."""
+    lease_s: PositiveFloat = 600.0
+    """How long a trainer has between a lease and its consumption."""
+    keep_s: PositiveFloat = 3600.0
+    """How long a closed group waits for a trainer, and how long ended ones are remembered."""
+
+
 class AppConfig(Section):
     """Argument of `app.main:build`: what is under `args` in a configuration file."""
 
@@ -85,6 +104,8 @@ class AppConfig(Section):
     """Committed versions on disk."""
     adapters: AdaptersConfig = AdaptersConfig()
     """LoRA adapters."""
+    rollouts: RolloutsConfig | None = None
+    """Capture of rollouts. None: requests with `x-rollout-id` are refused."""
     security: SecurityConfig = SecurityConfig()
     """Tokens, and directories that may be published."""
     state_dir: AbsolutePath = Field(default=Path(".slipstream"), validate_default=True)
@@ -107,6 +128,10 @@ class AppConfig(Section):
             base_model=self.public_model_name,
             refusal=None if self.engine.serves_adapters else "set 'engine.extra.enable_lora' to true",
         )
+
+    @property
+    def rollout_limits(self) -> RolloutLimits | None:
+        return None if self.rollouts is None else RolloutLimits(**self.rollouts.model_dump())
 
     @property
     def store_path(self) -> Path:
@@ -163,6 +188,8 @@ RESERVED_ENGINE_ARGS = {
     "data_parallel_rank": "engine.data_parallel_size",
 }
 
+LOGPROBS_MODE = "processed_logprobs"  # of the distribution that is sampled from
+
 # vLLM's defaults.
 VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
 
@@ -186,6 +213,10 @@ def _broken_rules(config: AppConfig) -> Iterator[str]:
     yield from _drafter_rules(config)
     yield from _lora_rules(config)
     yield from _extra_rules(config)
+    mode = config.engine.extra.get("logprobs_mode", LOGPROBS_MODE)
+    if config.rollouts is not None and mode != LOGPROBS_MODE:
+        reason = "a trainer needs those of the distribution that was sampled from"
+        yield expected("engine.extra.logprobs_mode", f"{LOGPROBS_MODE!r} with 'rollouts'", repr(mode), reason)
 
 
 def _names(accept: Callable[[Transport], bool]) -> str:

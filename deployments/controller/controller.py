@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
@@ -19,6 +20,7 @@ from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
+from deployments.controller.rollouts import Rollouts
 from deployments.controller.store_keeper import ADAPTERS, AdapterKeeper, StoreKeeper, hold_claim
 from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
@@ -30,6 +32,7 @@ from deployments.protocol.errors import FleetUnavailable, InvalidRequest, Journa
 from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Scores, Unloadable
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus
+from deployments.protocol.rollouts import RolloutLimits
 from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that runs an instruction polls again soon
@@ -50,6 +53,7 @@ class Controller:
         kill: kills the process of a replica that is lost because it hangs.
         capacity: how many replicas the cluster's GPUs hold.
         adapter_roots: directories below which adapters may be loaded.
+        rollouts: None: no rollout is captured.
         outside_versions: whether replicas write the versions that their publisher does not write.
         poll_s: how long a poll without updates waits.
         silent_s: the process of a replica that has not polled for this long is looked up; more than `poll_s`.
@@ -73,6 +77,7 @@ class Controller:
         capacity: Capacity = unlimited,
         adapters: AdapterLimits | None = None,
         adapter_roots: Sequence[Path] = (),
+        rollouts: RolloutLimits | None = None,
         max_versions: int = 3,
         outside_versions: bool = True,
         poll_s: float = 1.0,
@@ -105,6 +110,7 @@ class Controller:
         try:
             self._keeper.claim()
             _check_model(self._ledger, model, Path(state_dir))
+            self._rollouts = Rollouts(Path(state_dir), rollouts)
             _check_adapters(self._ledger, None if adapters is None else adapters.refusal, Path(state_dir))
         except JournalError:
             self._durable.release()
@@ -225,6 +231,16 @@ class Controller:
     async def adapters(self) -> list[AdapterStatus]:
         async with self._durable.answer():
             return self._ledger.adapters()
+
+    # -- rollouts -----------------------------------------------------------------------------
+
+    async def rollouts(self, name: str, *arguments: Any) -> Any:
+        """See `Rollouts.call`."""
+        self._durable.enter()
+        live = [each for each in self._ledger.adapters() if each.state == "live"]
+        versions = {each.name: each.version for each in sorted(live, key=lambda each: each.version)}
+        current = {**versions, "": self._ledger.state.committed_version}
+        return await self._rollouts.call(name, current, *arguments)
 
     # -- replicas -----------------------------------------------------------------------------
 
@@ -349,6 +365,7 @@ class Controller:
 
     async def aclose(self) -> None:
         await self._calls.aclose()
+        await self._rollouts.aclose()
         await self._durable.aclose()
         await self._keeper.aclose()
         self._adapter_files.close()

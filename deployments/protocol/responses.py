@@ -183,6 +183,22 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCounts:
+    """The body of `/rollouts`."""
+
+    states: Mapping[str, int]
+    ends: Mapping[str, int]  # consumed | discarded | unrewarded | expired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumedRollouts:
+    """The body of `/rollouts/consume`."""
+
+    step: str
+    rollouts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PauseState:
     is_paused: bool
 

@@ -1,11 +1,20 @@
 """What routers, replicas and the controller tell each other about captured rollouts."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deployments.protocol.errors import InvalidRequest
 
+ID_HEADER = "x-rollout-id"
+GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER = "x-rollout-group", "x-rollout-group-size", "x-rollout-deadline"
+TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `TurnId`
+CAPTURED = (  # paths
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    "/inference/v1/generate",
+)
+MAX_SIZE, MAX_DEADLINE_S = 1 << 16, 10**7
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # One number; or for each turn one, or one for each of its sampled tokens.
@@ -33,6 +42,19 @@ class RolloutRequest:
     group: str | None = None
     group_size: int = 0  # 0: only the deadline closes the group
     group_timeout_s: float | None = None  # None: the setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnId:
+    """What a replica needs to record a request's answers. `attempt` grows each time that it is sent."""
+
+    rollout_id: str
+    owner: str
+    request: str
+    attempt: int
+
+    def header(self) -> str:
+        return f"{self.rollout_id},{self.owner},{self.request},{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,4 +90,36 @@ def check_id(name: str, value: str) -> str:
         raise InvalidRequest(
             f"{name}: expected 1 to 128 letters, digits or any of '._:-', got {value[:140]!r}"
         )
+    return value
+
+
+def turn_of(value: bytes | None) -> TurnId | None:
+    """The turn in a `TURN_HEADER`; None: the request is not captured."""
+    if value is None:
+        return None
+    rollout_id, owner, request, attempt = value.decode().split(",")
+    return TurnId(rollout_id=rollout_id, owner=owner, request=request, attempt=int(attempt))
+
+
+def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequest:
+    """The rollout that a client's headers name. Raises InvalidRequest."""
+    if path not in CAPTURED:
+        raise InvalidRequest(f"{ID_HEADER}: expected a request to one of {', '.join(CAPTURED)}, got {path}")
+    group, limit_s = headers.get(GROUP_HEADER), headers.get(DEADLINE_HEADER)
+    return RolloutRequest(
+        rollout_id=check_id(ID_HEADER, headers[ID_HEADER]),
+        owner=owner,
+        group=None if group is None else check_id(GROUP_HEADER, group),
+        group_size=int(_number(SIZE_HEADER, headers.get(SIZE_HEADER, "0"), MAX_SIZE)),
+        group_timeout_s=None if limit_s is None else _number(DEADLINE_HEADER, limit_s, MAX_DEADLINE_S),
+    )
+
+
+def _number(name: str, text: str, most: int) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= most or (name == SIZE_HEADER and not value.is_integer()):
+        raise InvalidRequest(f"{name} must be a number from 0 to {most:,}, got {text[:40]!r}")
     return value

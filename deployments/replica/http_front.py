@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Send
 from deployments.host import tracing
 from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import require_passed
+from deployments.protocol.rollouts import TURN_HEADER, turn_of
 from deployments.protocol.routing import (
     KEY_HEADER,
     LOST,
@@ -31,6 +32,7 @@ from deployments.protocol.routing import (
     part_of,
     router_of,
 )
+from deployments.replica.capture import Append, Capture
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 
 
@@ -78,6 +80,7 @@ class ReplicaFront:
     Args:
         admit: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why no request may be answered now; None if it may.
+        append: records a turn of a rollout; raises SlipstreamError.
         require_passed: raises SlipstreamError for a method and path that routers must not pass.
     """
 
@@ -89,10 +92,12 @@ class ReplicaFront:
         admit: Callable[[Demand], Awaitable[None]],
         refusal: Callable[[], str | None],
         version: Callable[[], int],
+        append: Append | None = None,
         require_passed: Callable[[str, str], None] = require_passed,
     ) -> None:
         self._app = app
         self._require_passed = require_passed
+        self._append = append
         self.replica_id = replica_id
         self._admit = admit
         self._refusal = refusal
@@ -140,6 +145,9 @@ class ReplicaFront:
             else:
                 await self._admit(demand)
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
+            turn = turn_of(headers.get(TURN_HEADER))
+            if turn is not None and self._append is not None:
+                recorder.capture = Capture(turn, self._append)
             answer = _Response(self, send, recorder, part)
             self._running[task] = answer
             with tracing.span("replica", tracing.received(headers), replica=self.replica_id):
@@ -184,7 +192,7 @@ class _Response:
         self._start: Message | None = None  # held back until the first piece of the body
         self.begun = False  # bytes were sent
         self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages
-        self._replacement: ReplicaUnavailable | None = None  # for the engine's own response
+        self._replacement: SlipstreamError | None = None  # for the engine's own response
         self._body = bytearray()  # of a JSON response
 
     async def run(self, app: App, scope: Message, receive: Receive) -> None:
@@ -196,24 +204,37 @@ class _Response:
                 await self._cut_off(error)
                 return
             refusal = ReplicaUnavailable(f"replica {self._front.replica_id} failed: {error}")
-            raise self._replacement or self._front.refused() or refusal from error
+            raise self._failure or self._replacement or self._front.refused() or refusal from error
         finally:
             self._recorder.end()
         if self._replacement is not None:
             raise self._replacement
 
+    @property
+    def _failure(self) -> SlipstreamError | None:
+        """Why a rollout's turn could not be recorded."""
+        return None if self._recorder.capture is None else self._recorder.capture.failure
+
+    def _error_event(self, error: SlipstreamError) -> bytes:
+        name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
+        return name + b"data: " + json.dumps(kind | error.body()).encode() + b"\n\n"
+
     async def _cut_off(self, error: Exception) -> None:
         """End a stream with an error event in a graceful shutdown; else raise: the connection is closed."""
-        refused = self._front.refused() if self._is_stream and self._front.in_order else None
+        refused = self._failure
+        if refused is None and self._front.in_order:
+            refused = self._front.refused()
+        refused = refused if self._is_stream else None
         if refused is None:
             raise error
-        name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
-        event = name + b"data: " + json.dumps(kind | refused.body()).encode() + b"\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        body = self._error_event(refused)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _on_message(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if message["status"] >= 500:  # vLLM's response when its engine is dead
+            if message["status"] >= 400:
+                self._replacement = self._failure
+            if message["status"] >= 500 and self._replacement is None:  # vLLM's when its engine is dead
                 self._replacement = self._front.refused()
             self._start = message
             content_type = Headers(raw=message["headers"]).get("content-type", "")
@@ -230,7 +251,12 @@ class _Response:
             assert self._start is not None
             piece = annotate_json(bytes(self._body), self._recorder, self._start["status"], self._part)
         elif self._is_stream:
-            if piece.startswith(ERROR_EVENTS):
+            if piece.startswith(ERROR_EVENTS) and self._failure is not None:
+                if not self.begun:
+                    self._replacement = self._failure
+                    return
+                piece = self._error_event(self._failure)
+            elif piece.startswith(ERROR_EVENTS):
                 refused = self._front.refused()
                 if refused is not None and self.begun:
                     raise _EngineLost(refused.message)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
 from deployments.calls.http_server import HttpServer
-from deployments.calls.rpc import CallHandle
+from deployments.calls.rpc import CallHandle, retried
 from deployments.host.fork_server.use import warn_if_not_forked
 from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import JoinAnswer, Unloadable
+from deployments.protocol.rollouts import CapturedTurn, TurnId
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.follower import Follower
 from deployments.replica.graceful_shutdown import shut_down
@@ -40,6 +42,7 @@ from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 
 ASK_AGAIN_S = 1.0
+RECORD_S = 90.0  # for a turn of a rollout; the controller waits for its disk
 JOIN_S = 20.0  # the controller answers `join` at once; after this the call or its answer is lost
 logger = serve_logger()
 
@@ -148,6 +151,7 @@ class Replica:
             admit=self._admission.wait,
             refusal=self._admission.refusal,
             version=lambda: self._engine.version,
+            append=partial(_append_turn, self._controller),
         )
         await self._until_admitted()
         self._server = HttpServer(self._front, ray.util.get_node_ip_address())
@@ -249,6 +253,12 @@ class Replica:
     async def _send_last_report(self) -> None:
         self._following.cancel()  # a later report would register it again
         await self._follower.send_last_report()
+
+
+async def _append_turn(controller: CallHandle, turn: TurnId, captured: CapturedTurn) -> None:
+    """Record a turn of a rollout, if need be with the controller's successor."""
+    names = turn.rollout_id, turn.owner
+    await retried(controller, "rollouts", "append", *names, captured, limit_s=RECORD_S)
 
 
 def _application_stops() -> bool:

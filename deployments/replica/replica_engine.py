@@ -114,13 +114,17 @@ class RecordingLLM(AsyncLLM):
         require_text("bad_words", sampling_params.bad_words)
         require_text("vllm_xargs", sampling_params.extra_args)
         recorder = RECORDER.get()
-        stream = super().generate(prompt, sampling_params, request_id, **options)
+        capture = None if recorder is None else recorder.capture
+        sampled = sampling_params if capture is None else capture.sampling(sampling_params)
+        stream = super().generate(prompt, sampled, request_id, **options)
         adapter = options.get("lora_request")
         if adapter is not None and self.adapter_uses is not None:
             stream = self._using(stream, self.adapter_uses.using(adapter.lora_int_id))
         if recorder is None:
             return stream
         first_choice = None if _BEAM.search(request_id) else recorder.open_call(sampling_params.n)
+        if capture is not None:
+            stream = capture.taken(stream, sampling_params, first_choice, lambda: recorder.adapter)
         constrained = sampling_params.structured_outputs is not None
         return self._recorded(stream, recorder, first_choice, constrained)
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from deployments.protocol.routing import Part
+from deployments.replica.capture import Capture
 
 
 def name_tokens(logprobs: Any) -> None:
@@ -42,6 +43,7 @@ class SpanRecorder:
         self.spans: dict[int, list[Span]] = {}
         self.adapter: str | None = None  # full name
         self.looked_up: dict[str, Any] = {}  # adapter requests by name
+        self.capture: Capture | None = None  # of a rollout's request
         self.ended = False
         self._at_end: list[Callable[[], None]] = []
         self._choices = 0

@@ -22,7 +22,7 @@ from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, R
 from deployments.rollouts.ledger import KINDS, NewTurn, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
-NAME = "rollouts.sqlite"
+NAME = "captured.sqlite"
 SCHEMA = 1
 TABLES = f"""
 PRAGMA journal_mode=WAL;

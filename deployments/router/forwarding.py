@@ -22,6 +22,7 @@ from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol import routing
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
+from deployments.protocol.rollouts import TURN_HEADER, TurnId
 from deployments.protocol.routing import Demand, ReplicaEndpoint
 from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
@@ -59,6 +60,7 @@ class Outgoing:
     sequences: int
     identity: RequestIdentity  # identifies the client's whole request
     blocks: Sequence[int] = ()  # see `affinity.block_hashes`
+    turn: TurnId | None = None  # of a rollout
 
     @property
     def load(self) -> int:
@@ -252,6 +254,9 @@ class Forwarder:
         headers = request.headers.copy()
         headers[routing.KEY_HEADER.decode()] = endpoint.key
         headers[routing.ROUTER_HEADER.decode()] = routing.router_header(self._router_id, request.load)
+        if request.turn is not None:  # later attempts replace earlier ones
+            turn = replace(request.turn, attempt=time.monotonic_ns())
+            headers[TURN_HEADER.decode()] = turn.header()
         headers.update(tracing.headers())
         self._in_flight[replica_id] += request.load
         try:

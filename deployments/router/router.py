@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import keeps_state, route_path
+from deployments.protocol.rollouts import TURN_HEADER
 from deployments.protocol.routing import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
 from deployments.router.affinity import block_hashes
 from deployments.router.deadly_requests import RequestIdentity
@@ -47,6 +48,7 @@ NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
     | {"authorization", "cookie", "proxy-authorization"}
     | {KEY_HEADER.decode(), PART_HEADER.decode(), ROUTER_HEADER.decode(), "x-weight-timeout"}
+    | {TURN_HEADER.decode()}
 )
 logger = serve_logger()
 
@@ -172,10 +174,12 @@ class Router:
             body = await read_body(request, limits.max_body_bytes)
             path = quote(route_path(scope["path"], scope.get("root_path", "")))
             in_session = attempts.demand.session_id is not None
+            turn = scope.get("rollout")
+            whole = in_session or turn is not None
             inspection = inspect(
-                body, request.method, path, in_session=in_session, max_sequences=limits.max_sequences
+                body, request.method, path, in_session=whole, max_sequences=limits.max_sequences
             )
-            outgoing = _outgoing(request, attempts, path, body, inspection.sequences)
+            outgoing = replace(_outgoing(request, attempts, path, body, inspection.sequences), turn=turn)
             attempts.demand = replace(attempts.demand, stays=keeps_state(path))
             if not in_session:
                 outgoing = replace(outgoing, blocks=block_hashes(body))

@@ -1,6 +1,7 @@
 """The router in front of replica fronts on their own servers; only Serve's choice of a replica is a fake."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -15,11 +16,13 @@ from starlette.routing import Route
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import Conflict, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.routing import Demand
+from deployments.replica.capture import Append
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
 from deployments.router.forwarding import RouterLimits
 from deployments.router.replica_policy import Candidate, eligible_loads, order_candidates
 from deployments.router.router import Router
+from tests.deployments.engine_outputs import generated, sampling_params
 from tests.deployments.fake_completions import FakeCompletions
 
 SPANS = [{"version": 7, "start": 0, "end": 3}]
@@ -51,6 +54,7 @@ class Engine:
                 Route("/long", self.long, methods=["POST"]),
                 Route("/text", self.text),
                 Route("/metrics", self.metrics),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions.completions, methods=["POST"]),
                 Route("/v1/chat/completions/batch", self.completions.batch_chat, methods=["POST"]),
             ]
@@ -125,6 +129,24 @@ class Engine:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
+    async def chat(self, request: Request) -> Response:
+        """As vLLM above `RecordingLLM`: the tokens of `answer`, for the token ids of `prompt`."""
+        recorder = RECORDER.get()
+        assert recorder is not None
+        asked = await request.json()
+        streams = asked.get("stream", False)
+        outputs = generated(asked["prompt"], [asked["answer"]], delta=streams)
+        if recorder.capture is not None:
+            sampling = sampling_params(delta=streams, logprobs=asked.get("logprobs"))
+            outputs = recorder.capture.taken(outputs, sampling, recorder.open_call(1), lambda: None)
+        if streams:
+            return StreamingResponse(_events(outputs), media_type="text/event-stream")
+        choices = [each async for output in outputs for each in _choices(output)]
+        if asked.get("dies"):
+            self.fail()
+            raise RuntimeError("lost after it has recorded its answer")
+        return JSONResponse({"choices": choices})
+
     async def text(self, request: Request) -> Response:
         return PlainTextResponse("plain", headers={"x-own": "kept"})
 
@@ -137,6 +159,22 @@ class Engine:
         recorder.record(0, SPANS)
 
 
+def _choices(output: Any) -> list[dict[str, Any]]:
+    return [
+        {"index": each.index, "text": str(list(each.token_ids)), "logprobs": each.logprobs is not None}
+        for each in output.outputs
+    ]
+
+
+async def _events(outputs: AsyncIterator[Any]) -> AsyncIterator[str]:
+    try:
+        async for output in outputs:
+            yield f"data: {json.dumps({'choices': _choices(output)})}\n\n"
+    except Exception as error:  # as vLLM does
+        yield f"data: {json.dumps({'error': {'message': str(error)}})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
 class Fleet:
     """Stands for Serve's handle: real fronts, chosen by the real policy."""
 
@@ -146,6 +184,7 @@ class Fleet:
         self.metadata: dict[str, dict[str, Any]] = {}
         self.loads: dict[str, int] = {}  # as the replicas have reported them
         self.demands: list[Demand] = []
+        self.append: Append | None = None  # records turns
 
     async def add(self, name: str) -> HttpServer:
         engine = self.engines[name] = Engine()
@@ -162,6 +201,7 @@ class Fleet:
             admit=admit,
             refusal=lambda: engine.refusal,
             version=lambda: 6,
+            append=self.append,
             require_passed=lambda method, path: None,  # its routes are not vLLM's
         )
         self.fronts[name] = front

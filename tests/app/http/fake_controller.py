@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
+from deployments.controller.rollouts import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.ledger_config import SizeLimits
 from deployments.ledger.state import PendingCall
@@ -258,6 +260,9 @@ class FakeController:
     async def unload_adapter(self, name: str) -> None:
         await self._enter("unload_adapter")
         raise NotFound(f"The lora adapter '{name}' cannot be found.")
+
+    async def rollouts(self, name: str, *arguments: Any) -> Any:
+        return await Rollouts(Path(), None).call(name, {}, *arguments)  # off, as without the setting
 
     async def adapters(self) -> list[AdapterStatus]:
         return []

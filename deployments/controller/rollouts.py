@@ -1,0 +1,59 @@
+"""The rollouts' store in a thread of its own: a slow disk delays neither decisions nor polls."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest
+from deployments.protocol.rollouts import RolloutLimits
+from deployments.rollouts.store import RolloutStore
+
+DISK_S = 60.0
+CALLS = frozenset({"open", "append", "reward", "discard", "lease", "consume", "counts"})
+
+
+class Rollouts:
+    """Raises JournalError: the file cannot be used. `limits` None: no rollout is captured."""
+
+    def __init__(self, directory: Path, limits: RolloutLimits | None) -> None:
+        self._store = None if limits is None else RolloutStore(directory, limits)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+
+    async def call(self, name: str, current: Mapping[str, int], *arguments: Any) -> Any:
+        """A method of `RolloutStore`; the JSON of a lease is bytes.
+
+        Args:
+            current: versions by policy.
+
+        Raises:
+            InvalidRequest: rollouts are off.
+            FleetUnavailable: the disk hangs or is full. The call may be sent again.
+        """
+        if self._store is None:
+            raise InvalidRequest(
+                "this fleet captures no rollouts: expected the section 'rollouts' in its settings, got none"
+            )
+        if name not in CALLS:
+            raise InvalidRequest(f"rollouts: expected one of {sorted(CALLS)}, got {name!r}")
+        work = partial(getattr(self._store, name), *arguments)
+        if name == "lease":
+            work = partial(_as_json, work, current)
+        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            async with asyncio.timeout(DISK_S):
+                return await asyncio.shield(done)
+        except TimeoutError:
+            raise FleetUnavailable(f"the disk of the rollouts has not answered for {DISK_S:g} s") from None
+
+    async def aclose(self) -> None:
+        if self._store is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        self._thread.shutdown(wait=False)
+
+
+def _as_json(lease: Callable[[Mapping[str, int]], Any], current: Mapping[str, int]) -> bytes:
+    return json.dumps(lease(current)).encode()

@@ -1,0 +1,113 @@
+"""Captures what an engine answers to a request of a rollout, below every HTTP route.
+
+The front puts a `Capture` beside the request's spans; `RecordingLLM` passes each engine call through it. The
+controller has a turn before the client has its last token, so a reward never comes first.
+"""
+
+import copy
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from deployments.protocol.errors import InvalidRequest, SlipstreamError
+from deployments.protocol.rollouts import CapturedTurn, TurnId
+
+Append = Callable[[TurnId, CapturedTurn], Awaitable[None]]
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+class Capture:
+    """The turns of one HTTP request.
+
+    Attributes:
+        failure: why a turn could not be recorded; the client gets this error.
+    """
+
+    def __init__(self, turn: TurnId, append: Append) -> None:
+        self._turn = turn
+        self._append = append
+        self.failure: SlipstreamError | None = None
+
+    def sampling(self, params: Any) -> Any:
+        """vLLM's sampling parameters with the log-probability of each sampled token."""
+        if params.num_logprobs is not None:
+            return params
+        changed = copy.copy(params)
+        changed.logprobs = 0
+        return changed
+
+    async def taken(
+        self,
+        stream: AsyncGenerator[Any, None],
+        asked: Any,
+        first_choice: int | None,
+        adapter: Callable[[], str | None],
+    ) -> AsyncGenerator[Any, None]:
+        """The same outputs as without capture; a turn is recorded before its last output passes.
+
+        Args:
+            asked: the client's sampling parameters.
+            first_choice: its number among the request's choices; None: beam search.
+        """
+        answers: dict[int, _Answer] = {}
+        async for output in stream:
+            if output.prompt_token_ids is None or first_choice is None:
+                self.failure = InvalidRequest(
+                    "x-rollout-id: expected a prompt with token ids, and no beam search: a trainer could not "
+                    "learn from others"
+                )
+                raise self.failure
+            for completion in output.outputs:
+                answer = answers.setdefault(completion.index, _Answer())
+                answer.add(completion, is_delta=asked.output_kind.name == "DELTA")
+                if asked.num_logprobs is None:
+                    completion.logprobs = completion.cumulative_logprob = None
+                if completion.finish_reason is not None and answer.token_ids:
+                    choice = first_choice + completion.index
+                    await self._record(output, completion, asked, answer, choice, adapter())
+            yield output
+
+    async def _record(
+        self,
+        output: Any,
+        completion: Any,
+        asked: Any,
+        answer: "_Answer",
+        choice: int,
+        adapter: str | None,
+    ) -> None:
+        turn = CapturedTurn(
+            key=f"{self._turn.request}/{choice}",
+            attempt=self._turn.attempt,
+            prompt_token_ids=array("i", output.prompt_token_ids).tobytes(),
+            token_ids=answer.token_ids.tobytes(),
+            logprobs=answer.logprobs.tobytes(),
+            weight_versions=tuple(
+                (int(span.version), span.start, span.end) for span in completion.weight_versions or ()
+            ),
+            adapter=adapter,
+            constrained=asked.structured_outputs is not None,
+            finish_reason=completion.finish_reason,
+            sampling={name: getattr(asked, name) for name in SAMPLING},
+        )
+        try:
+            await self._append(self._turn, turn)
+        except SlipstreamError as error:
+            self.failure = error
+            raise
+
+
+class _Answer:
+    """What one choice has said so far."""
+
+    def __init__(self) -> None:
+        self.token_ids, self.logprobs = array("i"), array("f")
+
+    def add(self, completion: Any, *, is_delta: bool) -> None:
+        known = 0 if is_delta else len(self.token_ids)
+        for token, by_token in zip(completion.token_ids[known:], completion.logprobs[known:], strict=True):
+            self.token_ids.append(token)
+            self.logprobs.append(by_token[token].logprob)

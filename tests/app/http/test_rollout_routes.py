@@ -1,0 +1,233 @@
+"""Rollouts from the ingress to the disk: real routes, router, fronts and store; only the engine is a fake."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from app.http.auth import Guard
+from app.http.ingress import build_app
+from app.http.rollout_routes import RolloutRoutes
+from app.settings.security import Tokens, TokenSource
+from deployments.calls.http_server import HttpServer
+from deployments.controller.rollouts import Rollouts
+from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, TurnId
+from deployments.router.forwarding import RouterLimits
+from deployments.router.router import Router
+from tests.app.http.fake_controller import Handle
+from tests.deployments.routed_fleet import Fleet
+
+NAMES = ("operator", "ann", "bob")
+OPERATOR, ANN, BOB = ({"authorization": f"Bearer {name * 8}"} for name in NAMES)
+CHAT = "/v1/chat/completions"
+LIMITS = RolloutLimits(
+    max_rollouts=9, max_tokens=1000, max_gib=1.0, group_timeout_s=60, lease_s=60, keep_s=60
+)
+
+
+class Controller:
+    """The controller's port, as far as rollouts."""
+
+    def __init__(self, directory: Path, limits: RolloutLimits | None) -> None:
+        self.store = Rollouts(directory, limits)
+        self.version = 7
+        self.calls: list[str] = []
+
+    async def rollouts(self, name: str, *arguments: Any) -> Any:
+        self.calls.append(name)
+        return await self.store.call(name, {"": self.version}, *arguments)
+
+    async def append(self, turn: TurnId, captured: CapturedTurn) -> None:
+        await self.rollouts("append", turn.rollout_id, turn.owner, captured)
+
+
+class Scene:
+    """A fleet of two replicas that captures, and its client."""
+
+    def __init__(self, controller: Controller, client: httpx.AsyncClient) -> None:
+        self.controller, self.client = controller, client
+
+    async def chat(
+        self, rollout: str, prompt: list[int], answer: list[int], who: Any = OPERATOR, **options: Any
+    ) -> httpx.Response:
+        names = {"group": "x-rollout-group", "size": "x-rollout-group-size", "deadline": "x-rollout-deadline"}
+        headers = {names[name]: str(options.pop(name)) for name in names if name in options}
+        headers |= {"x-rollout-id": rollout, **who}
+        body = {"prompt": prompt, "answer": answer, **options}
+        return await self.client.post(CHAT, json=body, headers=headers)
+
+    async def post(self, path: str, who: Any = OPERATOR, **body: Any) -> httpx.Response:
+        content = json.dumps(body)  # which writes NaN
+        return await self.client.post(f"/rollouts/{path}", content=content, headers=who)
+
+    async def lease(self, **query: Any) -> dict[str, Any]:
+        answer = await self.client.get("/rollouts/groups", params={"n": 9, **query}, headers=OPERATOR)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+
+@asynccontextmanager
+async def serving(directory: Path, limits: RolloutLimits | None = LIMITS) -> AsyncIterator[Scene]:
+    controller, fleet = Controller(directory, limits), Fleet()
+    fleet.append = controller.append
+    servers = [await fleet.add(name) for name in ("a", "b")]
+    most = RouterLimits(max_ongoing_requests=8, max_body_bytes=9999, max_sequences=8, request_timeout_s=1.0)
+    router = Router(fleet, most)  # type: ignore[arg-type]
+    handle: Any = Handle(controller)
+    operator, *users = (name * 8 for name in NAMES)
+    guard = Guard(Tokens(operator=TokenSource(tokens=(operator,)), user=TokenSource(tokens=tuple(users))))
+    app = build_app(RolloutRoutes(handle).routes(), guard, router, controller=handle)
+    front = HttpServer(app, "127.0.0.1")  # type: ignore[arg-type]
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10) as client:
+            yield Scene(controller, client)
+    finally:
+        await router.close()
+        for each in (front, *servers):
+            await each.close()
+        await controller.store.aclose()
+
+
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    async with serving(tmp_path) as made:
+        yield made
+
+
+def refused(answer: httpx.Response, status: int, says: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert says in answer.json()["error"]["message"]
+
+
+async def test_an_agent_is_learned_from(scene: Scene) -> None:
+    first = await scene.chat("a", [1, 2], [3, 4])
+    assert first.json()["choices"] == [{"index": 0, "text": "[3, 4]", "logprobs": False}]
+    streamed = await scene.chat("a", [1, 2, 3, 4, 5], [6, 7], stream=True)
+    events = [json.loads(event[len("data: ") :]) for event in streamed.text.split("\n\n")[:2]]
+    assert [each["choices"][0]["text"] for each in events] == ["[6]", "[7]"]
+    assert (await scene.lease())["lease"] is None
+    assert (await scene.post("a/reward", reward=1, key="k")).json() == {"status": "rewarded"}
+    assert (await scene.post("a/reward", reward=1, key="k")).status_code == 200
+    taken = await scene.lease(max_staleness=0)
+    ((rollout,),) = (group["rollouts"] for group in taken["groups"])
+    (sequence,) = rollout["sequences"]
+    assert (sequence["prompt_token_ids"], sequence["token_ids"]) == ([1, 2], [3, 4, 5, 6, 7])
+    assert sequence["loss_mask"] == [True, True, False, True, True]
+    assert sequence["logprobs"] == [-3.0, -4.0, 0.0, -6.0, -7.0]
+    assert sequence["weight_versions"][1] == {"version": 7, "start": 3, "end": 5}
+    for _ in range(2):
+        consumed = await scene.post("consume", lease=taken["lease"], step="step 1")
+        assert consumed.json() == {"step": "step 1", "rollouts": ["a"]}
+    counts = (await scene.client.get("/rollouts", headers=OPERATOR)).json()
+    assert counts["states"]["consumed"] == 1 and counts["ends"] == {"consumed": 1}
+    refused(await scene.post("a/reward", reward=1), 409, "'a' is consumed")
+    refused(await scene.chat("a", [1], [2]), 409, "'a' is consumed")
+    refused(
+        await scene.post("consume", lease=taken["lease"], step="step 2"), 409, "consumed by step 'step 1'"
+    )
+
+
+async def test_a_request_without_the_header_asks_the_controller_nothing(scene: Scene) -> None:
+    spoofed = {"x-slipstream-turn": "a,,r,1", **OPERATOR}
+    body = {"prompt": [1], "answer": [2]}
+    assert (await scene.client.post(CHAT, json=body, headers=spoofed)).status_code == 200
+    assert scene.controller.calls == []
+
+
+async def test_nothing_is_opened_without_a_token(scene: Scene) -> None:
+    for method, status in (("POST", 401), ("OPTIONS", 405)):
+        answer = await scene.client.request(method, CHAT, headers={"x-rollout-id": "a"})
+        assert answer.status_code == status
+    assert scene.controller.calls == []
+
+
+async def test_an_answer_that_no_client_got_is_replaced(scene: Scene) -> None:
+    """Replicas record their answers and are lost before they send them: the last one's is kept."""
+    answer = await scene.chat("a", [1], [2], dies=True)
+    assert answer.status_code == 422, answer.text
+    assert scene.controller.calls == ["open", "append", "append"]
+    assert (await scene.post("a/reward", reward=[1.0])).status_code == 200
+    ((rollout,),) = (group["rollouts"] for group in (await scene.lease())["groups"])
+    assert [each["token_ids"] for each in rollout["sequences"]] == [[2]]
+
+
+async def test_a_users_token_opens_what_it_began(scene: Scene) -> None:
+    assert (await scene.chat("a", [1], [2], ANN, group="g", size=2)).status_code == 200
+    for answer in (
+        await scene.chat("a", [1], [2], BOB),
+        await scene.chat("b", [1], [2], BOB, group="g"),
+        await scene.post("a/reward", BOB, reward=1),
+        await scene.post("a/discard", BOB),
+    ):
+        refused(answer, 409, "begun with another token")
+    assert (await scene.post("a/reward", ANN, reward=1)).status_code == 200
+    for method, path in (("GET", "/groups"), ("POST", "/consume"), ("GET", "")):
+        answer = await scene.client.request(method, f"/rollouts{path}", headers=ANN)
+        refused(answer, 403, "needs the operator's token")
+
+
+async def test_a_group_is_leased_when_its_last_member_is_settled(scene: Scene) -> None:
+    for name in ("a", "b"):
+        await scene.chat(name, [1], [2], group="g", size=2)
+    await scene.post("a/reward", reward=[[0.5]])
+    assert (await scene.lease())["groups"] == []
+    assert (await scene.post("b/discard")).json() == {"status": "discarded"}
+    (group,) = (await scene.lease())["groups"]
+    assert [(each["id"], each["reward"]) for each in group["rollouts"]] == [("a", [[0.5]])]
+
+
+async def test_stale_groups_are_left_and_counted(scene: Scene) -> None:
+    await scene.chat("a", [1], [2])
+    await scene.post("a/reward", reward=1)
+    scene.controller.version = 9
+    none = {"lease": None, "lease_s": None, "stale_groups": 1, "groups": []}
+    assert await scene.lease(max_staleness=1) == none
+
+
+async def test_bad_input(scene: Scene) -> None:
+    refused(await scene.chat("a/b", [1], [2]), 400, "x-rollout-id: expected 1 to 128 letters")
+    refused(await scene.chat("a", [1], [2], group="g h"), 400, "x-rollout-group: expected 1 to 128 letters")
+    refused(
+        await scene.chat("a", [1], [2], group="g", size=1.5), 400, "x-rollout-group-size must be a number"
+    )
+    refused(await scene.chat("a", [1], [2], deadline="nan"), 400, "x-rollout-deadline must be a number")
+    headers = [("x-rollout-id", "a"), ("x-rollout-id", "b"), *OPERATOR.items()]
+    refused(await scene.client.post(CHAT, json={}, headers=headers), 400, "must come once")
+    named = {"x-rollout-id": "a", **OPERATOR}
+    refused(await scene.client.post("/tokenize", json={}, headers=named), 400, "expected a request to one of")
+    refused(await scene.post("a/reward", reward=1), 404, "'a' is unknown")
+    refused(await scene.post("consume", lease="l", step="s"), 404, "lease 'l' is unknown or expired")
+    assert (await scene.chat("a", [1], [2])).status_code == 200
+    for reward in (float("nan"), "1", [1.0, 2.0], [[1.0, 2.0]], None):
+        assert (await scene.post("a/reward", reward=reward)).status_code == 400
+    for query in ("n=0", "max_staleness=-1"):
+        answer = await scene.client.get(f"/rollouts/groups?{query}", headers=OPERATOR)
+        assert answer.status_code == 400
+    refused(await scene.chat("long", [1] * 1000, [2]), 413, "expected at most 1000 tokens")
+
+
+async def test_on_a_full_disk_only_captured_requests_fail(scene: Scene) -> None:
+    store: Any = scene.controller.store._store
+    assert (await scene.chat("a", [1], [2])).status_code == 200
+    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+    store._db.execute(f"PRAGMA max_page_count={pages}")
+    prompt, answer = [1] * 900, [2] * 90
+    refused(await scene.chat("a", prompt, answer), 503, "rollouts cannot be recorded")
+    streamed = await scene.chat("a", prompt, answer, stream=True)
+    error = json.loads(streamed.text.split("\n\n")[-3].removeprefix("data: "))["error"]
+    assert error["type"] == "fleet_unavailable" and "rollouts cannot be recorded" in error["message"]
+    plain = await scene.client.post(CHAT, json={"prompt": [1], "answer": [2]}, headers=OPERATOR)
+    assert plain.status_code == 200
+    store._db.execute("PRAGMA max_page_count=99999")
+    assert (await scene.chat("a", prompt, answer[:80])).status_code == 200
+
+
+async def test_rollouts_are_refused_where_they_are_off(tmp_path: Path) -> None:
+    async with serving(tmp_path, None) as off:
+        refused(await off.chat("a", [1], [2]), 400, "captures no rollouts: expected the section 'rollouts'")
+        assert not list(tmp_path.iterdir())

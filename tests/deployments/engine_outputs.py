@@ -1,0 +1,42 @@
+"""vLLM's outputs of an engine call, as far as they are captured."""
+
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+
+def sampling_params(*, delta: bool, logprobs: int | None = None, grammar: object = None) -> Any:
+    """vLLM's `SamplingParams`."""
+    numbers = dict.fromkeys(("top_p", "min_p", "repetition_penalty"), 1.0)
+    numbers |= dict.fromkeys(("top_k", "presence_penalty", "frequency_penalty"), 0)
+    return SimpleNamespace(
+        **numbers,
+        logprobs=logprobs,
+        num_logprobs=logprobs,
+        output_kind=SimpleNamespace(name="DELTA" if delta else "FINAL_ONLY"),
+        structured_outputs=grammar,
+        temperature=0.7,
+        seed=None,
+        max_tokens=16,
+    )
+
+
+async def generated(
+    prompt: Sequence[int] | None, answers: Sequence[Sequence[int]], *, delta: bool
+) -> AsyncGenerator[Any, None]:
+    """The outputs of one call: of each choice a token after the other, or all at once. A token's
+    log-probability is its negative."""
+    for index, tokens in enumerate(answers):
+        pieces = [[token] for token in tokens] if delta else [list(tokens)]
+        for number, piece in enumerate(pieces, 1):
+            last = number == len(pieces)
+            span = SimpleNamespace(version="7", start=0, end=len(tokens))
+            completion = SimpleNamespace(
+                index=index,
+                token_ids=piece,
+                logprobs=[{token: SimpleNamespace(logprob=-token)} for token in piece],
+                cumulative_logprob=-float(sum(piece)),
+                finish_reason="stop" if last else None,
+                weight_versions=[span] if last else None,
+            )
+            yield SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])

@@ -1,0 +1,84 @@
+"""What an engine answers is recorded below the routes, and they see nothing of it."""
+
+from array import array
+from typing import Any
+
+import pytest
+
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest
+from deployments.protocol.rollouts import CapturedTurn, TurnId
+from deployments.replica.capture import Capture
+from tests.deployments.engine_outputs import generated, sampling_params
+
+TURN = TurnId(rollout_id="a", owner="", request="r", attempt=5)
+
+
+class Recorder:
+    """Stands for the controller."""
+
+    def __init__(self) -> None:
+        self.turns: list[CapturedTurn] = []
+        self.fails = False
+
+    async def append(self, turn: TurnId, captured: CapturedTurn) -> None:
+        if self.fails:
+            raise FleetUnavailable("the disk is full")
+        assert turn == TURN
+        self.turns.append(captured)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+async def outputs(capture: Capture, *, delta: bool, logprobs: int | None = None, **options: Any) -> list[Any]:
+    asked = sampling_params(delta=delta, logprobs=logprobs, grammar=options.pop("grammar", None))
+    assert capture.sampling(asked).logprobs is not None
+    assert asked.logprobs == logprobs, "the route's own are as before"
+    first, prompt = options.pop("first", 0), options.pop("prompt", [1, 2])
+    stream = generated(prompt, [[3, 4], [5]], delta=delta)
+    return [each async for each in capture.taken(stream, asked, first, lambda: options.get("adapter"))]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+async def test_each_choice_is_a_turn(recorder: Recorder, delta: bool) -> None:
+    await outputs(Capture(TURN, recorder.append), delta=delta, first=2, grammar={}, adapter="math@4")
+    first, second = recorder.turns
+    assert (first.key, second.key, first.attempt) == ("r/2", "r/3", 5)
+    assert array("i", first.prompt_token_ids).tolist() == [1, 2]
+    assert array("i", first.token_ids).tolist() == [3, 4]
+    assert array("f", first.logprobs).tolist() == [-3.0, -4.0]
+    assert first.weight_versions == ((7, 0, 2),) and first.adapter == "math@4"
+    assert first.constrained and first.finish_reason == "stop" and first.sampling["temperature"] == 0.7
+
+
+@pytest.mark.parametrize("delta", [True, False])
+async def test_the_client_gets_log_probabilities_only_if_it_asked(recorder: Recorder, delta: bool) -> None:
+    seen = await outputs(Capture(TURN, recorder.append), delta=delta)
+    assert all(each.logprobs is each.cumulative_logprob is None for out in seen for each in out.outputs)
+    seen = await outputs(Capture(TURN, recorder.append), delta=delta, logprobs=0)
+    assert all(each.logprobs for out in seen for each in out.outputs)
+
+
+async def test_a_turn_is_recorded_before_its_last_output_passes(recorder: Recorder) -> None:
+    stream = generated([1], [[3, 4]], delta=True)
+    taken = Capture(TURN, recorder.append).taken(stream, sampling_params(delta=True), 0, lambda: None)
+    await anext(taken)
+    assert recorder.turns == []
+    last = await anext(taken)
+    assert last.outputs[0].token_ids == [4] and len(recorder.turns) == 1
+
+
+async def test_what_cannot_be_recorded_fails(recorder: Recorder) -> None:
+    recorder.fails = True
+    capture = Capture(TURN, recorder.append)
+    with pytest.raises(FleetUnavailable):
+        await outputs(capture, delta=False)
+    assert capture.failure is not None and capture.failure.message == "the disk is full"
+
+
+@pytest.mark.parametrize("options", [{"first": None}, {"prompt": None}])
+async def test_beams_and_embeddings_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="token ids, and no beam search"):
+        await outputs(Capture(TURN, recorder.append), delta=False, **options)
