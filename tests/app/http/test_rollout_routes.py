@@ -36,12 +36,14 @@ class Controller:
         self.store = Rollouts(directory, limits)
         self.version = 7
         self.calls: list[str] = []
+        self.attempts: list[int] = []
 
     async def rollouts(self, name: str, *arguments: Any) -> Any:
         self.calls.append(name)
         return await self.store.call(name, {"": self.version}, *arguments)
 
     async def append(self, turn: TurnId, captured: CapturedTurn) -> None:
+        self.attempts.append(captured.attempt)
         await self.rollouts("append", turn.rollout_id, turn.owner, captured)
 
 
@@ -151,6 +153,8 @@ async def test_an_answer_that_no_client_got_is_replaced(scene: Scene) -> None:
     answer = await scene.chat("a", [1], [2], dies=True)
     assert answer.status_code == 422, answer.text
     assert scene.controller.calls == ["open", "append", "append"]
+    first, last = scene.controller.attempts
+    assert 0 < first < last
     assert (await scene.post("a/reward", reward=[1.0])).status_code == 200
     ((rollout,),) = (group["rollouts"] for group in (await scene.lease())["groups"])
     assert [each["token_ids"] for each in rollout["sequences"]] == [[2]]
