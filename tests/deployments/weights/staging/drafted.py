@@ -4,8 +4,9 @@ In a process of its own: vLLM's parallel state is global.
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -207,19 +208,18 @@ def rounds(directory: Path, kind: str) -> dict[str, list[str]]:
 
 
 class DraftedEngine:
-    """`method` and `drafter`: vLLM's speculative configuration."""
+    """`arguments`: of the engine; the rest is vLLM's speculative configuration."""
 
-    def __init__(self, policy: Path, staging: str, **speculative: Any) -> None:
+    def __init__(self, policy: Path, staging: str, arguments: Mapping[str, Any], **speculative: Any) -> None:
         from vllm import LLM, SamplingParams
 
         register()
         self._llm = LLM(
             model=str(policy),
-            enforce_eager=True,
             max_model_len=128,
             dtype="float32",
             disable_log_stats=False,
-            weight_transfer_config={"backend": "shm"},
+            **{"enforce_eager": True, "weight_transfer_config": {"backend": "shm"}, **arguments},
             worker_extension_cls=WORKER_EXTENSION,
             additional_config={"staging": staging, "checkpoint": str(policy)},
             speculative_config={"num_speculative_tokens": 2, **speculative},
@@ -293,16 +293,18 @@ def greedy(policy: Path) -> list[list[int]]:
     return answers
 
 
-def speculate(directory: Path, staging: str, method: str) -> dict[str, Any]:
+def speculate(
+    directory: Path, staging: str, method: str, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     """Rounds with an EAGLE-3 head, or with a draft model that equals the policy. By step: whether the answers
     are greedy ones, and the share of the drafted tokens that were accepted; and what was said of versions
-    that were refused."""
+    that were refused. `arguments`: of the engine."""
     a, b, c = (save_policy(directory / name, seed) for seed, name in enumerate("abc"))
     expected = {policy: greedy(policy) for policy in (a, b, c)}
     eagle = method == "eagle3"
     x, y, z = (save_eagle3(directory / n, seed) for seed, n in enumerate("xyz")) if eagle else (a, b, c)
     stored = version(directory / "stored", a, x)  # its drafter counts, not the configured one
-    engine = DraftedEngine(stored, staging, method=method, model=str(z))
+    engine = DraftedEngine(stored, staging, arguments, method=method, model=str(z))
     both = version(directory / "both", b, y)
     found: dict[str, Any] = {"staging": type(engine.worker.weight_transfer_engine.staging).__name__}
 

@@ -1,6 +1,7 @@
 """A policy and its drafter are one version: staged, refused, swapped and dropped together."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.deployments.weights.staging.drafted import rounds, rounds_with_mtp, s
 from tests.forked import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @pytest.mark.parametrize("kind", ["host", "shadow", "without_gpu"])
@@ -29,9 +31,25 @@ def test_rounds_with_a_drafter_of_the_served_checkpoint_equal_fresh_loads(kind: 
 def test_an_engine_drafts_with_what_was_published(
     staging: str, kind: str, method: str, tmp_path: Path
 ) -> None:
+    check(call(speculate, tmp_path, staging, method, **ENVIRONMENT), kind, method)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_an_engine_on_a_gpu_drafts_with_what_was_published(method: str, graphs: bool, tmp_path: Path) -> None:
+    arguments = {
+        "enforce_eager": not graphs,
+        "gpu_memory_utilization": 0.1,
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+    found = call(speculate, tmp_path, "device", method, arguments, timeout_s=380.0, **ENVIRONMENT)
+    check(found, "DeviceStaging", method)
+
+
+def check(found: dict[str, Any], kind: str, method: str) -> None:
     """A draft model that equals the policy drafts what the policy samples: all is accepted."""
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    found = call(speculate, tmp_path, staging, method, **environment)
     refused = {step: found.pop(step) for step in list(found) if step.endswith(" refused")}
     assert found.pop("staging") == kind
     shares = {step: share for step, (greedy, share) in found.items() if greedy}
