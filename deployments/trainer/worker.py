@@ -27,7 +27,7 @@ from deployments.weights.store.hub import downloaded, model_files, read_schema
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, read_tensors
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import DRAFTER_DIRECTORY, Store
 from deployments.weights.transports.weight_sender import gather_from_ranks
 from deployments.weights.wire.proof import proof_sequences
 from trainers.fsdp2 import mesh_of_all_ranks
@@ -356,7 +356,7 @@ class TrainerWorker(TrainerRank):
         if self._rank == 0:
             self._base.write(directory, self._policy.model, self._spec.config.dtype, weights)
             if drafter is not None:
-                write_drafter(drafter, directory / "drafter")
+                write_drafter(drafter, directory / DRAFTER_DIRECTORY)
         return SavedCheckpoint(
             path=str(directory.absolute()),
             step=self._learner.steps_done,
@@ -392,12 +392,9 @@ class TrainerWorker(TrainerRank):
 
     def _load_drafter(self, directory: Path) -> None:
         """The drafter of a stored version; one that is published without leaves it as it is."""
-        if (drafter := self._policy.drafter) is None:
-            return
-        below = directory / DRAFTER.removesuffix(".")
-        found, prefix = (below, "") if below.is_dir() else (directory, DRAFTER)
-        if names := [name for name in read_schema(found) or {} if name.startswith(prefix)]:
-            drafter.load(read_tensors(found, names), directory)
+        drafter, below = self._policy.drafter, directory / DRAFTER_DIRECTORY
+        if drafter is not None and below.is_dir():
+            drafter.load(read_tensors(below, read_schema(below) or {}), directory)
 
     def _reference(self) -> TrainedPolicy | BaseOf | None:
         """What the KL penalty compares with: the model."""

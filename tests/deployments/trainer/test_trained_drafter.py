@@ -41,10 +41,8 @@ def drafter_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def stored(spec: TrainerSpec) -> dict[str, torch.Tensor]:
     """The only version's, by published names."""
     (version,) = Path(spec.store_dir).glob("v*")
-    found = load_file(version / "model.safetensors")
-    if (below := version / "drafter" / "model.safetensors").exists():
-        found |= {f"drafter.{name}": tensor for name, tensor in load_file(below).items()}
-    return found
+    drafter = load_file(version / "drafter" / "model.safetensors")
+    return load_file(version / "model.safetensors") | {f"drafter.{name}": t for name, t in drafter.items()}
 
 
 def of_step(worker: TrainerWorker) -> dict[str, Any]:
