@@ -200,8 +200,7 @@ def write_new_head(
     )
     lowest = [each for each in range(of_model.vocab_size) if each not in ends][: count - len(ends)]
     ids = torch.tensor(sorted([*lowest, *ends]))
-    is_part = count < of_model.vocab_size
-    head = Eagle3Head(config, has_d2t=is_part, has_t2d=is_part)
+    head = Eagle3Head(config, has_d2t=count < of_model.vocab_size)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -209,9 +208,8 @@ def write_new_head(
                 parameter.normal_(std=of_model.initializer_range, generator=generator)
         # Not equal to the model's: vLLM would let both share it, and the trained one would not be used.
         head.lm_head.weight.mul_(1e-2).add_(_output_rows(model, ids))
-        if head.d2t is not None and head.t2d is not None:
+        if head.d2t is not None:
             head.d2t.copy_(ids - torch.arange(count))
-            head.t2d[ids] = True
     directory.mkdir(parents=True)
     write_head(head, directory)
     return head

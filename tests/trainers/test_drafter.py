@@ -149,6 +149,14 @@ def test_tokens_that_it_does_not_draft_are_not_learned_and_do_not_agree(tmp_path
     assert loss(policy, laid_out([(0,)], drafted), 2) > 0.0
 
 
+def test_what_a_checkpoint_says_of_its_vocabulary_is_published_as_it_is(tmp_path: Path) -> None:
+    drafting(tmp_path)
+    said = torch.ones(40, dtype=torch.bool)
+    with_tensor("t2d", said)(tmp_path / "head")
+    drafter = drafting(tmp_path).drafter
+    assert drafter is not None and torch.equal(drafter.tensors()["drafter.t2d"], said)
+
+
 def test_a_gradient_of_the_drafter_that_is_not_finite_leaves_it_as_it_is(tmp_path: Path) -> None:
     policy = drafting(tmp_path)
     assert policy.drafter is not None
