@@ -87,7 +87,8 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: LlamaConfig, *, has_d2t: bool = False, has_t2d: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.layers: list[int] = sorted(getattr(config, _LAYERS, None) or ())
+        nested = (getattr(config, "eagle_config", None) or {}).get(_LAYERS)
+        self.layers: list[int] = sorted(getattr(config, _LAYERS, None) or nested or ())
         width = config.hidden_size
         rows = getattr(config, "draft_vocab_size", None) or config.vocab_size
         self.fc = nn.Linear((len(self.layers) or 3) * width, width, bias=False)
@@ -178,6 +179,7 @@ def write_new_head(
             f"expected a draft vocabulary of {len(ends) + 1} to {of_model.vocab_size} tokens, got {count}"
         )
     heads, depth = of_model.num_attention_heads, of_model.num_hidden_layers
+    layers = sorted({min(max(1, each), depth) for each in default_layers(depth)})
     config = LlamaConfig(
         **{
             name: getattr(of_model, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings")
@@ -196,7 +198,8 @@ def write_new_head(
         architectures=[ARCHITECTURE],
         dtype="float32",
         draft_vocab_size=count,
-        **{_LAYERS: sorted({min(max(1, each), depth) for each in default_layers(depth)})},
+        **{_LAYERS: layers},
+        num_aux_hidden_states=len(layers),  # vLLM expects three otherwise
     )
     lowest = [each for each in range(of_model.vocab_size) if each not in ends][: count - len(ends)]
     ids = torch.tensor(sorted([*lowest, *ends]))

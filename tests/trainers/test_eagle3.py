@@ -47,12 +47,19 @@ def own_logits(model: Path, head: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["whole", "part", "default-layers", "normed-residual"])
+@pytest.mark.parametrize(
+    "kind", ["whole", "part", "default-layers", "nested-layers", "two-layers", "normed-residual"]
+)
 def test_the_head_drafts_as_vllms_module(tmp_path: Path, kind: str) -> None:
-    model, head = directories(tmp_path, draft_vocabulary=20 if kind == "part" else None, layers=8)
+    model, head = directories(
+        tmp_path, draft_vocabulary=20 if kind == "part" else None, layers=2 if kind == "two-layers" else 8
+    )
     config = json.loads((head / "config.json").read_text())
     if kind == "default-layers":
         del config["eagle_aux_hidden_state_layer_ids"]
+    if kind == "nested-layers":
+        ids = "eagle_aux_hidden_state_layer_ids"
+        config["eagle_config"] = {ids: [*config.pop(ids)[:2], 8]}
     config["norm_before_residual"] = kind == "normed-residual"
     (head / "config.json").write_text(json.dumps(config))
     theirs = torch.from_numpy(call(drafted, model, head, tmp_path / "rendezvous", TOKENS))

@@ -33,7 +33,9 @@ def drafted(model: Path, head: Path, scratch: Path, tokens: list[int]) -> Any:
         target = get_model(vllm_config=config)
         drafter = get_model(vllm_config=config, model_config=drafter_config)
         drafter.model.embed_tokens = target.model.embed_tokens  # as its proposer does
-        layers = getattr(drafter_config.hf_config, "eagle_aux_hidden_state_layer_ids", None)
+        ids, described = "eagle_aux_hidden_state_layer_ids", drafter_config.hf_config
+        nested = (getattr(described, "eagle_config", None) or {}).get(ids)
+        layers = getattr(described, ids, None) or nested
         target.set_aux_hidden_state_layers(layers or target.get_eagle3_default_aux_hidden_state_layers())
         _, hidden = target(torch.tensor(tokens), positions)
         fused = drafter.combine_hidden_states(torch.cat(hidden, dim=-1))
