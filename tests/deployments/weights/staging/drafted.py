@@ -29,7 +29,6 @@ from deployments.weights.staging.worker_reports import StagingState, from_wire, 
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.store.versions import DRAFTER, DRAFTER_DIRECTORY
 from tests.deployments.weights.staging.families import init_parallel_state, use_kernels
-from tests.deployments.weights.staging.memory_worker import chunks_of
 from tests.deployments.weights.staging.staged_models import device_staging_without_gpu
 from tests.tiny_models import SHARED, save_tiny_llama, save_tiny_mtp
 
@@ -125,6 +124,10 @@ class DraftedModels:
 
     @torch.no_grad()
     def stage(self, policy: str, head: str | None, *, half: bool = False) -> None:
+        # It imports vLLM's worker for CPUs, which replaces torch's streams and events: no engine on a GPU can
+        # run in such a process.
+        from tests.deployments.weights.staging.memory_worker import chunks_of
+
         tensors = list(load_file(self._policies[policy] / "model.safetensors").items())
         if head is not None:
             found = sorted(load_file(self._heads[head] / "model.safetensors").items())

@@ -20,7 +20,7 @@ from tests.deployments.weights.transports.transport_fleet import (
 )
 
 CHUNK_BYTES = 4096
-PATIENCE_S = 12.0
+PATIENCE_S = 30.0  # longer than any `timeout_of`
 
 
 def _parameters(names: list[str]) -> list[Any]:
