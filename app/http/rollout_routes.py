@@ -3,7 +3,7 @@
 import uuid
 from typing import Annotated, Any
 
-from fastapi import Query, Request, Response
+from fastapi import Path, Query, Request, Response
 
 from app.http.auth import Access, Guard
 from app.http.requests import ConsumeBody, RewardBody
@@ -23,6 +23,7 @@ from deployments.protocol.rollouts import (
 
 LIMIT_S = 90.0  # more than the controller waits for its disk
 MAX_GROUPS = 4096
+RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests")]
 
 
 async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, path: str) -> TurnId:
@@ -76,7 +77,7 @@ class RolloutRoutes:
         rollouts = await self._call("consume", body.lease, body.step)
         return ConsumedRollouts(step=body.step, rollouts=rollouts)
 
-    async def reward(self, rollout_id: str, body: RewardBody, request: Request) -> Status:
+    async def reward(self, rollout_id: RolloutId, body: RewardBody, request: Request) -> Status:
         """Reward a rollout, which then takes no more turns."""
         owner = request.app.state.guard.owner(request)
         reward: Reward
@@ -87,7 +88,7 @@ class RolloutRoutes:
         await self._call("reward", rollout_id, owner, reward, body.key)
         return Status(status="rewarded")
 
-    async def discard(self, rollout_id: str, request: Request) -> Status:
+    async def discard(self, rollout_id: RolloutId, request: Request) -> Status:
         """Discard a rollout: nobody learns from it. May be repeated."""
         await self._call("discard", rollout_id, request.app.state.guard.owner(request))
         return Status(status="discarded")

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -72,17 +73,19 @@ def test_every_route_is_captured_and_its_answer_shows_nothing_of_it(
         assert sequence["token_ids"] == answer.json()["choices"][0]["token_ids"]
 
 
-def _shape(answer: httpx.Response) -> object:
-    """The names in an answer, and whether each has a value; in a stream, of the kinds of its events."""
+def _shape(answer: httpx.Response) -> set[tuple[str, ...]]:
+    """The paths of names in an answer, or in a stream's events, which may have one token or several."""
     if answer.headers["content-type"].startswith("application/json"):
-        return _names(answer.json())
+        return set(_paths(answer.json()))
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-    return {json.dumps(_names(json.loads(each)), sort_keys=True) for each in events[:2]}
+    return {path for each in events for path in _paths(json.loads(each))}
 
 
-def _names(value: Any) -> Any:
+def _paths(value: Any) -> Iterator[tuple[str, ...]]:
     if isinstance(value, dict):
-        return {name: _names(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_names(each) for each in value[:1]]
-    return value is None
+        for name, each in value.items():
+            yield (name,)
+            yield from ((name, *path) for path in _paths(each))
+    elif isinstance(value, list):
+        for each in value:
+            yield from _paths(each)
