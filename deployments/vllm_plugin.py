@@ -6,7 +6,7 @@ installs the commit in engine cores, and what seeds need on a CPU.
 
 from deployments.host.parent_death import follow_owner
 from deployments.replica import cpu_seeds, engine_core
-from deployments.weights.staging import drafter
+from deployments.weights.staging import drafted_model
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 
 
@@ -15,7 +15,7 @@ def register() -> None:
     follow_owner()
     engine_core.install()
     cpu_seeds.install()
-    drafter.install()
+    drafted_model.install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
     for transport in TRANSPORTS.values():

@@ -20,7 +20,7 @@ from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
-from deployments.controller.rollouts import Rollouts
+from deployments.controller.rollout_calls import Rollouts
 from deployments.controller.store_keeper import ADAPTERS, AdapterKeeper, StoreKeeper, hold_claim
 from deployments.host import tracing
 from deployments.ledger.ledger import Ledger

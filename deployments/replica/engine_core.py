@@ -28,7 +28,7 @@ DRAIN = "slipstream_drain"
 RUNNING = "slipstream_running"
 END_DRAIN = "slipstream_end_drain"
 RESET_CACHES = "slipstream_reset_caches"
-PROOF = "slipstream-proof-"  # the ids of `replica.proof`'s requests begin so
+PROOF = "slipstream-proof-"  # the ids of `replica.scoring`'s requests begin so
 
 
 def install() -> None:

@@ -48,8 +48,8 @@ from deployments.protocol.poll import (
     Verify,
     WriteVersion,
 )
-from deployments.replica.proof import Proof
 from deployments.replica.replica_engine import ReplicaEngine
+from deployments.replica.scoring import Proof
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.wire.checkpoint_schema import join_reasons
 

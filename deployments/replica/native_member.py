@@ -42,8 +42,8 @@ from deployments.protocol.poll import (
     drain_of_round,
 )
 from deployments.replica.member import EngineMember
-from deployments.replica.proof import Proof
 from deployments.replica.replica_engine import ReplicaEngine
+from deployments.replica.scoring import Proof
 from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.staged_member import StagedMember
 from deployments.weights.staging.staged_update import compare

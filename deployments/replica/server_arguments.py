@@ -27,7 +27,7 @@ class EngineSpec:
         backend: the weight transfer backend, by its name in vLLM's registry.
         staging: device | host | none | automatic (device if this engine can, else host).
         staging_share: share of a GPU's time for staging while requests run, in (0, 1].
-        proof_sequences: scored with each version, see `replica.proof`; 0: none.
+        proof_sequences: scored with each version, see `replica.scoring`; 0: none.
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 

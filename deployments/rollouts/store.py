@@ -19,7 +19,7 @@ import msgspec
 
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
 from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, RolloutRequest
-from deployments.rollouts.ledger import KINDS, NewTurn, RolloutLedger, Turn
+from deployments.rollouts.rollout_ledger import KINDS, NewTurn, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
 NAME = "captured.sqlite"

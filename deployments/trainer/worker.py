@@ -29,7 +29,7 @@ from deployments.weights.store.owner import check_owner
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, read_tensors
 from deployments.weights.store.versions import DRAFTER_DIRECTORY, Store
 from deployments.weights.transports.weight_sender import gather_from_ranks
-from deployments.weights.wire.proof import proof_sequences
+from deployments.weights.wire.proof_sequences import proof_sequences
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy

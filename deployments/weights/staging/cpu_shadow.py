@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, Staging, Tensors, outer_columns, second_instance_config
 from deployments.weights.staging.cpu_exchange import Exchange
-from deployments.weights.staging.drafter import second_instance
+from deployments.weights.staging.drafted_model import second_instance
 from deployments.weights.store.versions import DRAFTER
 from deployments.weights.wire.chunk_layout import Chunk
 

@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from deployments.weights.staging.base import Staging, Tensors
-from deployments.weights.staging.drafter import PolicyAndDrafter, checkpoint_tensors
+from deployments.weights.staging.drafted_model import PolicyAndDrafter, checkpoint_tensors
 from deployments.weights.staging.load_plan import LoadPlans
 from deployments.weights.staging.model_state.derived import Derived
 from deployments.weights.staging.model_state.pairs import pair

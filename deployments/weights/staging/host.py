@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from deployments.weights.staging.base import Staging, Tensors
-from deployments.weights.staging.drafter import PolicyAndDrafter, checkpoint_tensors
+from deployments.weights.staging.drafted_model import PolicyAndDrafter, checkpoint_tensors
 from deployments.weights.store.versions import DRAFTER
 from deployments.weights.wire.chunk_layout import Chunk
 

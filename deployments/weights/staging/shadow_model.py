@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, second_instance_config
-from deployments.weights.staging.drafter import PolicyAndDrafter, second_instance
+from deployments.weights.staging.drafted_model import PolicyAndDrafter, second_instance
 from deployments.weights.staging.model_state.derived import Moving, classify, keep_constants
 from deployments.weights.staging.model_state.observation import changed_tensors, differing, observe
 from deployments.weights.staging.model_state.pairs import named_tensors

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 
 from deployments.protocol.poll import FilePart
-from deployments.weights.staging.drafter import PolicyAndDrafter
+from deployments.weights.staging.drafted_model import PolicyAndDrafter
 from deployments.weights.staging.host import load_with_drafter, reload_refusal, replacing_all
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import from_wire, to_wire

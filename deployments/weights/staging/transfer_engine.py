@@ -31,7 +31,7 @@ from vllm.logger import init_logger
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, FilePart, Outcome
 from deployments.weights.staging.base import Staging
-from deployments.weights.staging.drafter import PolicyAndDrafter, with_drafter
+from deployments.weights.staging.drafted_model import PolicyAndDrafter, with_drafter
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
 from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import JsonValue
 from ray.exceptions import ActorDiedError
 
-from deployments.controller.rollouts import Rollouts
+from deployments.controller.rollout_calls import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.ledger_config import SizeLimits
 from deployments.ledger.state import PendingCall

@@ -14,7 +14,7 @@ from app.http.ingress import build_app
 from app.http.rollout_routes import RolloutRoutes
 from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
-from deployments.controller.rollouts import Rollouts
+from deployments.controller.rollout_calls import Rollouts
 from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, TurnId
 from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router

@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from deployments.protocol.poll import Scores
-from deployments.replica.proof import Proof
 from deployments.replica.replica_engine import ReplicaEngine
+from deployments.replica.scoring import Proof
 from deployments.replica.server_arguments import EngineSpec
 from tests.tiny_models import save_tiny_llama
 

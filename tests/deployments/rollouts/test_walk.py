@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from deployments.protocol.errors import SlipstreamError
-from deployments.rollouts.ledger import NewTurn, Record, RolloutLedger, State
+from deployments.rollouts.rollout_ledger import NewTurn, Record, RolloutLedger, State
 from tests.deployments.rollouts.turns import LIMITS, request
 
 IDS = st.sampled_from(["a", "b", "c"])

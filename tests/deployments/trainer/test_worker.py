@@ -16,7 +16,7 @@ from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.owner import claim
 from deployments.weights.store.versions import Store
-from deployments.weights.wire.proof import proof_sequences
+from deployments.weights.wire.proof_sequences import proof_sequences
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, started
 from tests.deployments.trainer.trainer_specs import with_config

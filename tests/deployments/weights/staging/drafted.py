@@ -23,7 +23,7 @@ from deployments.replica.server_arguments import WORKER_EXTENSION
 from deployments.vllm_plugin import register
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
-from deployments.weights.staging.drafter import PolicyAndDrafter, install, with_drafter
+from deployments.weights.staging.drafted_model import PolicyAndDrafter, install, with_drafter
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint_files import Checkpoint, stated

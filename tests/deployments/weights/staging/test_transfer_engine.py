@@ -7,7 +7,7 @@ import torch
 from vllm.config import CompilationMode, VllmConfig
 
 from deployments.protocol.poll import Outcome
-from deployments.weights.staging.drafter import PolicyAndDrafter, with_drafter
+from deployments.weights.staging.drafted_model import PolicyAndDrafter, with_drafter
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.transfer_engine import make_staging
 from deployments.weights.store.versions import DRAFTER

@@ -22,7 +22,7 @@ from deployments.host.logs import serve_logger
 from deployments.protocol.poll import Scores
 from deployments.replica.engine_core import PROOF
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.weights.wire.proof import ProofSequence, proof_sequences
+from deployments.weights.wire.proof_sequences import ProofSequence, proof_sequences
 
 LIMIT_S = 60.0  # for all sequences
 

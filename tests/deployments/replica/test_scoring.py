@@ -10,9 +10,9 @@ import pytest
 from deployments.ledger.proof import deviations
 from deployments.protocol.engine_state import InFlight, Pause
 from deployments.protocol.poll import RunOperation, Scores
-from deployments.replica.proof import Proof
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.weights.wire.proof import LONG, SHORT, proof_sequences
+from deployments.replica.scoring import Proof
+from deployments.weights.wire.proof_sequences import LONG, SHORT, proof_sequences
 from tests.deployments.replica.fake_vllm import FakeEngine, FakeLlm, staged_member
 from tests.deployments.replica.faulty_engine import scores_with_faults
 from tests.forked import call

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
-from deployments.rollouts.ledger import NewTurn, RolloutLedger, State
+from deployments.rollouts.rollout_ledger import NewTurn, RolloutLedger, State
 from tests.deployments.rollouts.turns import LIMITS, request
 
 
