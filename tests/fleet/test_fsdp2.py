@@ -3,9 +3,11 @@ after the only replica, or a rank, has died.
 """
 
 import os
+import resource
 import signal
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 
 
 def _start(root: Path) -> AbstractContextManager[Fleet]:
-    """At first its store cannot be written: a file is where its directory would be."""
-    store = root / "state" / "store"
-    store.parent.mkdir()
-    store.touch()
     changes = {
         "engine": {"num_replicas": 1},
         "weights": {"chunk_bytes": 1 << 16},
@@ -48,38 +46,32 @@ def rank_ids() -> list[int]:
     return list(handle.process_ids.remote().result(timeout_s=30))
 
 
-@pytest.fixture
-def storing(sharded: Fleet) -> Fleet:
-    """The same fleet with a store that can be written."""
-    if sharded.store.is_file():
-        sharded.store.unlink()
-    return sharded
-
-
 def test_a_version_that_died_with_its_replicas_is_published_anew(sharded: Fleet, tmp_path: Path) -> None:
     """All replicas die before the store has the committed version: the trainer publishes what it has."""
     with sharded.client() as client:
-        version = train_and_publish(client)
-        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
-        expected = Reference(saved)(PROMPT, 24)
-        assert expected != Reference(sharded.checkpoint)(PROMPT, 24)
-        assert complete(client, max_tokens=24).token_ids == expected
-        assert f"version {version} is not in the store" in wait_for_problem(client)
-        before = members(client)
-        kill_a_replica(a_replica(sharded))
-        wait_for_another(client, before)
+        with full_disk(rank_ids()[0], longest_bytes=1 << 20):
+            version = train_and_publish(client)
+            published = complete(client, max_tokens=24).token_ids
+            assert f"version {version} is not in the store" in wait_for_problem(client)
+            before = members(client)
+            kill_a_replica(a_replica(sharded))
+            wait_for_another(client, before)
         answer = complete(client, max_tokens=24)
-        assert answer.token_ids == expected, "these weights were in no store and in no replica"
+        assert answer.token_ids == published, "these weights were in no store and in no replica"
         assert answer.version == version + 1
+        saved = Path(client.post("/train/save", json={"path": str(tmp_path / "saved")}).json()["path"])
+        assert published == Reference(saved)(PROMPT, 24) != Reference(sharded.checkpoint)(PROMPT, 24)
         last = client.get("/fleet/rounds").json()["rounds"][-1]
         assert last["label"] == f"version {version} was lost"
 
 
-def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(storing: Fleet) -> None:
-    with storing.client() as client:
-        version, before = storing.version(), complete(client, max_tokens=24).token_ids
+def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_served(sharded: Fleet) -> None:
+    with sharded.client() as client:
+        version = train_and_publish(client)
+        until(lambda: client.get("/fleet").json()["stored_version"] == version, 60, "the stored version")
+        before = complete(client, max_tokens=24).token_ids
         ranks = rank_ids()
-        with a_round_that_is_open(storing) as (answers, _):
+        with a_round_that_is_open(sharded) as (answers, _):
             os.kill(ranks[1], signal.SIGKILL)
         (answer,) = answers
         assert answer.status_code == 503, answer.text
@@ -89,6 +81,17 @@ def test_a_rank_that_dies_in_a_round_is_named_and_the_fleet_serves_what_it_serve
         wait_for_other_ranks(client, ranks)
         assert train_and_publish(client) == version + 1
         assert complete(client, max_tokens=24).version == version + 1
+
+
+@contextmanager
+def full_disk(pid: int, longest_bytes: int) -> Iterator[None]:
+    """No file of this process can become longer: a segment of a chunk is shorter, a version's file is not."""
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (longest_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
 
 
 def wait_for_other_ranks(client: httpx.Client, before: list[int], timeout_s: float = 120.0) -> None:

@@ -7,7 +7,7 @@ from examples.async_inflight import InflightOptions, scenario
 from tests.fleet.deployed import Fleet
 from tests.fleet.talk import ENGINE, ENVIRONMENT
 
-pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_requests_in_flight_continue_as_a_fresh_engine_would(fleet: Fleet) -> None:
