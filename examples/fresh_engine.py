@@ -3,15 +3,19 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
 
 MARK = "ANSWER "
+PATIENCE_S = 3.0  # an engine that is told to exit removes its names in /dev/shm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +50,41 @@ def fresh_answers(
         RuntimeError: the engine gave no answer; the text has the end of its stderr.
     """
     task = {"checkpoint": checkpoint, "prompts": prompts, "counts": counts, "at_once": at_once}
-    run = subprocess.run(
+    stdout, stderr = run_with_children(
         [sys.executable, "-m", __name__],
-        input=json.dumps(task | {"arguments": dict(arguments)}),
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        json.dumps(task | {"arguments": dict(arguments)}),
+        {**os.environ, **environment},
+        timeout_s,
     )
-    for line in run.stdout.splitlines():
+    for line in stdout.splitlines():
         if line.startswith(MARK):
             return _ANSWERS.validate_json(line.removeprefix(MARK))
-    raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {run.stderr[-3000:]}")
+    raise RuntimeError(f"an engine started from {checkpoint} gave no answer: {stderr[-3000:]}")
+
+
+def run_with_children(
+    command: Sequence[str], stdin: str, environment: Mapping[str, str], timeout_s: float
+) -> tuple[str, str]:
+    """What a program prints. Its processes end with it: vLLM's outlive one that is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True, start_new_session=True
+    ) as program:
+        try:
+            return program.communicate(stdin, timeout_s)
+        finally:
+            until = time.monotonic() + PATIENCE_S
+            with suppress(ProcessLookupError):  # all have ended, as is usual
+                os.killpg(program.pid, signal.SIGTERM)
+                while time.monotonic() < until:
+                    program.poll()
+                    os.killpg(program.pid, 0)
+                    time.sleep(0.05)
+                os.killpg(program.pid, signal.SIGKILL)
 
 
 async def answers_to(

@@ -30,8 +30,8 @@ MODEL = "marked"
 MARK = "SLIPSTREAM_CHAOS"
 START_S = 240.0
 STOP_S = 90.0
-# What CUDA, joblib and `multiprocessing` leave of killed processes: benchmarks/RESULTS.md, GPU tests.
-LIBRARY_PREFIXES = ("cuda.shm.", "sem.loky-", "sem.mp-")
+# CUDA and joblib leave names of killed processes: benchmarks/RESULTS.md, GPU tests.
+LIBRARY_PREFIXES = ("cuda.shm.", "sem.loky-")
 DISK_MIB = 128  # for decisions and versions of 1 MiB
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 # On a machine with GPUs a fleet, its trainer and the outside publisher share one.
