@@ -99,6 +99,8 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
                 link.kv_cache = KvCache(kv_cache)
                 found = await measure_under_load(arguments, engine, trainer, link, count)
                 _emit(mode, {"chunk_mb": chunk_mb, "share": share, **found})
+            if arguments.proof and mode == "ours":
+                _emit(mode, await measure_proof(engine, arguments.proof, count))
     if arguments.soak and mode == "ours":
         await soak(arguments, engine, trainer, link)
     trainer.stop()
@@ -153,6 +155,31 @@ async def measure_under_load(
         "rounds": rounds,
         "timeline": [round(t - times.begin, 5) for t in arrivals[0] if abs(t - times.begin) < 0.6],
     }
+
+
+async def measure_proof(engine: Any, sequences: int, count: int) -> dict[str, Any]:
+    """A proof of policy beside `count` streams: how long it takes, and the generation that it costs."""
+    from deployments.replica.scoring import Proof
+
+    arrivals: list[list[float]] = [[] for _ in range(count)]
+    load = asyncio.create_task(streams(engine, count, 3900, arrivals))
+    await asyncio.sleep(LEAD_S)
+    lasts, lost = [], []
+    for _ in range(5):
+        begin = time.perf_counter()
+        proof = Proof(engine, sequences)
+        proof.begin_if_due()
+        while proof.scores is None:
+            await asyncio.sleep(0.0005)
+        end = time.perf_counter()
+        await asyncio.sleep(SPACING_S)
+        around = tokens_between(arrivals, begin - 0.5, begin) + tokens_between(arrivals, end, end + 0.5)
+        lasts.append(round(1e3 * (end - begin), 1))
+        lost.append(round(1e3 * (end - begin - tokens_between(arrivals, begin, end) / around), 1))
+    load.cancel()
+    await asyncio.gather(load, return_exceptions=True)
+    await asyncio.sleep(0.3)
+    return {"streams": count, "proof_sequences": sequences, "proof_ms": lasts, "proof_lost_ms": lost}
 
 
 async def soak(arguments: argparse.Namespace, engine: Any, trainer: Any, link: Any) -> None:
@@ -241,6 +268,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, nargs="+", default=[1.0], help="ours; weights.staging_share")
     parser.add_argument("--soak", type=int, default=0, help="ours: this many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
+    parser.add_argument("--proof", type=int, default=0, help="ours; sequences of a proof of policy")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)
