@@ -32,7 +32,7 @@ from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol import errors
 from deployments.protocol.passed_routes import require_passed, route_path
-from deployments.protocol.rollouts import ID_HEADER
+from deployments.protocol.rollouts import GENERATING, ID_HEADER
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
 
@@ -193,7 +193,7 @@ class _PassedOn:
                 f"{path}: expected {expected}, got {scope['method'][:20]!r}", {"allow": route.allowed}
             )
         require_passed(scope["method"], path)
-        if self._controller is not None and scope["method"] == "POST":
+        if self._controller is not None and scope["method"] == "POST" and path in GENERATING:
             request = Request(scope)
             if ID_HEADER in request.headers:
                 scope["rollout"] = await begin_rollout(self._controller, self._guard, request, path)

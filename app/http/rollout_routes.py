@@ -59,6 +59,7 @@ class RolloutRoutes:
 
     async def lease(
         self,
+        request: Request,
         n: Annotated[int, Query(ge=1, le=MAX_GROUPS, description="at most so many groups")] = 1,
         max_staleness: Annotated[
             int | None, Query(ge=0, description="versions since the oldest token; none: any")
@@ -69,6 +70,7 @@ class RolloutRoutes:
         A lease that is not consumed in time expires, and its groups are leased again. `lease` is null if no
         group is ready.
         """
+        request.app.state.guard.refuse_other_pages(request)
         content: bytes = await self._call("lease", n, max_staleness)
         return Response(content, media_type="application/json")
 

@@ -69,7 +69,7 @@ class RolloutsConfig(Section):
     max_tokens: PositiveInt = 1 << 20
     """Tokens of one rollout, those of forks included; above that: 413."""
     max_gib: PositiveFloat = 16.0
-    """The size of `captured.sqlite` in `state_dir`; above that: 503."""
+    """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
     group_timeout_s: PositiveFloat = 3600.0
     """When a group closes without `x-rollout-deadline`, with the members that are rewarded by then."""
     lease_s: PositiveFloat = 600.0

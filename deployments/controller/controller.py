@@ -110,7 +110,7 @@ class Controller:
         try:
             self._keeper.claim()
             _check_model(self._ledger, model, Path(state_dir))
-            self._rollouts = Rollouts(Path(state_dir), rollouts)
+            self._rollouts = Rollouts(Path(state_dir), rollouts, self._ledger.state.fleet_id)
             _check_adapters(self._ledger, None if adapters is None else adapters.refusal, Path(state_dir))
         except JournalError:
             self._durable.release()

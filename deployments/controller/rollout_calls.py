@@ -1,8 +1,7 @@
 """The rollouts' store in a thread of its own: a slow disk delays neither decisions nor polls."""
 
 import asyncio
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,8 @@ CALLS = frozenset({"open", "append", "reward", "discard", "lease", "consume", "c
 class Rollouts:
     """Raises JournalError: the file cannot be used. `limits` None: no rollout is captured."""
 
-    def __init__(self, directory: Path, limits: RolloutLimits | None) -> None:
-        self._store = None if limits is None else RolloutStore(directory, limits)
+    def __init__(self, directory: Path, limits: RolloutLimits | None, fleet_id: str) -> None:
+        self._store = None if limits is None else RolloutStore(directory, limits, fleet_id)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
     async def call(self, name: str, current: Mapping[str, int], *arguments: Any) -> Any:
@@ -39,21 +38,18 @@ class Rollouts:
             )
         if name not in CALLS:
             raise InvalidRequest(f"rollouts: expected one of {sorted(CALLS)}, got {name!r}")
-        work = partial(getattr(self._store, name), *arguments)
         if name == "lease":
-            work = partial(_as_json, work, current)
+            arguments = (*arguments, current)
+        work = partial(getattr(self._store, name), *arguments)
         done = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             async with asyncio.timeout(DISK_S):
                 return await asyncio.shield(done)
         except TimeoutError:
+            done.cancel()  # unless it has begun: its caller will not have the answer
             raise FleetUnavailable(f"the disk of the rollouts has not answered for {DISK_S:g} s") from None
 
     async def aclose(self) -> None:
         if self._store is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
         self._thread.shutdown(wait=False)
-
-
-def _as_json(lease: Callable[[Mapping[str, int]], Any], current: Mapping[str, int]) -> bytes:
-    return json.dumps(lease(current)).encode()

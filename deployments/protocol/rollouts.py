@@ -14,8 +14,10 @@ CAPTURED = (  # paths
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     "/inference/v1/generate",
 )
+NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat")
+GENERATING = (*CAPTURED, *NOT_CAPTURED)  # on other routes, such as /tokenize, the headers mean nothing
 MAX_SIZE, MAX_DEADLINE_S = 1 << 16, 10**7
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}")  # clients resolve `.` and `..` in paths
 
 # One number; or for each turn one, or one for each of its sampled tokens.
 Reward = float | tuple[float | tuple[float, ...], ...]

@@ -42,6 +42,7 @@ class Capture:
     async def taken(
         self,
         stream: AsyncGenerator[Any, None],
+        prompt: Any,
         asked: Any,
         first_choice: int | None,
         adapter: Callable[[], str | None],
@@ -49,17 +50,18 @@ class Capture:
         """The same outputs as without capture; a turn is recorded before its last output passes.
 
         Args:
+            prompt: as the engine gets it. Outputs have a token id for each embedding or part of an image too.
             asked: the client's sampling parameters.
             first_choice: its number among the request's choices; None: beam search.
         """
+        if prompt["type"] != "token" or first_choice is None:
+            self.failure = InvalidRequest(
+                "x-rollout-id: expected a prompt of tokens alone, and no beam search: a trainer could not "
+                "learn from others"
+            )
+            raise self.failure
         answers: dict[int, _Answer] = {}
         async for output in stream:
-            if output.prompt_token_ids is None or first_choice is None:
-                self.failure = InvalidRequest(
-                    "x-rollout-id: expected a prompt with token ids, and no beam search: a trainer could not "
-                    "learn from others"
-                )
-                raise self.failure
             for completion in output.outputs:
                 answer = answers.setdefault(completion.index, _Answer())
                 answer.add(completion, is_delta=asked.output_kind.name == "DELTA")

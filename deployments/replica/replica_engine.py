@@ -124,7 +124,7 @@ class RecordingLLM(AsyncLLM):
             return stream
         first_choice = None if _BEAM.search(request_id) else recorder.open_call(sampling_params.n)
         if capture is not None:
-            stream = capture.taken(stream, sampling_params, first_choice, lambda: recorder.adapter)
+            stream = capture.taken(stream, prompt, sampling_params, first_choice, lambda: recorder.adapter)
         constrained = sampling_params.structured_outputs is not None
         return self._recorded(stream, recorder, first_choice, constrained)
 

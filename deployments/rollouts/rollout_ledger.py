@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
+MAX_LEASED = 1 << 22  # tokens: some 100 MB of JSON
 ALONE = "~"  # begins the group of a rollout without one; no id has it
 
 
@@ -312,8 +313,8 @@ class RolloutLedger:
     def lease(
         self, lease_id: str, most: int, max_staleness: int | None, current: Mapping[str, int], now: float
     ) -> tuple[Lease | None, int]:
-        """Lend up to `most` closed groups, the oldest first; None: there is none. Staler groups stay, and are
-        counted in the second result.
+        """Lend up to `most` closed groups, the oldest first, until they have `MAX_LEASED` tokens; None: there
+        is none. Staler groups stay, and are counted in the second result.
 
         Args:
             max_staleness: versions between the oldest token and the policy's current one; None: any.
@@ -321,14 +322,15 @@ class RolloutLedger:
         """
         self.tick(now)
         chosen: list[Group] = []
-        stale = 0
+        stale = tokens = 0
         for group in self._groups.values():
             if group.state is not State.REWARDED:
                 continue
             if max_staleness is not None and self._staleness(group, current) > max_staleness:
                 stale += 1
-            elif len(chosen) < most:
+            elif len(chosen) < most and tokens < MAX_LEASED:
                 chosen.append(group)
+                tokens += sum(rollout.tokens for rollout in self.rewarded(group.key))
         if not chosen:
             return None, stale
         for group in chosen:
@@ -441,8 +443,10 @@ class RolloutLedger:
         return [self._turns[f"{rollout.key}/{number}"] for number in range(rollout.turns)]
 
     def _staleness(self, group: Group, current: Mapping[str, int]) -> float:
+        """Infinite for an adapter that is gone, also if another one has its name and lower versions."""
         turns = (turn for rollout in self.rewarded(group.key) for turn in self._turns_of(rollout))
-        return max(current.get(turn.policy, math.inf) - turn.version for turn in turns)
+        behind = [current.get(turn.policy, math.inf) - turn.version for turn in turns]
+        return math.inf if min(behind) < 0 else max(behind)
 
     def _end(self, rollout: Rollout, state: State, reason: str) -> None:
         self._put(replace(rollout, state=state))

@@ -1,10 +1,12 @@
 """Rollouts on disk: the ledger's records and the turns' tokens, in a sqlite database beside the journal.
 
 Each call is one transaction, durable when it returns. If it cannot be written, the ledger is as before, and
-only this call fails. The journal's lock keeps other controllers away.
+only this call fails. `max_gib` bounds what agents add; the other calls, which empty a full file, may use
+`RESERVE_PAGES` beyond it. The journal's lock keeps other controllers away.
 """
 
 import json
+import math
 import sqlite3
 import time
 import uuid
@@ -13,27 +15,29 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
 from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, RolloutRequest
-from deployments.rollouts.rollout_ledger import KINDS, NewTurn, RolloutLedger, Turn
+from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
 NAME = "captured.sqlite"
-SCHEMA = 1
+SCHEMA = 2
 TABLES = f"""
 PRAGMA journal_mode=WAL;
-PRAGMA user_version={SCHEMA};
-CREATE TABLE IF NOT EXISTS records
-    (kind TEXT, key TEXT, record TEXT NOT NULL, PRIMARY KEY (kind, key));
-CREATE TABLE IF NOT EXISTS tokens
+BEGIN;
+CREATE TABLE fleet (fleet_id TEXT NOT NULL);
+CREATE TABLE records (kind TEXT, key TEXT, record TEXT NOT NULL, PRIMARY KEY (kind, key));
+CREATE TABLE tokens
     (turn TEXT PRIMARY KEY, prompt BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
      detail TEXT NOT NULL);
+PRAGMA user_version={SCHEMA};
+COMMIT;
 """
 
+RESERVE_PAGES = 1 << 14  # 64 MiB
 
 # Keeps the row's number: groups are leased in the order in which they began.
 PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
@@ -43,13 +47,18 @@ class RolloutStore:
     """The ledger of rollouts, on disk. Its methods are the ledger's; not for two threads at once.
 
     Raises:
-        JournalError: the file cannot be used.
+        JournalError: the file cannot be used, or is another fleet's.
     """
 
     def __init__(
-        self, directory: Path, limits: RolloutLimits, *, clock: Callable[[], float] = time.time
+        self,
+        directory: Path,
+        limits: RolloutLimits,
+        fleet_id: str,
+        *,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._clock = clock
+        self._clock = _steady_clock() if clock is None else clock
         self._path = directory / NAME
         self._ledger = RolloutLedger(limits)
         try:
@@ -59,9 +68,11 @@ class RolloutStore:
                 raise JournalError(
                     f"{self._path}: expected schema {SCHEMA}, found {schema}: move the file away"
                 )
-            self._db.executescript(TABLES)
+            if schema == 0:  # else nothing is written: the disk may be full
+                self._db.executescript(TABLES)
+            self._check_fleet(fleet_id)
             (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
-            self._db.execute(f"PRAGMA max_page_count={int(limits.max_gib * (1 << 30) / page_bytes)}")
+            self._max_pages = int(limits.max_gib * (1 << 30) / page_bytes)
             self._db.execute("PRAGMA synchronous=FULL")
             for kind, record in self._db.execute("SELECT kind, record FROM records ORDER BY rowid"):
                 self._ledger.load(msgspec.json.decode(record, type=KINDS[kind]))
@@ -71,13 +82,27 @@ class RolloutStore:
     def close(self) -> None:
         self._db.close()
 
+    def _check_fleet(self, fleet_id: str) -> None:
+        """Versions of two fleets have the same numbers."""
+        if (found := self._db.execute("SELECT fleet_id FROM fleet").fetchone()) is None:
+            self._db.execute("INSERT INTO fleet VALUES (?)", (fleet_id,))
+        elif found[0] != fleet_id:
+            raise JournalError(
+                f"{self._path} has rollouts of fleet {found[0]}, and this is fleet {fleet_id}: "
+                "move the file away"
+            )
+
     def open(self, request: RolloutRequest) -> None:
         """See `RolloutLedger.open`."""
-        with self._transaction():
+        with self._transaction(0):
             self._ledger.open(request, self._clock())
 
     def append(self, rollout_id: str, owner: str, captured: CapturedTurn) -> None:
         """Store a finished turn; see `RolloutLedger.append`."""
+        if not math.isfinite(sum(array("f", captured.logprobs))):
+            raise InvalidRequest(
+                "x-rollout-id: expected finite log-probabilities, the engine returned others"
+            )
         tokens = captured.prompt_token_ids + captured.token_ids
         policy, version = _policy(captured)
         new = NewTurn(
@@ -89,7 +114,7 @@ class RolloutStore:
             version=version,
             digest=lambda length: blake2b(memoryview(tokens)[: 4 * length], digest_size=16).hexdigest(),
         )
-        with self._transaction():
+        with self._transaction(0):
             added = self._ledger.append(rollout_id, owner, new)
             if added is not None:
                 _, turn = added
@@ -106,7 +131,7 @@ class RolloutStore:
 
     def reward(self, rollout_id: str, owner: str, reward: Reward, key: str | None) -> None:
         """See `RolloutLedger.reward`."""
-        with self._transaction():
+        with self._transaction(RESERVE_PAGES // 2):
             self._ledger.reward(rollout_id, owner, reward, key, self._clock())
 
     def discard(self, rollout_id: str, owner: str) -> None:
@@ -114,24 +139,22 @@ class RolloutStore:
         with self._transaction():
             self._ledger.discard(rollout_id, owner, self._clock())
 
-    def lease(self, most: int, max_staleness: int | None, current: Mapping[str, int]) -> dict[str, Any]:
+    def lease(self, most: int, max_staleness: int | None, current: Mapping[str, int]) -> bytes:
         """The JSON of a lease: its id (None: no group is ready), when it ends, and the groups' sequences."""
         with self._transaction():
             now = self._clock()
             lease, stale = self._ledger.lease(uuid.uuid4().hex, most, max_staleness, current, now)
-            if lease is None:
-                return {"lease": None, "lease_s": None, "stale_groups": stale, "groups": []}
             groups = [
                 {"group": group, "rollouts": [self._rollout(each) for each in self._ledger.rewarded(group)]}
-                for group in lease.groups
+                for group in (() if lease is None else lease.groups)
             ]
-        assert lease.due is not None
-        return {
-            "lease": lease.key,
-            "lease_s": round(lease.due - now, 3),
+        found = {
+            "lease": None if lease is None else lease.key,
+            "lease_s": None if lease is None or lease.due is None else round(lease.due - now, 3),
             "stale_groups": stale,
             "groups": groups,
         }
+        return msgspec.json.encode(found)
 
     def consume(self, lease_id: str, step: str) -> list[str]:
         """See `RolloutLedger.consume`."""
@@ -143,9 +166,11 @@ class RolloutStore:
         with self._transaction():
             return self._ledger.counts(self._clock())
 
-    def _rollout(self, rollout: Any) -> dict[str, Any]:
+    def _rollout(self, rollout: Rollout) -> msgspec.Raw:
+        """Its JSON, one at a time: encoding holds the interpreter's lock, and lists are larger than text."""
         turns = [self._turn(f"{rollout.key}/{number}") for number in range(rollout.turns)]
-        return {"id": rollout.key, "reward": rollout.reward, "sequences": sequences(turns)}
+        found = {"id": rollout.key, "reward": rollout.reward, "sequences": sequences(turns)}
+        return msgspec.Raw(msgspec.json.encode(found))
 
     def _turn(self, key: str) -> TurnTokens:
         record, *blobs, detail = self._db.execute(
@@ -160,9 +185,10 @@ class RolloutStore:
         )
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def _transaction(self, reserve_pages: int = RESERVE_PAGES) -> Iterator[None]:
         """Write what the ledger has changed, or undo it. Raises FleetUnavailable: it cannot be written."""
         try:
+            self._db.execute(f"PRAGMA max_page_count={self._max_pages + reserve_pages}")
             self._db.execute("BEGIN IMMEDIATE")
             yield
             changes = self._ledger.changes()
@@ -173,9 +199,9 @@ class RolloutStore:
             ]
             gone = [(kind, key) for (kind, key), record in changes.items() if record is None]
             turns = [(key,) for kind, key in gone if kind == Turn.KIND]
-            self._db.executemany(PUT, put)
             self._db.executemany("DELETE FROM records WHERE kind = ? AND key = ?", gone)
             self._db.executemany("DELETE FROM tokens WHERE turn = ?", turns)
+            self._db.executemany(PUT, put)
             self._db.execute("COMMIT")
             self._ledger.saved()
         except BaseException as error:  # also of the ledger
@@ -199,3 +225,9 @@ def _policy(captured: CapturedTurn) -> tuple[str, int]:
     if not captured.weight_versions:
         raise InvalidRequest("x-rollout-id: the engine named no weight version of this answer")
     return "", min(version for version, _, _ in captured.weight_versions)
+
+
+def _steady_clock() -> Callable[[], float]:
+    """Seconds since 1970. A step of the host's clock would end leases, or never end them."""
+    began = time.time() - time.monotonic()
+    return lambda: began + time.monotonic()

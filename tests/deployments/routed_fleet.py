@@ -138,7 +138,8 @@ class Engine:
         outputs = generated(asked["prompt"], [asked["answer"]], delta=streams)
         if recorder.capture is not None:
             sampling = sampling_params(delta=streams, logprobs=asked.get("logprobs"))
-            outputs = recorder.capture.taken(outputs, sampling, recorder.open_call(1), lambda: None)
+            prompt, choice = {"type": "token"}, recorder.open_call(1)
+            outputs = recorder.capture.taken(outputs, prompt, sampling, choice, lambda: None)
         if streams:
             return StreamingResponse(_events(outputs), media_type="text/event-stream")
         choices = [each async for output in outputs for each in _choices(output)]

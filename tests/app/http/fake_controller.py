@@ -266,7 +266,7 @@ class FakeController:
         raise NotFound(f"The lora adapter '{name}' cannot be found.")
 
     async def rollouts(self, name: str, *arguments: Any) -> Any:
-        return await Rollouts(Path(), None).call(name, {}, *arguments)  # off, as without the setting
+        return await Rollouts(Path(), None, "").call(name, {}, *arguments)  # off, as without the setting
 
     async def adapters(self) -> list[AdapterStatus]:
         return []

@@ -1,5 +1,6 @@
 """Rollouts from the ingress to the disk: real routes, router, fronts and store; only the engine is a fake."""
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ class Controller:
     """The controller's port, as far as rollouts."""
 
     def __init__(self, directory: Path, limits: RolloutLimits | None) -> None:
-        self.store = Rollouts(directory, limits)
+        self.store = Rollouts(directory, limits, "fleet")
         self.version = 7
         self.calls: list[str] = []
         self.attempts: list[int] = []
@@ -141,6 +142,22 @@ async def test_a_request_without_the_header_asks_the_controller_nothing(scene: S
     assert scene.controller.calls == []
 
 
+async def test_the_header_means_nothing_where_nothing_is_generated(scene: Scene) -> None:
+    """Agents send it with each of their requests."""
+    for path in ("/v1/messages/count_tokens", "/tokenize", "/v1/responses/resp_1/cancel"):
+        answer = await scene.client.post(path, json={}, headers={"x-rollout-id": "a", **OPERATOR})
+        assert "x-rollout-id" not in answer.text
+    assert scene.controller.calls == []
+
+
+async def test_a_page_of_another_site_leases_nothing(scene: Scene) -> None:
+    basic = {"authorization": "Basic " + base64.b64encode(f"x:{NAMES[0] * 8}".encode()).decode()}
+    for site, status in (("cross-site", 403), ("none", 200)):
+        headers = {"sec-fetch-site": site, **basic}
+        answer = await scene.client.get("/rollouts/groups", headers=headers)
+        assert answer.status_code == status
+
+
 async def test_nothing_is_opened_without_a_token(scene: Scene) -> None:
     for method, status in (("POST", 401), ("OPTIONS", 405)):
         answer = await scene.client.request(method, CHAT, headers={"x-rollout-id": "a"})
@@ -202,8 +219,10 @@ async def test_bad_input(scene: Scene) -> None:
     refused(await scene.chat("a", [1], [2], deadline="nan"), 400, "x-rollout-deadline must be a number")
     headers = [("x-rollout-id", "a"), ("x-rollout-id", "b"), *OPERATOR.items()]
     refused(await scene.client.post(CHAT, json={}, headers=headers), 400, "must come once")
+    refused(await scene.chat("..", [1], [2]), 400, "x-rollout-id: expected 1 to 128 letters")
     named = {"x-rollout-id": "a", **OPERATOR}
-    refused(await scene.client.post("/tokenize", json={}, headers=named), 400, "expected a request to one of")
+    batch = await scene.client.post(f"{CHAT}/batch", json={}, headers=named)
+    refused(batch, 400, "expected a request to one of")
     refused(await scene.post("a/reward", reward=1), 404, "'a' is unknown")
     refused(await scene.post("consume", lease="l", step="s"), 404, "lease 'l' is unknown or expired")
     assert (await scene.chat("a", [1], [2])).status_code == 200
@@ -218,8 +237,7 @@ async def test_bad_input(scene: Scene) -> None:
 async def test_on_a_full_disk_only_captured_requests_fail(scene: Scene) -> None:
     store: Any = scene.controller.store._store
     assert (await scene.chat("a", [1], [2])).status_code == 200
-    (pages,) = store._db.execute("PRAGMA page_count").fetchone()
-    store._db.execute(f"PRAGMA max_page_count={pages}")
+    (store._max_pages,) = store._db.execute("PRAGMA page_count").fetchone()
     prompt, answer = [1] * 900, [2] * 90
     refused(await scene.chat("a", prompt, answer), 503, "rollouts cannot be recorded")
     streamed = await scene.chat("a", prompt, answer, stream=True)
@@ -227,7 +245,7 @@ async def test_on_a_full_disk_only_captured_requests_fail(scene: Scene) -> None:
     assert error["type"] == "fleet_unavailable" and "rollouts cannot be recorded" in error["message"]
     plain = await scene.client.post(CHAT, json={"prompt": [1], "answer": [2]}, headers=OPERATOR)
     assert plain.status_code == 200
-    store._db.execute("PRAGMA max_page_count=99999")
+    store._max_pages = 99999
     assert (await scene.chat("a", prompt, answer[:80])).status_code == 200
 
 

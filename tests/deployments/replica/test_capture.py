@@ -36,9 +36,11 @@ async def outputs(capture: Capture, *, delta: bool, logprobs: int | None = None,
     asked = sampling_params(delta=delta, logprobs=logprobs, grammar=options.pop("grammar", None))
     assert capture.sampling(asked).logprobs is not None
     assert asked.logprobs == logprobs, "the route's own are as before"
-    first, prompt = options.pop("first", 0), options.pop("prompt", [1, 2])
-    stream = generated(prompt, [[3, 4], [5]], delta=delta)
-    return [each async for each in capture.taken(stream, asked, first, lambda: options.get("adapter"))]
+    first, prompt = options.pop("first", 0), {"type": options.pop("kind", "token")}
+    stream = generated([1, 2], [[3, 4], [5]], delta=delta)
+    return [
+        each async for each in capture.taken(stream, prompt, asked, first, lambda: options.get("adapter"))
+    ]
 
 
 @pytest.mark.parametrize("delta", [True, False])
@@ -63,7 +65,8 @@ async def test_the_client_gets_log_probabilities_only_if_it_asked(recorder: Reco
 
 async def test_a_turn_is_recorded_before_its_last_output_passes(recorder: Recorder) -> None:
     stream = generated([1], [[3, 4]], delta=True)
-    taken = Capture(TURN, recorder.append).taken(stream, sampling_params(delta=True), 0, lambda: None)
+    asked, prompt = sampling_params(delta=True), {"type": "token"}
+    taken = Capture(TURN, recorder.append).taken(stream, prompt, asked, 0, lambda: None)
     await anext(taken)
     assert recorder.turns == []
     last = await anext(taken)
@@ -78,7 +81,7 @@ async def test_what_cannot_be_recorded_fails(recorder: Recorder) -> None:
     assert capture.failure is not None and capture.failure.message == "the disk is full"
 
 
-@pytest.mark.parametrize("options", [{"first": None}, {"prompt": None}])
-async def test_beams_and_embeddings_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="token ids, and no beam search"):
+@pytest.mark.parametrize("options", [{"first": None}, {"kind": "embeds"}, {"kind": "multimodal"}])
+async def test_beams_embeddings_and_images_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="tokens alone, and no beam search"):
         await outputs(Capture(TURN, recorder.append), delta=False, **options)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
+from deployments.rollouts import rollout_ledger
 from deployments.rollouts.rollout_ledger import NewTurn, RolloutLedger, State
 from tests.deployments.rollouts.turns import LIMITS, request
 
@@ -195,14 +196,22 @@ def test_the_answer_of_the_last_attempt_is_kept() -> None:
 
 def test_staler_groups_are_left_and_counted() -> None:
     ledger = RolloutLedger(LIMITS)
-    for name, policy, version in (("a", "", 3), ("b", "", 5), ("c", "math", 1), ("d", "gone", 9)):
+    turns = (("a", "", 3), ("b", "", 5), ("c", "math", 1), ("d", "gone", 9), ("e", "math", 7))
+    for name, policy, version in turns:
         ledger.open(request(name), 0)
         ledger.append(name, "", new_turn(policy=policy, version=version))
         ledger.reward(name, "", 1.0, None, 0)
     lease, stale = ledger.lease("l", 9, 1, {"": 6, "math": 2}, 0)
-    assert lease is not None and lease.groups == ("~b", "~c") and stale == 2
+    assert lease is not None and lease.groups == ("~b", "~c") and stale == 3, "the other 'math' was unloaded"
     rest, stale = ledger.lease("m", 9, None, {"": 6}, 0)
-    assert rest is not None and rest.groups == ("~a", "~d") and stale == 0
+    assert rest is not None and rest.groups == ("~a", "~d", "~e") and stale == 0
+
+
+def test_a_lease_ends_where_it_has_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_ledger, "MAX_LEASED", 3)
+    ledger = played("a", "b", "c")
+    lease, _ = ledger.lease("l", 9, None, {}, 0)
+    assert lease is not None and lease.groups == ("~a", "~b"), "each has two tokens"
 
 
 def test_bounds() -> None:

@@ -1,15 +1,21 @@
 """Rollouts on disk: what a restart finds, and what a full disk refuses."""
 
+import json
+from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deployments.protocol.errors import Conflict, FleetUnavailable, JournalError, NotFound
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError
 from deployments.rollouts.store import NAME, RolloutStore
 from tests.deployments.rollouts.turns import LIMITS, captured, request
 from tests.full_disk import full_disk, longest_in
+
+FLEET = "f" * 32
 
 
 class Clock:
@@ -28,7 +34,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: Clock) -> Iterator[RolloutStore]:
-    made = RolloutStore(tmp_path, LIMITS, clock=clock)
+    made = RolloutStore(tmp_path, LIMITS, FLEET, clock=clock)
     yield made
     made.close()
 
@@ -36,7 +42,11 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[RolloutStore]:
 def again(store: RolloutStore, directory: Path, clock: Clock) -> RolloutStore:
     """The next process."""
     store.close()
-    return RolloutStore(directory, LIMITS, clock=clock)
+    return RolloutStore(directory, LIMITS, FLEET, clock=clock)
+
+
+def leased(store: RolloutStore, *arguments: Any) -> Any:
+    return json.loads(store.lease(*arguments))
 
 
 def played(store: RolloutStore, *rollouts: str) -> None:
@@ -49,7 +59,7 @@ def played(store: RolloutStore, *rollouts: str) -> None:
 
 def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
     played(store, "a")
-    taken = store.lease(4, None, {})
+    taken = leased(store, 4, None, {})
     ((rollout,),) = ([*group["rollouts"]] for group in taken["groups"])
     (sequence,) = rollout["sequences"]
     assert (rollout["id"], rollout["reward"]) == ("a", 0.5)
@@ -62,7 +72,7 @@ def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> No
 def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: Clock) -> None:
     played(store, "b", "a", "c")
     store.open(request("open", owner="ann", group="g", size=2))
-    first = store.lease(1, None, {})
+    first = leased(store, 1, None, {})
     assert first["groups"][0]["group"] == "~b", "the oldest one"
     store = again(store, tmp_path, clock)
     assert store.consume(first["lease"], "step") == ["b"]
@@ -70,7 +80,7 @@ def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: 
         store.open(request("open", owner="bob"))
     store = again(store, tmp_path, clock)
     assert store.consume(first["lease"], "step") == ["b"], "the call is repeated"
-    assert [each["group"] for each in store.lease(9, None, {})["groups"]] == ["~a", "~c"]
+    assert [each["group"] for each in leased(store, 9, None, {})["groups"]] == ["~a", "~c"]
     assert store.counts()[1] == {"consumed": 1}
     store.close()
 
@@ -84,7 +94,7 @@ def test_tokens_are_removed_with_their_rollout(store: RolloutStore, tmp_path: Pa
     store.open(request("a"))
     store.append("a", "", captured("k/0", [8], [9]))
     store.reward("a", "", 1.0, None)
-    (group,) = store.lease(1, None, {})["groups"]
+    (group,) = leased(store, 1, None, {})["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[9]]
     store.close()
 
@@ -95,7 +105,7 @@ def test_a_turn_of_a_later_attempt_replaces_the_tokens(store: RolloutStore) -> N
     store.append("a", "", captured("k/0", [1], [3], attempt=2))
     store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
     store.reward("a", "", 1.0, None)
-    (group,) = store.lease(1, None, {})["groups"]
+    (group,) = leased(store, 1, None, {})["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[3]]
 
 
@@ -110,23 +120,53 @@ def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStor
             store.append("a", "", captured(f"{turns}/0", [turns], [1]))
             turns += 1
     store.reward("a", "", (1.0,) * turns, None)
-    (group,) = store.lease(1, None, {})["groups"]
+    (group,) = leased(store, 1, None, {})["groups"]
     assert len(group["rollouts"][0]["sequences"]) == turns
 
 
-def test_the_setting_bounds_the_file(tmp_path: Path) -> None:
-    small = RolloutStore(tmp_path, replace(LIMITS, max_gib=1 / 1024, max_rollouts=9999, max_tokens=1 << 20))
-    with pytest.raises(FleetUnavailable, match="cannot be recorded"):
-        for number in range(9):
-            small.open(request(f"a{number}"))
-            small.append(f"a{number}", "", captured("k/0", range(50_000), [1]))
-    with pytest.raises(NotFound):
-        small.reward("a9", "", 1.0, None)
-    small.reward("a0", "", 1.0, None)
-    small.close()
+def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clock: Clock) -> None:
+    limits = replace(LIMITS, max_gib=1 / 1024, max_rollouts=9999, max_tokens=1 << 20)
+    with closing(RolloutStore(tmp_path, limits, FLEET, clock=clock)) as small:
+
+        def fill() -> list[str]:
+            names: list[str] = []
+            with pytest.raises(FleetUnavailable, match="cannot be recorded"):
+                while True:
+                    name = f"{clock.now:g}-{len(names)}"
+                    small.open(request(name))
+                    small.append(name, "", captured("k/0", range(3000), [1]))
+                    names.append(name)
+            return names
+
+        kept = fill()
+        for each in kept:
+            small.reward(each, "", 1.0, "key" * 30)
+        taken = leased(small, 9999, None, {})
+        assert small.consume(taken["lease"], "step" * 30) == kept
+        clock.now += limits.group_timeout_s + limits.keep_s
+        assert len(fill()) >= len(kept)
+
+
+def test_a_restart_writes_nothing_to_a_full_disk(tmp_path: Path, store: RolloutStore, clock: Clock) -> None:
+    played(store, "a")
+    with full_disk(longest_in(tmp_path)):
+        store = again(store, tmp_path, clock)
+    assert leased(store, 1, None, {})["lease"]
+    store.close()
+
+
+def test_what_is_not_finite_is_not_recorded(store: RolloutStore) -> None:
+    store.open(request("a"))
+    broken = replace(captured("k/0", [1], [2, 3]), logprobs=array("f", [-1.0, float("nan")]).tobytes())
+    with pytest.raises(InvalidRequest, match="expected finite log-probabilities"):
+        store.append("a", "", broken)
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("no database, but long enough to be read as one" * 99)
     with pytest.raises(JournalError, match="expected a file of rollouts"):
-        RolloutStore(tmp_path, LIMITS)
+        RolloutStore(tmp_path, LIMITS, FLEET)
+    (tmp_path / NAME).unlink()
+    RolloutStore(tmp_path, LIMITS, FLEET).close()
+    with pytest.raises(JournalError, match=f"rollouts of fleet {FLEET}, and this is fleet other"):
+        RolloutStore(tmp_path, LIMITS, "other")
