@@ -67,8 +67,7 @@ class Eagle3Layer(nn.Module):
             attention_mask=mask,
         )
         hidden = attended + (normed if self._normed_residual else hidden)
-        made: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return made
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Head(nn.Module):
@@ -105,8 +104,7 @@ class Eagle3Head(nn.Module):
         """What `lm_head` reads, [R, L, H]. `embeddings` and `fused`, `fc` of hidden states, are [R, L, H],
         `positions` int64 [R, L]; the mask is as for a model of transformers."""
         rotations = self._rotations(fused, position_ids=positions)
-        made: torch.Tensor = self.norm(self.midlayer(embeddings, fused, rotations, mask))
-        return made
+        return self.norm(self.midlayer(embeddings, fused, rotations, mask))
 
     def token_ids(self) -> torch.Tensor:
         """The model's tokens, int64 [draft vocabulary]."""

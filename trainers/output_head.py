@@ -134,8 +134,7 @@ def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) ->
 
         def choose(hidden: torch.Tensor) -> torch.Tensor:
             chosen.append(True)
-            made: torch.Tensor = forward(hidden.flatten(0, 1)[positions][None])
-            return made
+            return forward(hidden.flatten(0, 1)[positions][None])
 
         with _replaced(head, choose):
             logits = model(**inputs, use_cache=False).logits
@@ -196,8 +195,7 @@ class LogitMath:
     entropies: _Function
 
     def chosen(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = _Chosen.apply(logits, targets, self)
-        return made
+        return _Chosen.apply(logits, targets, self)
 
 
 class _Chosen(torch.autograd.Function):

@@ -175,8 +175,7 @@ class ParameterSource:
     def _state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
         if self._adapter is not None:
             return self._adapter.base_state(keep_vars=keep_vars)
-        state: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=keep_vars)
-        return state
+        return self._model.state_dict(keep_vars=keep_vars)
 
     def _whole(self, name: str, tensor: torch.Tensor, layer: _Layer) -> torch.Tensor:
         delta = None if self._adapter is None else self._adapter.delta(name)

@@ -133,8 +133,7 @@ class LocalCluster:
     def details(self) -> dict[str, Any]:
         """Serve's REST status. Raises httpx.HTTPError."""
         answer = self._client.get(APPLICATIONS)
-        details: dict[str, Any] = answer.raise_for_status().json()
-        return details
+        return answer.raise_for_status().json()
 
     def undeploy(self, timeout_s: float) -> None:
         """Shut replicas down gracefully; `stop` kills what remains."""

@@ -200,8 +200,7 @@ def listening_host() -> str | None:
     http, location = ray.get(questions, timeout=SERVE_TIMEOUT_S)
     if ProxyLocation.Disabled in (location, http.location):
         return None
-    host: str | None = http.host
-    return host
+    return http.host
 
 
 async def require_guarded(*, has_token: bool) -> None:

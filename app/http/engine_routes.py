@@ -120,5 +120,4 @@ class EngineRoutes:
         return responses.Success(success=all(answers.values()))
 
     async def _call(self, operation: engine_state.Operation) -> Mapping[str, JsonValue]:
-        answers: Mapping[str, JsonValue] = await self._controller.call.remote(operation)
-        return answers
+        return await self._controller.call.remote(operation)

@@ -73,8 +73,7 @@ class FleetRoutes:
 
     async def fleet(self) -> responses.FleetStatus:
         """Members, their states and versions, the open round."""
-        status: responses.FleetStatus = await self._controller.fleet.remote()
-        return status
+        return await self._controller.fleet.remote()
 
     async def rounds(
         self, after: Annotated[int, Query(ge=0, description="only rounds with a greater id")] = 0
@@ -117,8 +116,7 @@ class FleetRoutes:
             if self._trainer is None:
                 path: str = await self._controller.rollback_source.remote(body.version)
                 return await self._directories.publish(path, f"rollback to {body.version}")
-            report: RoundReport = await self._trainer.rollback.remote(body.version)
-            return report
+            return await self._trainer.rollback.remote(body.version)
         except RoundAborted as error:
             raise type(error)(
                 f"the fleet is not rolled back to version {body.version}: {error.message}; roll back again",
@@ -128,8 +126,7 @@ class FleetRoutes:
     async def scale(self, body: ScaleBody) -> responses.SizeStatus:
         """Set the number of replicas, or follow the load. Returns before they have started."""
         wanted = None if body.replicas == "auto" else body.replicas
-        size: responses.SizeStatus = await self._controller.scale.remote(wanted)
-        return size
+        return await self._controller.scale.remote(wanted)
 
     async def liveness(self) -> responses.Status:
         """200 while the controller responds, even if no replica serves."""

@@ -66,8 +66,7 @@ class GuardedRoute(APIRoute):
     def body_fields(self) -> Mapping[str, FieldInfo]:
         assert self.body_field is not None
         model: Any = self.body_field.field_info.annotation
-        fields: Mapping[str, FieldInfo] = model.model_fields
-        return fields
+        return model.model_fields
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

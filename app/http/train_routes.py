@@ -34,35 +34,28 @@ class TrainRoutes:
 
         The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
         """
-        metrics: responses.StepMetrics = await self._handle().step.remote(body.trajectories, body.settings)
-        return metrics
+        return await self._handle().step.remote(body.trajectories, body.settings)
 
     async def publish(self, body: PublishBody) -> RoundReport | responses.AdapterReport:
         """Publish the trainer's weights; returns the round's report.
 
         For an adapter this is the next version of its name; the response has name and version.
         """
-        report: RoundReport | responses.AdapterReport = await self._handle().publish.remote(
-            body.label, body.step, body.after
-        )
-        return report
+        return await self._handle().publish.remote(body.label, body.step, body.after)
 
     async def save(self, body: SaveBody) -> responses.SavedCheckpoint:
         """Write a Hugging Face checkpoint, or an adapter's files as peft does."""
-        saved: responses.SavedCheckpoint = await self._handle().save.remote(body.path)
-        return saved
+        return await self._handle().save.remote(body.path)
 
     async def status(self) -> responses.TrainerStatus:
         """Optimizer steps done, the last published version, and the current activity."""
-        status: responses.TrainerStatus = await self._handle().status.remote()
-        return status
+        return await self._handle().status.remote()
 
     async def steps(
         self, after: Annotated[float, Query(ge=0, description="only what was entered after this time")] = 0.0
     ) -> responses.StepLog:
         """The trainer's steps and those that jobs reported, since the trainer started."""
-        log: responses.StepLog = await self._handle().steps.remote(after)
-        return log
+        return await self._handle().steps.remote(after)
 
     async def report(self, body: ReportBody) -> responses.Status:
         """A job's step, for the page: figures and some rollouts."""

@@ -199,8 +199,7 @@ class CallHandle:
         method = self._where.options(method_name="call_address")
         try:
             async with method.choose_replica() as chosen:
-                found: CallAddress = await method.dispatch(chosen)
-                return found
+                return await method.dispatch(chosen)
         except asyncio.CancelledError as error:
             caller = asyncio.current_task()
             if caller is None or caller.cancelling():

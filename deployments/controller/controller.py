@@ -184,8 +184,7 @@ class Controller:
         """Verify and commit; returns when every participant has swapped. May be repeated."""
         async with self._durable.answer():
             call = self._ledger.close_round(token, round_id, label, self._durable.now())
-            report: RoundReport = await self._durable.result(call)
-            return report
+            return await self._durable.result(call)
 
     async def abort_round(self, token: int, round_id: int, reason: str) -> None:
         """The fleet keeps serving the old version."""
@@ -218,8 +217,7 @@ class Controller:
                 self._ledger.fail_adapter(adapter, failure, now())
                 if call is None or failure is not error:
                     raise
-            live: Adapter = await self._durable.result(call)
-            return live
+            return await self._durable.result(call)
 
     async def unload_adapter(self, name: str) -> None:
         """No new request can use it on any replica; see `Ledger.unload_adapter`."""

@@ -125,8 +125,7 @@ def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
     from vllm.v1.engine.core import EngineCore
 
     request.cache_salt = _salt(core._weight_version, request.cache_salt or "")
-    prepared: tuple[Any, int] = EngineCore.preprocess_add_request(core, request)
-    return prepared
+    return EngineCore.preprocess_add_request(core, request)
 
 
 def add_request(core: Any, request: Any, request_wave: int = 0) -> None:

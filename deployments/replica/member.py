@@ -79,8 +79,7 @@ async def carry_out(engine: ReplicaEngine, operation: Operation) -> JsonValue:
         case AbortRequests():
             return await _abort_requests(engine, operation)
         case WeightChecksums():
-            checksums: list[JsonValue] = [dict(each) for each in await engine.llm.compute_weight_checksums()]
-            return checksums
+            return [dict(each) for each in await engine.llm.compute_weight_checksums()]
         case Disconnect():
             await engine.workers("shutdown_weight_transfer_engine")
     return None

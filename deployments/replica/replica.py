@@ -207,10 +207,7 @@ class Replica:
             disown_engine()
 
     async def _join(self, unloadable: Unloadable | None) -> JoinAnswer:
-        answer: JoinAnswer = await self._controller.join.remote(
-            self._replica_id, self._incarnation, unloadable
-        )
-        return answer
+        return await self._controller.join.remote(self._replica_id, self._incarnation, unloadable)
 
     async def _until_admitted(self) -> None:
         while not self._member.admitted:

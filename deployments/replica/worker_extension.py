@@ -56,8 +56,7 @@ def _reads(manager: Any) -> dict[int, "Future[Any]"]:
     if _READ not in manager.__dict__:
         setattr(manager, _READ, {})
         manager._load_adapter = partial(_load_adapter, manager, manager._load_adapter)
-    reads: dict[int, Future[Any]] = getattr(manager, _READ)
-    return reads
+    return getattr(manager, _READ)
 
 
 def _read(read: "Future[Any]", load: Any) -> None:

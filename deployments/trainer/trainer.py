@@ -386,8 +386,7 @@ class Trainer:
         async def work() -> tuple[float, ...] | None:
             if (self._rounds.version, self._step) != (version, step):
                 return None
-            scores: tuple[float, ...] = await self._group.call("score", timeout_s=self._step_timeout_s)
-            return scores
+            return await self._group.call("score", timeout_s=self._step_timeout_s)
 
         try:
             values = await self._queue.run("score", work)

@@ -87,8 +87,7 @@ class NamedAdapters(dict[str, LoRARequest]):
             recorder.adapter = found.lora_name
             self._uses.begin(found.lora_int_id)
             recorder.at_end(lambda: self._uses.end(found.lora_int_id))
-        looked_up: LoRARequest = recorder.looked_up[name]
-        return looked_up
+        return recorder.looked_up[name]
 
 
 def lora_request(adapter: Adapter, name: str | None = None) -> LoRARequest:

@@ -39,14 +39,12 @@ _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind
 
 
 def to_wire(report: Any) -> dict[str, Any]:
-    encoded: dict[str, Any] = _ADAPTERS[type(report)].dump_python(report, mode="json")
-    return encoded
+    return _ADAPTERS[type(report)].dump_python(report, mode="json")
 
 
 def from_wire(kind: type[T], encoded: Any) -> T:
     """Raises ValueError if it is not a report of this kind."""
-    report: T = _ADAPTERS[kind].validate_python(encoded)
-    return report
+    return _ADAPTERS[kind].validate_python(encoded)
 
 
 SLOT_BYTES = 16384
@@ -91,8 +89,7 @@ class ProgressPage:
         encoded = bytes(self._bytes[start : start + self._words[word + 1]])
         if sequence % 2 or sequence != self._words[word] or not encoded:
             return None
-        state: StagingState = _ADAPTERS[StagingState].validate_json(encoded)
-        return state
+        return _ADAPTERS[StagingState].validate_json(encoded)
 
     def _slot(self, index: int) -> tuple[int, int]:
         offset = index * SLOT_BYTES

@@ -70,8 +70,7 @@ def commit_of(model: str, revision: str | None = None, *, preferred: str | None 
 
     if preferred is not None and (not constants.HF_HUB_OFFLINE or cached(model, preferred).is_dir()):
         return preferred
-    commit: str | None = getattr(resolve_revision(model, revision), "resolved", None)
-    return commit
+    return getattr(resolve_revision(model, revision), "resolved", None)
 
 
 def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | None:

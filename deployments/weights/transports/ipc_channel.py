@@ -114,8 +114,7 @@ _CHANNELS: TypeAdapter[dict[str, Channel]] = TypeAdapter(dict[str, Channel])
 
 
 def encode_channels(channels: Mapping[str, Channel]) -> JsonValue:
-    encoded: JsonValue = _CHANNELS.dump_python(dict(channels), mode="json")
-    return encoded
+    return _CHANNELS.dump_python(dict(channels), mode="json")
 
 
 def parse_channels(encoded: object) -> dict[str, Channel]:
