@@ -25,7 +25,7 @@ from app.jobs import grpo, metrics
 from app.jobs.options import JobOptions
 from app.jobs.training import Training
 from benchmarks.servers import running
-from trainers.settings import AdvantageEstimator
+from trainers.estimators import AdvantageEstimator
 
 PORT = 8451
 NO_LEARNING = 1e-30  # changes no weight in float32; 0 is refused

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from trainers.settings import AdvantageEstimator
+from trainers.estimators import AdvantageEstimator
 
 
 def group_normalised(rewards: torch.Tensor) -> torch.Tensor:

@@ -19,14 +19,6 @@ from pydantic import (
 )
 
 
-class AdvantageEstimator(StrEnum):
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
-    REINFORCE_PP = "reinforce_pp"
-    REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
-
-
 class Aggregation(StrEnum):
     """The weight of a token in the loss of a batch.
 

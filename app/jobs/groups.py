@@ -10,7 +10,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from trainers.advantages import OF_BATCHES, batch_advantages, has_signal
-from trainers.settings import AdvantageEstimator
+from trainers.estimators import AdvantageEstimator
 from trainers.trajectory import Trajectory
 
 

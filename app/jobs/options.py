@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.client.program_options import LOCAL_URL, Url, json_object
-from trainers.settings import AdvantageEstimator, StepSettings
+from trainers.estimators import AdvantageEstimator
+
+if TYPE_CHECKING:
+    from trainers.settings import StepSettings
 
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 
@@ -196,7 +199,9 @@ class JobOptions:
             raise ValueError("--loss-settings needs --loss")
         self.step_settings()
 
-    def step_settings(self) -> StepSettings:
+    def step_settings(self) -> "StepSettings":
+        from trainers.settings import StepSettings  # pydantic is slow to import
+
         given = {
             "learning_rate": self.learning_rate,
             "updates_per_step": self.updates_per_step,

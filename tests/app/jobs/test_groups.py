@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from app.client.completions import Answer
 from app.jobs.groups import Group, GroupQueue, Rollout, trajectories
-from trainers.settings import AdvantageEstimator
+from trainers.estimators import AdvantageEstimator
 from trainers.trajectory import VersionSpan, problems
 
 
