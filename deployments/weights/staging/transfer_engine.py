@@ -200,8 +200,13 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update = self._update
         assert update is not None
         if update.state.outcome is Outcome.DONE and not update.state.digest:
-            self._thread.run(update.run, partial(self._finalize, update), limit_s=VERIFY_S)
+            self._thread.run(self._finalize_if_due, update, limit_s=VERIFY_S)
         return update.state
+
+    def _finalize_if_due(self, update: StagedUpdate) -> None:
+        # The last payload, which was staged before this runs, may have finalized or failed.
+        if update.state.outcome is Outcome.DONE and not update.state.digest:
+            update.run(partial(self._finalize, update))
 
     def drop(self) -> None:
         """Not `abort` after reading a file: it may close the connection."""

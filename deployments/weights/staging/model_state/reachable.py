@@ -114,8 +114,9 @@ _LEAVES = (
     logging.Logger,
     threading.Thread,
 )
-# No forward pass reads these: torch.compile's own numbering, and what fills a parameter.
-_NOT_COMPUTED_WITH = ("_torchdynamo", "weight_loader")
+# No forward pass reads these: torch.compile's own numbering, what fills a parameter, and the mark that vLLM's
+# GPU runner sets on a drafter's attention after it was loaded, which a second instance lacks.
+_NOT_COMPUTED_WITH = ("_torchdynamo", "weight_loader", "is_draft_layer")
 # Objects that hold nothing from a checkpoint; vLLM's configurations refer to the layers of every model.
 _OTHER = (
     "vllm.config",

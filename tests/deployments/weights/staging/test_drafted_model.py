@@ -42,7 +42,7 @@ def test_an_engine_on_a_gpu_drafts_with_what_was_published(method: str, graphs: 
     arguments = {
         "enforce_eager": not graphs,
         "gpu_memory_utilization": 0.1,
-        "weight_transfer_config": {"backend": "nccl"},
+        "weight_transfer_config": {"backend": "slipstream_ipc"},
     }
     found = call(speculate, tmp_path, "device", method, arguments, timeout_s=380.0, **ENVIRONMENT)
     check(found, "DeviceStaging", method)

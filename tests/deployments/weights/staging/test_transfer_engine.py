@@ -1,6 +1,9 @@
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,11 +15,13 @@ from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.transfer_engine import make_staging
 from deployments.weights.store.versions import DRAFTER
 from deployments.weights.wire.checkpoint_schema import TensorSpec
+from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.staging.memory_worker import (
     MemoryWorker,
     Model,
+    chunks_of,
     receive,
     verify,
     weights,
@@ -78,6 +83,27 @@ def test_a_replica_without_hub_files_takes_the_schema_of_its_stored_version(
     worker = MemoryWorker("org/tiny", loaded=write_checkpoint(tmp_path / "v00000001"))
     receive(worker, weights(2.0)[:1])
     assert verify(worker).message.startswith("'b' is missing")
+    worker.engine.shutdown()
+
+
+def test_verifying_while_the_last_payload_is_staged_finalizes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = MemoryWorker(write_checkpoint(tmp_path / "model"))
+    asked, thread, staging = threading.Event(), worker.engine._thread, worker.engine.staging
+    run = Mock(side_effect=lambda *work, **limit: (asked.set(), type(thread).run(thread, *work, **limit)))
+    monkeypatch.setattr(thread, "run", run)
+    finalize = Mock(wraps=staging.finalize)
+    monkeypatch.setattr(staging, "finalize", finalize)
+
+    def slow() -> Iterator[ReceivedChunk]:
+        assert asked.wait(20.0)
+        yield from chunks_of(weights(2.0))
+
+    worker.engine.payloads["p"] = slow
+    worker.staging_receive({"payload": "p"}, share=1.0, begins=True, retain_version=None)
+    assert verify(worker).outcome is Outcome.DONE and run.called
+    finalize.assert_called_once()
     worker.engine.shutdown()
 
 

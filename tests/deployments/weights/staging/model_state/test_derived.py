@@ -175,6 +175,14 @@ def test_state_independent_of_weights_is_constant() -> None:
     live.layers[0].kv_cache = torch.zeros(5)  # allocated later: nobody asks about it
 
 
+def test_a_mark_that_vllm_sets_after_loading_does_not_follow_the_weights() -> None:
+    live, shadow = Model(as_attribute, 1), Model(as_attribute, 2)
+    live.layers[0].is_draft_layer = True
+    first = observe(shadow)
+    shadow.load(3)
+    assert classify(observe(live), first, observe(shadow)).numbers == ()
+
+
 def test_constants_survive_sleep_level_2() -> None:
     def hide(layer: Any, weight: torch.Tensor) -> None:
         if not hasattr(layer, "constant"):  # made once: what a load makes anew counts as derived
