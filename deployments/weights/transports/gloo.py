@@ -1,16 +1,22 @@
-"""Transport `gloo`: hosts without a common GPU fabric. A packed broadcast over a stateless Gloo group."""
+"""Transport `gloo`: hosts without a common GPU fabric.
 
-import ipaddress
+    publisher ─► rank ─► rank ─► rank       each link a Gloo group of two
+
+A broadcast goes along a chain, in pieces that each rank passes on while the next one arrives. So the
+publisher's link carries each byte once, whatever the number of replicas; Gloo's own broadcast is a tree, in
+which it carries them log2(ranks) times. Ranks of one host are neighbours in the chain.
+"""
+
 import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Work
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
@@ -22,6 +28,8 @@ from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
 
 ABORTED = "the transfer group was aborted"
+PIECE_BYTES = 1 << 20  # the last rank of a chain is behind the first by one for each link between them
+_DISCARD = 9  # a port
 _SLICE_S = 0.02  # waits are sliced, so that another thread's abort ends them
 
 
@@ -33,17 +41,17 @@ class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
 
 
 class GlooGroup:
-    """A Gloo group whose waits can be aborted: ProcessGroupGloo's `abort` does nothing."""
+    """A chain of Gloo groups whose waits can be aborted: ProcessGroupGloo's `abort` does nothing."""
 
     is_async: ClassVar[bool] = False
 
     def __init__(self, info: RendezvousInfo, rank: int, check: Check) -> None:
-        store, _ = rendezvous(info, rank, check)
+        store, addresses = rendezvous(info, rank, check, payload=own_address(info.master_address))
         self._roll_call = RollCall(store, rank, info.world_size)
         self._started = 0
         self._blocks: dict[int, torch.Tensor] = {}
         try:
-            self._group: ProcessGroupGloo | None = create_process_group(store, info, rank)
+            self._links: _Links | None = _Links.made(store, info, chain(addresses), rank)
         except RuntimeError as error:  # torch has no finer class
             raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
@@ -66,30 +74,66 @@ class GlooGroup:
         self._blocks = {}
 
     def broadcast(self, block: torch.Tensor, check: Check = lambda: None) -> None:
-        group = self._group
-        if group is None:
+        links = self._links
+        if links is None:
             raise TransferFailed(ABORTED)
         self._started += 1
-        work = group.broadcast([block], _from_rank_0())
+        works: list[Work] = []
         try:
-            while not _wait_slice(work):
-                check()
-                if self._group is None:
-                    raise TransferFailed(ABORTED)
-                if self._roll_call.is_called():
-                    raise TransferFailed("the transfer group failed: at another member first")
-        except BaseException as error:  # the group must outlive its broadcast
-            if not work.is_completed():
+            for piece in block.split(PIECE_BYTES):
+                if links.before is not None:
+                    works.append(links.before.broadcast([piece], _from_rank_0()))
+                    self._wait(works[-1], check)
+                if links.after is not None:
+                    works.append(links.after.broadcast([piece], _from_rank_0()))
+            for work in works:
+                self._wait(work, check)
+        except BaseException as error:  # the groups must outlive their broadcasts
+            if not all(work.is_completed() for work in works):
                 threading.Thread(
-                    target=_wait_abandoned, args=(group, work), name="gloo-abandoned", daemon=True
+                    target=_wait_abandoned, args=(links, works), name="gloo-abandoned", daemon=True
                 ).start()
-            if isinstance(error, TransferFailed) and self._group is not None:
+            if isinstance(error, TransferFailed) and self._links is not None:
                 raise TransferFailed(str(error), self._roll_call.missing(self._started, check)) from error
             raise
         self._roll_call.finished(self._started)
 
+    def _wait(self, work: Work, check: Check) -> None:
+        while not _wait_slice(work):
+            check()
+            if self._links is None:
+                raise TransferFailed(ABORTED)
+            if self._roll_call.is_called():
+                raise TransferFailed("the transfer group failed: at another member first")
+
     def abort(self) -> None:
-        self._group = None
+        self._links = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """One rank's: to the ranks before and after it in the chain, None at its ends."""
+
+    before: ProcessGroupGloo | None
+    after: ProcessGroupGloo | None
+
+    @classmethod
+    def made(cls, store: Store, info: RendezvousInfo, ranks: Sequence[int], rank: int) -> Self:
+        """Wait for both neighbours, the one before first. Raises RuntimeError."""
+        place = ranks.index(rank)
+
+        def link(number: int, end: int) -> ProcessGroupGloo:
+            return create_process_group(PrefixStore(f"link/{number}", store), info, end, size=2)
+
+        return cls(
+            before=link(place, 1) if place > 0 else None,
+            after=link(place + 1, 0) if place + 1 < len(ranks) else None,
+        )
+
+
+def chain(addresses: Sequence[str]) -> list[int]:
+    """The ranks in the order in which bytes pass them: those of one address together, the publisher first."""
+    return sorted(range(len(addresses)), key=lambda rank: (addresses.index(addresses[rank]), rank))
 
 
 def _wait_slice(work: Work) -> bool:
@@ -108,10 +152,11 @@ def _failed(error: RuntimeError) -> TransferFailed:
     return TransferFailed(f"the transfer group failed: {str(error).splitlines()[0]}")
 
 
-def _wait_abandoned(group: ProcessGroupGloo, work: Work) -> None:
-    """Hold a group until Gloo's thread leaves the broadcast, for which its destructor would wait."""
-    with suppress(RuntimeError):
-        work.wait()
+def _wait_abandoned(groups: object, works: Sequence[Work]) -> None:
+    """Hold groups until Gloo's threads leave the broadcasts, for which their destructors would wait."""
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
 
 
 class GlooWeightTransferEngine(BroadcastReceiver):
@@ -123,11 +168,11 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
     make_group = GlooGroup
 
 
-def create_process_group(store: PrefixStore, info: RendezvousInfo, rank: int) -> ProcessGroupGloo:
+def create_process_group(store: Store, info: RendezvousInfo, rank: int, size: int) -> ProcessGroupGloo:
     options: Any = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=info.timeout_s)
-    options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(info.master_address))]
-    return ProcessGroupGloo(store, rank, info.world_size, options)
+    options._devices = [ProcessGroupGloo.create_device(hostname=own_address(info.master_address))]
+    return ProcessGroupGloo(store, rank, size, options)
 
 
 def _from_rank_0() -> Any:
@@ -136,10 +181,22 @@ def _from_rank_0() -> Any:
     return options
 
 
-def _own_address(master_address: str) -> str:
-    """This host's address as rank 0 reaches it; Gloo's default often is wrong in containers."""
-    if ipaddress.ip_address(socket.gethostbyname(master_address)).is_loopback:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((master_address, 9))  # sends no packet
+def own_address(master_address: str) -> str:
+    """This host's address in the network that leads to rank 0; Gloo's default, that of the host's name, often
+    is wrong in containers. Raises ValueError (no such host) or TransferFailed (no network leads there)."""
+    here = socket.gethostname()
+    try:
+        family, *_, address = socket.getaddrinfo(master_address, _DISCARD, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(
+            f"the publisher's 'master_address': expected an IP address, or a name that {here} can resolve, "
+            f"got {master_address!r} ({error.strerror})"
+        ) from error
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(address)  # sends no packet
+        except OSError as error:
+            raise TransferFailed(
+                f"{here} has no route to the publisher, {master_address}: {error}"
+            ) from error
         return str(probe.getsockname()[0])

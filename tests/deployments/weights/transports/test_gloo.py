@@ -1,15 +1,17 @@
 """Gloo's group: every wait can be ended, long before its timeout."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.transports.gloo import ABORTED, GlooGroup
+from deployments.weights.transports.gloo import ABORTED, GlooGroup, chain, own_address
 from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 TIMEOUT_S = 8.0
@@ -81,3 +83,39 @@ def test_a_publisher_whose_call_has_failed_stops_waiting(
     future = start_waiting(calls, groups[0], check)
     failed.set()
     assert_ends_at_once(future, OSError, r"^the fleet has aborted the round$")
+
+
+def test_the_publisher_sends_each_byte_once(calls: ThreadPoolExecutor, groups: list[GlooGroup]) -> None:
+    """Its broadcast ends while the third rank, to which the second one sends, takes part in none."""
+    second = start_waiting(calls, groups[1])
+    groups[0].broadcast(block())
+    assert not second.done()
+    groups[1].abort()
+    assert_ends_at_once(second, TransferFailed, f"^{ABORTED}$")
+
+
+def test_ranks_of_one_host_are_neighbours_and_the_publisher_is_first() -> None:
+    assert chain(["10.0.0.2", "10.0.0.1", "10.0.0.3", "10.0.0.1", "10.0.0.2"]) == [0, 4, 1, 3, 2]
+
+
+def test_a_publisher_whose_name_does_not_resolve_is_a_wrong_address_and_not_a_slow_one() -> None:
+    info = replace(info_for(2, TIMEOUT_S), master_address="trainer.invalid")
+    wanted = (
+        f"expected an IP address, or a name that {socket.gethostname()} can resolve, got 'trainer.invalid'"
+    )
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=wanted):
+        GlooGroup(info, 1, no_check)
+    assert time.monotonic() - start < AT_ONCE_S
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_a_group_meets_over_ipv4_ipv6_and_a_name(calls: ThreadPoolExecutor, address: str) -> None:
+    info = replace(info_for(2, TIMEOUT_S), master_address=address)
+    first, second = calls.map(lambda rank: GlooGroup(info, rank, no_check), range(2))
+    received = torch.zeros(3, dtype=torch.uint8)
+    sent = calls.submit(first.broadcast, torch.tensor([1, 2, 3], dtype=torch.uint8))
+    second.broadcast(received)
+    sent.result(TIMEOUT_S)
+    assert received.tolist() == [1, 2, 3]
+    assert own_address(address) in ("127.0.0.1", "::1")

@@ -136,8 +136,8 @@ class GlooCommunicator:
 
 
 def gloo_group(store: PrefixStore, rank: int, world_size: int) -> ProcessGroupGloo:
-    info = SimpleNamespace(master_address="127.0.0.1", world_size=world_size, timeout_s=3 * TIMEOUT_S)
-    return create_process_group(PrefixStore("gloo", store), info, rank)  # type: ignore[arg-type]
+    info = SimpleNamespace(master_address="127.0.0.1", timeout_s=3 * TIMEOUT_S)
+    return create_process_group(PrefixStore("gloo", store), info, rank, world_size)  # type: ignore[arg-type]
 
 
 class GlooWireGroup:
@@ -198,7 +198,7 @@ class GlooWireGroup:
         running = list(self._works.values())  # at once: the receiving thread adds and removes
         for work in (work for works in running for work in works):
             # Gloo's destructor would wait for its thread; NCCL's abort ends the broadcast.
-            threading.Thread(target=_wait_abandoned, args=(group, work), daemon=True).start()
+            threading.Thread(target=_wait_abandoned, args=(group, [work]), daemon=True).start()
 
 
 # -- the workers -----------------------------------------------------------------------------------
