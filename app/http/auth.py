@@ -71,7 +71,7 @@ class Guard:
             Forbidden: a user's token on an operator's route, or a request from another web page.
         """
         if access is Access.OPERATOR and request.method not in READING:
-            self.refuse_other_pages(request)
+            self._refuse_other_pages(request)
         if not self.asks(access):
             return
         given = _digest(_given(request))
@@ -94,17 +94,11 @@ class Guard:
         given = _digest(_given(request))
         return given.hex()[:32] if self._user.has(given) and not self._operator.has(given) else ""
 
-    def refuse_other_pages(self, request: Request) -> None:
-        """CSRF: a browser attaches the fleet's stored credentials to any page's request. Raises Forbidden."""
+    def _refuse_other_pages(self, request: Request) -> None:
+        """CSRF: a browser attaches the fleet's stored credentials to any page's request."""
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         scheme = request.headers.get("authorization", "").partition(" ")[0].lower()
-        if scheme == "bearer" and self._operator:  # never added by a browser itself
-            return
-        if origin is None:  # a GET of another page has none
-            if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-                raise Forbidden(
-                    f"{request.url.path} is the operator's, and a web page of another site is not"
-                )
+        if origin is None or (scheme == "bearer" and self._operator):  # never added by a browser itself
             return
         # DNS rebinding: without a token, a page whose name resolves to the fleet is same-origin.
         if origin.partition("://")[2] != host or not (self._operator or _is_address(host)):

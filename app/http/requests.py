@@ -20,10 +20,12 @@ from pydantic import (
 )
 
 from deployments.protocol.engine_state import InFlight, SleepTag
+from deployments.protocol.rollouts import MAX_DEADLINE_S
 from trainers.settings import StepSettings
 from trainers.trajectory import Trajectory
 
 MAX_SAMPLE = 4000  # characters of a rollout
+RUN = r"[A-Za-z0-9._:-]{1,100}"
 
 
 class OwnBody(BaseModel):
@@ -66,11 +68,42 @@ class RewardBody(OwnBody):
     """The same call with the same key again is harmless. Without one it comes once."""
 
 
-class ConsumeBody(OwnBody):
-    lease: str
-    """Of `/rollouts/groups`."""
+class SettledRollout(OwnBody):
+    id: str
+    """`x-rollout-id`."""
+    reward: FiniteFloat | list[FiniteFloat | list[FiniteFloat]]
+    info: str = Field(default="", max_length=1 << 20)
+    """The trainer gets it with the rollout."""
+
+
+class BeginBody(OwnBody):
+    run: str = Field(pattern=f"^{RUN}$")
+    """The job's name."""
+    number: int = Field(ge=0)
+    """The group's; all before it have begun."""
+    timeout_s: float | None = Field(default=None, ge=0, le=MAX_DEADLINE_S)
+    """After so long the group ends without a reward; null: `rollouts.group_timeout_s`."""
+
+
+class SettleBody(OwnBody):
+    group: str
+    rollouts: list[SettledRollout]
+    """Those that are learned from. The group's others are discarded."""
+    reason: str = Field(default="discarded", min_length=1, max_length=128)
+    """Why the group is left out, if there are none."""
+
+
+class TakeBody(OwnBody):
     step: str = Field(min_length=1, max_length=128)
-    """The trainer's name for the step that learned from the lease: one lease, one step."""
+    """The trainer's name for the step that learns. The same call again gets the same groups."""
+    groups: int = Field(default=1, ge=1, le=4096)
+    """So many, or none."""
+    run: str = Field(default="", pattern=f"^({RUN})?$")
+    """Of which job; empty: groups that no job has begun."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Versions since the oldest token; groups above it are discarded. Null: any."""
+    note: str = Field(default="", max_length=4096)
+    """The same call again gets the first one's."""
 
 
 # -- the trainer -----------------------------------------------------------------------------------

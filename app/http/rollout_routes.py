@@ -3,38 +3,40 @@
 import uuid
 from typing import Annotated, Any
 
-from fastapi import Path, Query, Request, Response
+from fastapi import Path, Request, Response
 
 from app.http.auth import Access, Guard
-from app.http.requests import ConsumeBody, RewardBody
+from app.http.requests import BeginBody, RewardBody, SettleBody, TakeBody
 from app.http.route import GuardedRoute
 from deployments.calls.rpc import CallHandle, bounded, retried
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.responses import ConsumedRollouts, RolloutCounts, Status
+from deployments.protocol.responses import BegunGroup, RolloutCounts, RunPosition, Status
 from deployments.protocol.rollouts import (
     DEADLINE_HEADER,
     GROUP_HEADER,
     ID_HEADER,
+    REQUEST_HEADER,
     SIZE_HEADER,
     Reward,
     TurnId,
+    check_id,
     rollout_of,
 )
 
 LIMIT_S = 90.0  # more than the controller waits for its disk
-MAX_GROUPS = 4096
 RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests")]
 
 
 async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, path: str) -> TurnId:
     """Open the rollout that a request's headers name. Raises SlipstreamError: wrong headers, or the rollout
     takes no turn of this request."""
-    for name in (ID_HEADER, GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER):
+    for name in (ID_HEADER, GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER, REQUEST_HEADER):
         if len(values := request.headers.getlist(name)) > 1:
             raise InvalidRequest(f"{name} must come once, got {values}")
     rollout = rollout_of(request.headers, guard.owner(request), path)
+    turn = check_id(REQUEST_HEADER, request.headers.get(REQUEST_HEADER, uuid.uuid4().hex))
     await retried(controller, "rollouts", "open", rollout, limit_s=LIMIT_S)
-    return TurnId(rollout_id=rollout.rollout_id, owner=rollout.owner, request=uuid.uuid4().hex, attempt=0)
+    return TurnId(rollout_id=rollout.rollout_id, owner=rollout.owner, request=turn, attempt=0)
 
 
 class RolloutRoutes:
@@ -44,8 +46,10 @@ class RolloutRoutes:
     def routes(self) -> list[GuardedRoute]:
         return [
             GuardedRoute("GET", "/rollouts", self.counts),
-            GuardedRoute("GET", "/rollouts/groups", self.lease, head=False, response_class=Response),
-            GuardedRoute("POST", "/rollouts/consume", self.consume),
+            GuardedRoute("GET", "/rollouts/runs/{run}", self.position),
+            GuardedRoute("POST", "/rollouts/begin", self.begin),
+            GuardedRoute("POST", "/rollouts/settle", self.settle, large=True),
+            GuardedRoute("POST", "/rollouts/take", self.take, response_class=Response),
             GuardedRoute(
                 "POST", "/rollouts/{rollout_id}/reward", self.reward, access=Access.USER, large=True
             ),
@@ -53,41 +57,39 @@ class RolloutRoutes:
         ]
 
     async def counts(self) -> RolloutCounts:
-        """How many rollouts are kept, by state, and how many came to an end since the start, by reason."""
+        """How many rollouts are kept, by state, and how many groups came to an end, by reason."""
         states, ends = await self._call("counts")
         return RolloutCounts(states=states, ends=ends)
 
-    async def lease(
-        self,
-        request: Request,
-        n: Annotated[int, Query(ge=1, le=MAX_GROUPS, description="at most so many groups")] = 1,
-        max_staleness: Annotated[
-            int | None, Query(ge=0, description="versions since the oldest token; none: any")
-        ] = None,
-    ) -> Response:
-        """Lease closed groups, the oldest first, with their tokens, log-probabilities and rewards.
+    async def position(self, run: str) -> RunPosition:
+        """Which groups a job has begun, and what became of them; nothing of one that is unknown."""
+        known, opened, ready = await self._call("position", run)
+        return RunPosition(next=known.next, open=opened, ready=ready, ends=known.ends)
 
-        A lease that is not consumed in time expires, and its groups are leased again. `lease` is null if no
-        group is ready.
+    async def begin(self, body: BeginBody) -> BegunGroup:
+        """Open the next group of a job, for requests with its name in `x-rollout-group`."""
+        return BegunGroup(group=await self._call("begin", body.run, body.number, body.timeout_s))
+
+    async def settle(self, body: SettleBody) -> Status:
+        """Reward members of a group, discard the others, and close it. The same call again is harmless."""
+        rewards = {each.id: (_reward(each.reward), each.info) for each in body.rollouts}
+        await self._call("settle", body.group, rewards, body.reason)
+        return Status(status="settled")
+
+    async def take(self, body: TakeBody) -> Response:
+        """A step consumes closed groups, the oldest first: their tokens, log-probabilities and rewards.
+
+        The same call again gets the same groups. `step` is null while there are fewer than it asks for.
         """
-        request.app.state.guard.refuse_other_pages(request)
-        content: bytes = await self._call("lease", n, max_staleness)
+        content: bytes = await self._call(
+            "take", body.step, body.run, body.groups, body.max_staleness, body.note
+        )
         return Response(content, media_type="application/json")
-
-    async def consume(self, body: ConsumeBody) -> ConsumedRollouts:
-        """Say that a step has learned from a lease. The same call again is harmless."""
-        rollouts = await self._call("consume", body.lease, body.step)
-        return ConsumedRollouts(step=body.step, rollouts=rollouts)
 
     async def reward(self, rollout_id: RolloutId, body: RewardBody, request: Request) -> Status:
         """Reward a rollout, which then takes no more turns."""
         owner = request.app.state.guard.owner(request)
-        reward: Reward
-        if isinstance(body.reward, list):
-            reward = tuple(tuple(each) if isinstance(each, list) else each for each in body.reward)
-        else:
-            reward = body.reward
-        await self._call("reward", rollout_id, owner, reward, body.key)
+        await self._call("reward", rollout_id, owner, _reward(body.reward), body.key)
         return Status(status="rewarded")
 
     async def discard(self, rollout_id: RolloutId, request: Request) -> Status:
@@ -97,3 +99,9 @@ class RolloutRoutes:
 
     async def _call(self, name: str, *arguments: Any) -> Any:
         return await bounded(self._controller.rollouts.remote(name, *arguments), "rollouts", LIMIT_S)
+
+
+def _reward(given: float | list[float | list[float]]) -> Reward:
+    if not isinstance(given, list):
+        return given
+    return tuple(tuple(each) if isinstance(each, list) else each for each in given)

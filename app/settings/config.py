@@ -65,17 +65,16 @@ class RolloutsConfig(Section):
     sampled from (vLLM's `logprobs_mode: processed_logprobs`), for every request."""
 
     max_rollouts: PositiveInt = 20_000
-    """Rollouts that are kept, those of the last `keep_s` included; above that new ones get 503."""
+    """Rollouts that are kept. Above that those that have ended are forgotten, the oldest first; if none has,
+    new ones get 503."""
     max_tokens: PositiveInt = 1 << 20
     """Tokens of one rollout, those of forks included; above that: 413."""
     max_gib: PositiveFloat = 16.0
     """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
     group_timeout_s: PositiveFloat = 3600.0
     """When a group closes without `x-rollout-deadline`, with the members that are rewarded by then."""
-    lease_s: PositiveFloat = 600.0
-    """How long a trainer has between a lease and its consumption."""
     keep_s: PositiveFloat = 3600.0
-    """How long a closed group waits for a trainer, and how long ended ones are remembered."""
+    """How long a closed group waits for a trainer, and how long a step can get again what it has consumed."""
 
 
 class AppConfig(Section):

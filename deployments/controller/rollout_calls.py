@@ -12,7 +12,7 @@ from deployments.protocol.rollouts import RolloutLimits
 from deployments.rollouts.store import RolloutStore
 
 DISK_S = 60.0
-CALLS = frozenset({"open", "append", "reward", "discard", "lease", "consume", "counts"})
+CALLS = frozenset({"open", "append", "reward", "discard", "begin", "settle", "position", "take", "counts"})
 
 
 class Rollouts:
@@ -23,7 +23,7 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
     async def call(self, name: str, current: Mapping[str, int], *arguments: Any) -> Any:
-        """A method of `RolloutStore`; the JSON of a lease is bytes.
+        """A method of `RolloutStore`; the JSON of `take` is bytes.
 
         Args:
             current: versions by policy.
@@ -38,7 +38,7 @@ class Rollouts:
             )
         if name not in CALLS:
             raise InvalidRequest(f"rollouts: expected one of {sorted(CALLS)}, got {name!r}")
-        if name == "lease":
+        if name == "take":
             arguments = (*arguments, current)
         work = partial(getattr(self._store, name), *arguments)
         done = asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -187,15 +187,24 @@ class RolloutCounts:
     """The body of `/rollouts`."""
 
     states: Mapping[str, int]
-    ends: Mapping[str, int]  # consumed | discarded | unrewarded | expired
+    ends: Mapping[str, int]  # groups: consumed | discarded | unrewarded | expired | stale | a job's reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConsumedRollouts:
-    """The body of `/rollouts/consume`."""
+class RunPosition:
+    """The body of `/rollouts/runs/RUN`: `next` = open + ready + all ends."""
 
-    step: str
-    rollouts: Sequence[str]
+    next: int
+    open: Sequence[str]
+    ready: int
+    ends: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BegunGroup:
+    """The body of `/rollouts/begin`."""
+
+    group: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

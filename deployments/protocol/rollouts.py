@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from deployments.protocol.errors import InvalidRequest
 
 ID_HEADER = "x-rollout-id"
+REQUEST_HEADER = "x-rollout-turn"
 GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER = "x-rollout-group", "x-rollout-group-size", "x-rollout-deadline"
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `TurnId`
 CAPTURED = (  # paths
@@ -31,7 +32,6 @@ class RolloutLimits:
     max_tokens: int
     max_gib: float
     group_timeout_s: float
-    lease_s: float
     keep_s: float
 
 

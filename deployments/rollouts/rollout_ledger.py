@@ -1,18 +1,21 @@
-"""The pure state machine of rollouts: which are open, rewarded, lent to a trainer, consumed.
+"""The pure state machine of rollouts: which are open, rewarded, consumed, discarded.
 
-    turn ──► OPEN ──reward──► REWARDED ──lease──► LEASED ──consume──► CONSUMED
-              │ group's deadline     ▲── the lease expires ──┘
-              ├──────────► CLOSED
-              └─discard──► DISCARDED ◄──discard, or nobody leases it for `keep_s`── REWARDED
+    turn ──► OPEN ──reward──► REWARDED ──take──► CONSUMED
+              │                  │ too stale, or nobody takes it for `keep_s`
+              └─discard, or its group's deadline──► DISCARDED
 
-A rollout without a group is a group of one. A group closes when `size` members are rewarded or discarded, or
-at its deadline; only closed groups are leased, and whole. Records are frozen: the store writes the changed
-ones in one transaction, or undoes them. Times are seconds since 1970, because records outlive a process.
+A rollout without a group is a group of one. A group is closed by `settle`, when `size` members are rewarded
+or discarded, or at its deadline. A step takes closed groups, whole, and gets the same ones again by its name.
+A run is a job that numbers its groups: all before its `next` have ended, are ready, or are open.
+
+Records are frozen: the store writes the changed ones in one transaction, or undoes them. Times are seconds
+since 1970, because records outlive a process.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from typing import Any, ClassVar
@@ -20,15 +23,13 @@ from typing import Any, ClassVar
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
-MAX_LEASED = 1 << 22  # tokens: some 100 MB of JSON
+MAX_TAKEN = 1 << 23  # tokens: some 200 MB of JSON
 ALONE = "~"  # begins the group of a rollout without one; no id has it
 
 
 class State(StrEnum):
     OPEN = "open"
-    CLOSED = "closed"  # its group's deadline passed without a reward
-    REWARDED = "rewarded"
-    LEASED = "leased"
+    REWARDED = "rewarded"  # of a group: closed, and ready to be learned from
     CONSUMED = "consumed"
     DISCARDED = "discarded"
 
@@ -38,7 +39,7 @@ ENDED = (State.CONSUMED, State.DISCARDED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A trajectory. Whether it is leased or consumed is its group's state."""
+    """A trajectory. Whether it is consumed is its group's state."""
 
     KIND: ClassVar[str] = "rollout"
     key: str
@@ -75,34 +76,37 @@ class Group:
     KIND: ClassVar[str] = "group"
     key: str
     owner: str
-    size: int  # 0: only the deadline closes it
+    size: int  # 0: only `settle` or the deadline closes it
     members: tuple[str, ...]
     due: float | None  # when the next step happens by itself
     state: State = State.OPEN
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """Groups lent to one trainer; `step` is None until it has consumed them."""
+class Run:
+    """The groups of one job; "": those without one."""
 
-    KIND: ClassVar[str] = "lease"
+    KIND: ClassVar[str] = "run"
     key: str
+    next: int = 0  # all numbers before it were begun
+    ends: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What a trainer's step has consumed."""
+
+    KIND: ClassVar[str] = "step"
+    key: str
+    run: str
     groups: tuple[str, ...]
+    note: str  # the trainer's own
     due: float | None
-    step: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """How many rollouts came to this end."""
-
-    KIND: ClassVar[str] = "count"
-    key: str
-    rollouts: int
-
-
-Record = Rollout | Turn | Group | Lease | Count
-KINDS: Mapping[str, type[Record]] = {each.KIND: each for each in (Rollout, Turn, Group, Lease, Count)}
+Record = Rollout | Turn | Group | Run | Step
+KINDS: Mapping[str, type[Record]] = {each.KIND: each for each in (Rollout, Turn, Group, Run, Step)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,16 +131,16 @@ class RolloutLedger:
         self._rollouts: dict[str, Rollout] = {}
         self._turns: dict[str, Turn] = {}
         self._groups: dict[str, Group] = {}
-        self._leases: dict[str, Lease] = {}
-        self._counts: dict[str, Count] = {}
+        self._runs: dict[str, Run] = {}
+        self._steps: dict[str, Step] = {}
         self._tables: Mapping[str, dict[str, Any]] = {
             "rollout": self._rollouts,
             "turn": self._turns,
             "group": self._groups,
-            "lease": self._leases,
-            "count": self._counts,
+            "run": self._runs,
+            "step": self._steps,
         }
-        self._steps: dict[str, str] = {}  # step -> lease
+        self._ended: dict[str, None] = {}  # groups, the first one first
         self._due: list[tuple[float, str, str]] = []  # a heap with outdated entries
         self._before: dict[tuple[str, str], Record | None] = {}  # records as they were, of unsaved changes
 
@@ -172,14 +176,14 @@ class RolloutLedger:
     def _set(self, kind: str, key: str, record: Record | None) -> None:
         table = self._tables[kind]
         former = table.get(key)
-        if isinstance(former, Lease) and former.step is not None:
-            self._steps.pop(former.step, None)
+        if kind == Group.KIND:
+            self._ended.pop(key, None)
         if record is None:
             table.pop(key, None)
             return
         table[key] = record
-        if isinstance(record, Lease) and record.step is not None:
-            self._steps[record.step] = key
+        if isinstance(record, Group) and record.state in ENDED:
+            self._ended[key] = None
         due = getattr(record, "due", None)
         if due is not None and due != getattr(former, "due", None):
             heappush(self._due, (due, kind, key))
@@ -198,10 +202,12 @@ class RolloutLedger:
                 raise Conflict(f"rollout {key!r} is of the group {rollout.group!r}, not {request.group!r}")
             self._require_open(rollout)
             return
+        while len(self._rollouts) >= self._limits.max_rollouts and self._ended:
+            self._forget(next(iter(self._ended)))
         if len(self._rollouts) >= self._limits.max_rollouts:
             raise FleetUnavailable(
                 f"{len(self._rollouts)} rollouts are kept, the most that 'rollouts.max_rollouts' allows: "
-                "consume or discard some"
+                "take or discard some"
             )
         group = self._join(request, now)
         self._put(replace(group, members=(*group.members, key)))
@@ -288,142 +294,190 @@ class RolloutLedger:
             if reward != rollout.reward:
                 raise Conflict(f"rollout {rollout_id!r}: the key {key!r} came with another reward before")
             return
-        self._require_open(rollout)
-        if not rollout.turns:
-            raise Conflict(f"rollout {rollout_id!r} has no turn to reward")
-        _check_reward(reward, [turn.sampled for turn in self._turns_of(rollout)])
-        self._put(replace(rollout, state=State.REWARDED, reward=reward, reward_key=key))
-        self._settle(self._groups[rollout.group], now)
+        self._reward(rollout, reward, key)
+        self._close_if_complete(rollout.group, now)
 
     def discard(self, rollout_id: str, owner: str, now: float) -> None:
-        """Nobody learns from it. Repeated calls are harmless. Raises NotFound, or Conflict: it is leased or
+        """Nobody learns from it. Repeated calls are harmless. Raises NotFound, or Conflict: it is
         consumed."""
         self.tick(now)
         rollout = self._of(rollout_id, owner)
-        if rollout.state is State.DISCARDED:
-            return
         group = self._groups[rollout.group]
-        if group.state in (State.LEASED, State.CONSUMED):
-            raise Conflict(f"rollout {rollout_id!r} is {group.state}, and cannot be discarded")
-        self._end(rollout, State.DISCARDED, "discarded")
-        self._settle(group, now)
+        if group.state is State.CONSUMED:
+            raise Conflict(f"rollout {rollout_id!r} is consumed, and cannot be discarded")
+        self._put(replace(rollout, state=State.DISCARDED))
+        if group.state is State.REWARDED and not self.rewarded(group.key):
+            self._end(group, State.DISCARDED, "discarded", now)
+        self._close_if_complete(group.key, now)
+
+    # -- jobs ---------------------------------------------------------------------------------
+
+    def begin(self, run: str, number: int, timeout_s: float | None, now: float) -> str:
+        """Open the group of this number of a run; returns its name. Repeated calls are harmless, as are calls
+        for earlier numbers. Raises Conflict: an agent has begun a group of that name."""
+        self.tick(now)
+        known = self._run(run)
+        key = f"{run}.{number}"
+        if number < known.next:
+            return key
+        if key in self._groups:
+            raise Conflict(f"group {key!r} was begun by a request: expected another name of the run")
+        due = now + (self._limits.group_timeout_s if timeout_s is None else timeout_s)
+        self._put(Group(key=key, owner="", size=0, members=(), due=due, run=run))
+        self._put(replace(known, next=number + 1))
+        return key
+
+    def settle(self, group_id: str, rewards: Mapping[str, Reward], reason: str, now: float) -> None:
+        """Reward these members of a group, discard the others, and close it. The same call again is harmless.
+
+        Args:
+            reason: why it is left out, if there is no reward.
+
+        Raises:
+            NotFound: the group, or a member of this name, is unknown.
+            Conflict: it was closed with other members, or one has a reward or no turn.
+            InvalidRequest: as `reward`.
+        """
+        self.tick(now)
+        group = self._groups.get(group_id)
+        if group is None:
+            raise NotFound(f"group {group_id!r} is unknown; 'rollouts.keep_s' is how long they are kept")
+        if group.state is not State.OPEN:
+            if {each.key for each in self.rewarded(group_id)} != set(rewards):
+                raise Conflict(f"group {group_id!r} is {group.state}, with other members")
+            return
+        for key, reward in rewards.items():
+            if key not in group.members:
+                raise NotFound(f"group {group_id!r} has no rollout {key!r}")
+            self._reward(self._rollouts[key], reward, None)
+        self._close(group, reason, now)
+
+    def position(self, run: str, now: float) -> tuple[Run, list[str], int]:
+        """A run, its open groups, and how many are ready."""
+        self.tick(now)
+        groups = [group for group in self._groups.values() if group.run == run]
+        opened = [group.key for group in groups if group.state is State.OPEN]
+        return self._run(run), opened, sum(group.state is State.REWARDED for group in groups)
 
     # -- trainers -----------------------------------------------------------------------------
 
-    def lease(
-        self, lease_id: str, most: int, max_staleness: int | None, current: Mapping[str, int], now: float
-    ) -> tuple[Lease | None, int]:
-        """Lend up to `most` closed groups, the oldest first, until they have `MAX_LEASED` tokens; None: there
-        is none. Staler groups stay, and are counted in the second result.
+    def take(
+        self,
+        step: str,
+        run: str,
+        count: int,
+        max_staleness: int | None,
+        note: str,
+        current: Mapping[str, int],
+        now: float,
+    ) -> tuple[Step | None, int]:
+        """The step consumes the `count` oldest closed groups of a run, or none while there are fewer; and it
+        gets the same again by its name. The second result: groups that were too stale, and are discarded.
 
         Args:
             max_staleness: versions between the oldest token and the policy's current one; None: any.
+            note: kept with the step; of a step that is known, the former one stays.
             current: versions by policy; groups of other policies are stale.
+
+        Raises:
+            Conflict: the step is another run's, or what it consumed is no longer kept.
+            PayloadTooLarge: the groups have more than `MAX_TAKEN` tokens.
         """
         self.tick(now)
-        chosen: list[Group] = []
-        stale = tokens = 0
-        for group in self._groups.values():
-            if group.state is not State.REWARDED:
-                continue
-            if max_staleness is not None and self._staleness(group, current) > max_staleness:
-                stale += 1
-            elif len(chosen) < most and tokens < MAX_LEASED:
-                chosen.append(group)
-                tokens += sum(rollout.tokens for rollout in self.rewarded(group.key))
-        if not chosen:
-            return None, stale
+        known = self._steps.get(step)
+        if known is not None:
+            if known.run != run:
+                raise Conflict(f"step {step!r} is of the run {known.run!r}, got {run!r}")
+            if any(key not in self._groups for key in known.groups):
+                raise Conflict(f"step {step!r} has consumed its groups, and they are no longer kept")
+            return known, 0
+        ready = [each for each in self._groups.values() if each.run == run and each.state is State.REWARDED]
+        stale = [] if max_staleness is None else self._staler(ready, max_staleness, current)
+        for group in stale:
+            self._end(group, State.DISCARDED, "stale", now)
+        chosen = [group for group in ready if group not in stale][:count]
+        if len(chosen) < count:
+            return None, len(stale)
+        tokens = sum(rollout.tokens for group in chosen for rollout in self.rewarded(group.key))
+        if tokens > MAX_TAKEN:
+            raise PayloadTooLarge(
+                f"step {step!r}: expected at most {MAX_TAKEN} tokens, {count} groups have {tokens}: "
+                "take fewer groups"
+            )
         for group in chosen:
-            self._put(replace(group, state=State.LEASED, due=None))
-        lease = Lease(key=lease_id, groups=tuple(each.key for each in chosen), due=now + self._limits.lease_s)
-        self._put(lease)
-        return lease, stale
-
-    def consume(self, lease_id: str, step: str, now: float) -> list[str]:
-        """The trainer's step has learned from the lease's groups; returns their rollouts. The same call again
-        is harmless. Raises NotFound: the lease expired; Conflict: another step consumed it, or the step
-        consumed another lease."""
-        self.tick(now)
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            raise NotFound(f"lease {lease_id!r} is unknown or expired: its groups may be leased again")
-        if lease.step not in (None, step):
-            raise Conflict(f"lease {lease_id!r} was consumed by step {lease.step!r}, got {step!r}")
-        if (other := self._steps.get(step, lease_id)) != lease_id:
-            raise Conflict(f"step {step!r} consumed lease {other!r}, and cannot consume {lease_id!r} too")
-        consumed = [each for key in lease.groups for each in self.rewarded(key)]
-        if lease.step is None:
-            due = now + self._limits.keep_s
-            for key in lease.groups:
-                self._put(replace(self._groups[key], state=State.CONSUMED, due=due))
-            self._put(replace(lease, step=step, due=due))
-            self._count("consumed", len(consumed))
-        return [rollout.key for rollout in consumed]
+            self._end(group, State.CONSUMED, "consumed", now)
+        names, due = tuple(each.key for each in chosen), now + self._limits.keep_s
+        taken = Step(key=step, run=run, groups=names, note=note, due=due)
+        self._put(taken)
+        return taken, len(stale)
 
     def rewarded(self, group: str) -> list[Rollout]:
         """Those of a group's members that are learned from."""
-        members = (self._rollouts[key] for key in self._groups[group].members)
-        return [rollout for rollout in members if rollout.state is State.REWARDED]
+        return [each for each in self._members(self._groups[group]) if each.state is State.REWARDED]
 
     def state(self, rollout_id: str) -> State:
         """Raises NotFound."""
         rollout = self._of(rollout_id, "")
-        group = self._groups[rollout.group].state
-        leads = rollout.state is State.REWARDED and group in (State.LEASED, State.CONSUMED)
-        return group if leads else rollout.state
+        is_consumed = self._groups[rollout.group].state is State.CONSUMED
+        return State.CONSUMED if is_consumed and rollout.state is State.REWARDED else rollout.state
 
     def counts(self, now: float) -> tuple[dict[str, int], dict[str, int]]:
-        """Kept rollouts by state, and all that came to an end by its reason."""
+        """Kept rollouts by state, and all groups that came to an end by its reason."""
         self.tick(now)
         states = dict.fromkeys(State, 0)
         for key in self._rollouts:
             states[self.state(key)] += 1
-        ends = {key: count.rollouts for key, count in self._counts.items()}
-        return {str(state): count for state, count in states.items()}, ends
+        ends = sum((Counter(run.ends) for run in self._runs.values()), Counter[str]())
+        return {str(state): count for state, count in states.items()}, dict(ends)
 
     # -- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Close groups, end leases and remove old records whose time has come."""
+        """Close groups and remove old records whose time has come."""
         while self._due and self._due[0][0] <= now:
             due, kind, key = heappop(self._due)
             record = self._tables[kind].get(key)
-            if isinstance(record, Group) and record.due == due:
-                self._group_due(record, due)
-            elif isinstance(record, Lease) and record.due == due:
-                if record.step is None:
-                    for name in record.groups:
-                        kept = due + self._limits.keep_s
-                        self._put(replace(self._groups[name], state=State.REWARDED, due=kept))
-                self._drop("lease", key)
+            if record is None or record.due != due:
+                continue
+            if kind == Step.KIND:
+                self._drop(kind, key)
+            elif record.state is State.OPEN:
+                self._close(record, "unrewarded", due)
+            elif record.state is State.REWARDED:
+                self._end(record, State.DISCARDED, "expired", due)
+            else:
+                self._forget(key)
 
-    def _group_due(self, group: Group, due: float) -> None:
-        if group.state is State.OPEN:
-            self._settle(group, due, is_late=True)
-        elif group.state is State.REWARDED:
-            for rollout in self.rewarded(group.key):
-                self._end(rollout, State.DISCARDED, "expired")
-            self._settle(group, due)
-        else:
-            for key in group.members:
-                for number in range(self._rollouts[key].turns):
-                    self._drop("turn", f"{key}/{number}")
-                self._drop("rollout", key)
-            self._drop("group", group.key)
+    def _close_if_complete(self, key: str, now: float) -> None:
+        group = self._groups[key]
+        settled = sum(self._rollouts[each].state is not State.OPEN for each in group.members)
+        if group.state is State.OPEN and 0 < group.size <= settled:
+            self._close(group, "discarded", now)
 
-    def _settle(self, group: Group, now: float, *, is_late: bool = False) -> None:
-        """Close the group if its time has come; a closed one without a rollout to learn from is discarded."""
-        members = [self._rollouts[key] for key in group.members]
-        settled = sum(rollout.state is not State.OPEN for rollout in members)
-        is_complete = 0 < group.size <= settled
-        if group.state is State.OPEN and not is_complete and not is_late:
-            return
-        for rollout in members:
+    def _close(self, group: Group, reason: str, now: float) -> None:
+        """Its members without a reward are discarded; and it is, if none has one."""
+        for rollout in self._members(group):
             if rollout.state is State.OPEN:
-                self._end(rollout, State.CLOSED, "unrewarded")
-        state = State.REWARDED if self.rewarded(group.key) else State.DISCARDED
-        if state is not group.state:
-            self._put(replace(group, state=state, due=now + self._limits.keep_s))
+                self._put(replace(rollout, state=State.DISCARDED))
+        if self.rewarded(group.key):
+            self._put(replace(group, state=State.REWARDED, due=now + self._limits.keep_s))
+        else:
+            self._end(group, State.DISCARDED, reason, now)
+
+    def _end(self, group: Group, state: State, reason: str, now: float) -> None:
+        if state is State.DISCARDED:
+            for rollout in self.rewarded(group.key):
+                self._put(replace(rollout, state=state))
+        self._put(replace(group, state=state, due=now + self._limits.keep_s))
+        run = self._run(group.run)
+        self._put(replace(run, ends={**run.ends, reason: run.ends.get(reason, 0) + 1}))
+
+    def _forget(self, group: str) -> None:
+        for rollout in self._members(self._groups[group]):
+            for number in range(rollout.turns):
+                self._drop(Turn.KIND, f"{rollout.key}/{number}")
+            self._drop(Rollout.KIND, rollout.key)
+        self._drop(Group.KIND, group)
 
     # -- parts --------------------------------------------------------------------------------
 
@@ -439,23 +493,31 @@ class RolloutLedger:
         if rollout.state is not State.OPEN:
             raise Conflict(f"rollout {rollout.key!r} is {self.state(rollout.key)}: expected an open one")
 
+    def _run(self, run: str) -> Run:
+        return self._runs.get(run) or Run(key=run)
+
+    def _members(self, group: Group) -> list[Rollout]:
+        return [self._rollouts[key] for key in group.members]
+
+    def _reward(self, rollout: Rollout, reward: Reward, key: str | None) -> None:
+        self._require_open(rollout)
+        if not rollout.turns:
+            raise Conflict(f"rollout {rollout.key!r} has no turn to reward")
+        _check_reward(reward, [turn.sampled for turn in self._turns_of(rollout)])
+        self._put(replace(rollout, state=State.REWARDED, reward=reward, reward_key=key))
+
     def _turns_of(self, rollout: Rollout) -> list[Turn]:
         return [self._turns[f"{rollout.key}/{number}"] for number in range(rollout.turns)]
 
-    def _staleness(self, group: Group, current: Mapping[str, int]) -> float:
-        """Infinite for an adapter that is gone, also if another one has its name and lower versions."""
-        turns = (turn for rollout in self.rewarded(group.key) for turn in self._turns_of(rollout))
-        behind = [current.get(turn.policy, math.inf) - turn.version for turn in turns]
-        return math.inf if min(behind) < 0 else max(behind)
+    def _staler(self, groups: Sequence[Group], max_staleness: int, current: Mapping[str, int]) -> list[Group]:
+        """Those of an adapter that is gone too, also if another one has its name and lower versions."""
 
-    def _end(self, rollout: Rollout, state: State, reason: str) -> None:
-        self._put(replace(rollout, state=state))
-        if rollout.state is not State.CLOSED:  # counted when it was closed
-            self._count(reason, 1)
+        def staleness(group: Group) -> float:
+            turns = (turn for rollout in self.rewarded(group.key) for turn in self._turns_of(rollout))
+            behind = [current.get(turn.policy, math.inf) - turn.version for turn in turns]
+            return math.inf if min(behind) < 0 else max(behind)
 
-    def _count(self, reason: str, rollouts: int) -> None:
-        count = self._counts.get(reason, Count(key=reason, rollouts=0))
-        self._put(replace(count, rollouts=count.rollouts + rollouts))
+        return [group for group in groups if staleness(group) > max_staleness]
 
 
 def _check_reward(reward: Reward, sampled: list[int]) -> None:

@@ -9,7 +9,6 @@ import json
 import math
 import sqlite3
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +19,11 @@ import msgspec
 
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
 from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, RolloutRequest
-from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Turn
+from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Run, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
 NAME = "captured.sqlite"
-SCHEMA = 2
+SCHEMA = 3
 TABLES = f"""
 PRAGMA journal_mode=WAL;
 BEGIN;
@@ -33,13 +32,14 @@ CREATE TABLE records (kind TEXT, key TEXT, record TEXT NOT NULL, PRIMARY KEY (ki
 CREATE TABLE tokens
     (turn TEXT PRIMARY KEY, prompt BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
      detail TEXT NOT NULL);
+CREATE TABLE infos (rollout TEXT PRIMARY KEY, info TEXT NOT NULL);
 PRAGMA user_version={SCHEMA};
 COMMIT;
 """
 
 RESERVE_PAGES = 1 << 14  # 64 MiB
 
-# Keeps the row's number: groups are leased in the order in which they began.
+# Keeps the row's number: groups are taken in the order in which they began.
 PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
 
 
@@ -139,27 +139,47 @@ class RolloutStore:
         with self._transaction():
             self._ledger.discard(rollout_id, owner, self._clock())
 
-    def lease(self, most: int, max_staleness: int | None, current: Mapping[str, int]) -> bytes:
-        """The JSON of a lease: its id (None: no group is ready), when it ends, and the groups' sequences."""
+    def begin(self, run: str, number: int, timeout_s: float | None) -> str:
+        """See `RolloutLedger.begin`."""
+        with self._transaction(0):
+            return self._ledger.begin(run, number, timeout_s, self._clock())
+
+    def settle(self, group: str, rewards: Mapping[str, tuple[Reward, str]], reason: str) -> None:
+        """See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the rollout."""
+        with self._transaction(RESERVE_PAGES // 2):
+            found = {key: reward for key, (reward, _) in rewards.items()}
+            self._ledger.settle(group, found, reason, self._clock())
+            rows = [(key, info) for key, (_, info) in rewards.items()]
+            self._db.executemany("INSERT OR REPLACE INTO infos VALUES (?, ?)", rows)
+
+    def position(self, run: str) -> tuple[Run, list[str], int]:
+        """See `RolloutLedger.position`."""
         with self._transaction():
-            now = self._clock()
-            lease, stale = self._ledger.lease(uuid.uuid4().hex, most, max_staleness, current, now)
+            return self._ledger.position(run, self._clock())
+
+    def take(
+        self,
+        step: str,
+        run: str,
+        count: int,
+        max_staleness: int | None,
+        note: str,
+        current: Mapping[str, int],
+    ) -> bytes:
+        """The JSON of what a step has consumed, with the groups' sequences; see `RolloutLedger.take`."""
+        with self._transaction():
+            taken, stale = self._ledger.take(step, run, count, max_staleness, note, current, self._clock())
             groups = [
                 {"group": group, "rollouts": [self._rollout(each) for each in self._ledger.rewarded(group)]}
-                for group in (() if lease is None else lease.groups)
+                for group in (() if taken is None else taken.groups)
             ]
         found = {
-            "lease": None if lease is None else lease.key,
-            "lease_s": None if lease is None or lease.due is None else round(lease.due - now, 3),
+            "step": None if taken is None else step,
+            "note": "" if taken is None else taken.note,
             "stale_groups": stale,
             "groups": groups,
         }
         return msgspec.json.encode(found)
-
-    def consume(self, lease_id: str, step: str) -> list[str]:
-        """See `RolloutLedger.consume`."""
-        with self._transaction():
-            return self._ledger.consume(lease_id, step, self._clock())
 
     def counts(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `RolloutLedger.counts`."""
@@ -169,7 +189,9 @@ class RolloutStore:
     def _rollout(self, rollout: Rollout) -> msgspec.Raw:
         """Its JSON, one at a time: encoding holds the interpreter's lock, and lists are larger than text."""
         turns = [self._turn(f"{rollout.key}/{number}") for number in range(rollout.turns)]
-        found = {"id": rollout.key, "reward": rollout.reward, "sequences": sequences(turns)}
+        row = self._db.execute("SELECT info FROM infos WHERE rollout = ?", (rollout.key,)).fetchone()
+        info = "" if row is None else row[0]
+        found = {"id": rollout.key, "reward": rollout.reward, "info": info, "sequences": sequences(turns)}
         return msgspec.Raw(msgspec.json.encode(found))
 
     def _turn(self, key: str) -> TurnTokens:
@@ -199,8 +221,10 @@ class RolloutStore:
             ]
             gone = [(kind, key) for (kind, key), record in changes.items() if record is None]
             turns = [(key,) for kind, key in gone if kind == Turn.KIND]
+            rollouts = [(key,) for kind, key in gone if kind == Rollout.KIND]
             self._db.executemany("DELETE FROM records WHERE kind = ? AND key = ?", gone)
             self._db.executemany("DELETE FROM tokens WHERE turn = ?", turns)
+            self._db.executemany("DELETE FROM infos WHERE rollout = ?", rollouts)
             self._db.executemany(PUT, put)
             self._db.execute("COMMIT")
             self._ledger.saved()
@@ -228,6 +252,6 @@ def _policy(captured: CapturedTurn) -> tuple[str, int]:
 
 
 def _steady_clock() -> Callable[[], float]:
-    """Seconds since 1970. A step of the host's clock would end leases, or never end them."""
+    """Seconds since 1970. A step of the host's clock would end groups, or never end them."""
     began = time.time() - time.monotonic()
     return lambda: began + time.monotonic()

@@ -33,10 +33,9 @@ def captured(client: httpx.Client, path: str, body: dict[str, Any]) -> tuple[htt
     rollout = uuid.uuid4().hex
     answer = succeeded(client.post(path, json=body, headers={"x-rollout-id": rollout}))
     succeeded(client.post(f"/rollouts/{rollout}/reward", json={"reward": 1.0}))
-    taken = succeeded(client.get("/rollouts/groups")).json()
+    taken = succeeded(client.post("/rollouts/take", json={"step": rollout})).json()
     ((found,),) = (group["rollouts"] for group in taken["groups"])
-    consumed = client.post("/rollouts/consume", json={"lease": taken["lease"], "step": rollout})
-    assert succeeded(consumed).json()["rollouts"] == [found["id"]] == [rollout]
+    assert found["id"] == rollout
     (sequence,) = found["sequences"]
     return answer, sequence
 

@@ -1,6 +1,5 @@
 """Rollouts from the ingress to the disk: real routes, router, fronts and store; only the engine is a fake."""
 
-import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,9 +24,7 @@ from tests.deployments.routed_fleet import Fleet
 NAMES = ("operator", "ann", "bob")
 OPERATOR, ANN, BOB = ({"authorization": f"Bearer {name * 8}"} for name in NAMES)
 CHAT = "/v1/chat/completions"
-LIMITS = RolloutLimits(
-    max_rollouts=9, max_tokens=1000, max_gib=1.0, group_timeout_s=60, lease_s=60, keep_s=60
-)
+LIMITS = RolloutLimits(max_rollouts=9, max_tokens=1000, max_gib=1.0, group_timeout_s=60, keep_s=60)
 
 
 class Controller:
@@ -57,7 +54,12 @@ class Scene:
     async def chat(
         self, rollout: str, prompt: list[int], answer: list[int], who: Any = OPERATOR, **options: Any
     ) -> httpx.Response:
-        names = {"group": "x-rollout-group", "size": "x-rollout-group-size", "deadline": "x-rollout-deadline"}
+        names = {
+            "group": "x-rollout-group",
+            "size": "x-rollout-group-size",
+            "deadline": "x-rollout-deadline",
+            "turn": "x-rollout-turn",
+        }
         headers = {names[name]: str(options.pop(name)) for name in names if name in options}
         headers |= {"x-rollout-id": rollout, **who}
         body = {"prompt": prompt, "answer": answer, **options}
@@ -67,8 +69,8 @@ class Scene:
         content = json.dumps(body)  # which writes NaN
         return await self.client.post(f"/rollouts/{path}", content=content, headers=who)
 
-    async def lease(self, **query: Any) -> dict[str, Any]:
-        answer = await self.client.get("/rollouts/groups", params={"n": 9, **query}, headers=OPERATOR)
+    async def take(self, step: str = "step", **body: Any) -> dict[str, Any]:
+        answer = await self.post("take", step=step, **body)
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
@@ -113,26 +115,50 @@ async def test_an_agent_is_learned_from(scene: Scene) -> None:
     streamed = await scene.chat("a", [1, 2, 3, 4, 5], [6, 7], stream=True)
     events = [json.loads(event[len("data: ") :]) for event in streamed.text.split("\n\n")[:2]]
     assert [each["choices"][0]["text"] for each in events] == ["[6]", "[7]"]
-    assert (await scene.lease())["lease"] is None
+    assert await scene.take() == {"step": None, "note": "", "stale_groups": 0, "groups": []}
     assert (await scene.post("a/reward", reward=1, key="k")).json() == {"status": "rewarded"}
     assert (await scene.post("a/reward", reward=1, key="k")).status_code == 200
-    taken = await scene.lease(max_staleness=0)
+    taken = await scene.take(max_staleness=0, note="mine")
     ((rollout,),) = (group["rollouts"] for group in taken["groups"])
     (sequence,) = rollout["sequences"]
     assert (sequence["prompt_token_ids"], sequence["token_ids"]) == ([1, 2], [3, 4, 5, 6, 7])
     assert sequence["loss_mask"] == [True, True, False, True, True]
     assert sequence["logprobs"] == [-3.0, -4.0, 0.0, -6.0, -7.0]
     assert sequence["weight_versions"][1] == {"version": 7, "start": 3, "end": 5}
-    for _ in range(2):
-        consumed = await scene.post("consume", lease=taken["lease"], step="step 1")
-        assert consumed.json() == {"step": "step 1", "rollouts": ["a"]}
+    assert taken["note"] == "mine" and await scene.take() == taken
     counts = (await scene.client.get("/rollouts", headers=OPERATOR)).json()
     assert counts["states"]["consumed"] == 1 and counts["ends"] == {"consumed": 1}
     refused(await scene.post("a/reward", reward=1), 409, "'a' is consumed")
     refused(await scene.chat("a", [1], [2]), 409, "'a' is consumed")
-    refused(
-        await scene.post("consume", lease=taken["lease"], step="step 2"), 409, "consumed by step 'step 1'"
-    )
+    assert (await scene.take("another"))["groups"] == []
+
+
+async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> None:
+    for number in (0, 1, 2):
+        begun = await scene.post("begin", run="r", number=number, timeout_s=50)
+        assert begun.json() == {"group": f"r.{number}"}
+    for rollout in ("a", "b"):
+        await scene.chat(rollout, [1], [2], group="r.0")
+    settled = {"id": "a", "reward": [0.5], "info": "text"}
+    for _ in range(2):
+        answer = await scene.post("settle", group="r.0", rollouts=[settled])
+        assert answer.json() == {"status": "settled"}
+    await scene.post("settle", group="r.2", rollouts=[], reason="unanswered")
+    where = (await scene.client.get("/rollouts/runs/r", headers=OPERATOR)).json()
+    assert where == {"next": 3, "open": ["r.1"], "ready": 1, "ends": {"unanswered": 1}}
+    ((rollout,),) = (group["rollouts"] for group in (await scene.take(run="r"))["groups"])
+    assert (rollout["id"], rollout["reward"], rollout["info"]) == ("a", [0.5], "text")
+    refused(await scene.post("settle", group="r.9", rollouts=[]), 404, "group 'r.9' is unknown")
+    refused(await scene.post("begin", run="r/s", number=0), 400, "run")
+
+
+async def test_a_request_that_is_sent_again_with_its_name_replaces_its_answer(scene: Scene) -> None:
+    """Its client has not got the first one."""
+    for sampled in ([2, 2], [3]):
+        assert (await scene.chat("a", [1], sampled, turn="first")).status_code == 200
+    await scene.post("a/reward", reward=[1])
+    ((rollout,),) = (group["rollouts"] for group in (await scene.take())["groups"])
+    assert [each["token_ids"] for each in rollout["sequences"]] == [[3]]
 
 
 async def test_a_request_without_the_header_asks_the_controller_nothing(scene: Scene) -> None:
@@ -150,14 +176,6 @@ async def test_the_header_means_nothing_where_nothing_is_generated(scene: Scene)
     assert scene.controller.calls == []
 
 
-async def test_a_page_of_another_site_leases_nothing(scene: Scene) -> None:
-    basic = {"authorization": "Basic " + base64.b64encode(f"x:{NAMES[0] * 8}".encode()).decode()}
-    for site, status in (("cross-site", 403), ("none", 200)):
-        headers = {"sec-fetch-site": site, **basic}
-        answer = await scene.client.get("/rollouts/groups", headers=headers)
-        assert answer.status_code == status
-
-
 async def test_nothing_is_opened_without_a_token(scene: Scene) -> None:
     for method, status in (("POST", 401), ("OPTIONS", 405)):
         answer = await scene.client.request(method, CHAT, headers={"x-rollout-id": "a"})
@@ -173,7 +191,7 @@ async def test_an_answer_that_no_client_got_is_replaced(scene: Scene) -> None:
     first, last = scene.controller.attempts
     assert 0 < first < last
     assert (await scene.post("a/reward", reward=[1.0])).status_code == 200
-    ((rollout,),) = (group["rollouts"] for group in (await scene.lease())["groups"])
+    ((rollout,),) = (group["rollouts"] for group in (await scene.take())["groups"])
     assert [each["token_ids"] for each in rollout["sequences"]] == [[2]]
 
 
@@ -187,27 +205,27 @@ async def test_a_users_token_opens_what_it_began(scene: Scene) -> None:
     ):
         refused(answer, 409, "begun with another token")
     assert (await scene.post("a/reward", ANN, reward=1)).status_code == 200
-    for method, path in (("GET", "/groups"), ("POST", "/consume"), ("GET", "")):
+    for method, path in (("POST", "/take"), ("POST", "/begin"), ("POST", "/settle"), ("GET", "")):
         answer = await scene.client.request(method, f"/rollouts{path}", headers=ANN)
         refused(answer, 403, "needs the operator's token")
 
 
-async def test_a_group_is_leased_when_its_last_member_is_settled(scene: Scene) -> None:
+async def test_a_group_is_ready_when_its_last_member_is_settled(scene: Scene) -> None:
     for name in ("a", "b"):
         await scene.chat(name, [1], [2], group="g", size=2)
     await scene.post("a/reward", reward=[[0.5]])
-    assert (await scene.lease())["groups"] == []
+    assert (await scene.take())["groups"] == []
     assert (await scene.post("b/discard")).json() == {"status": "discarded"}
-    (group,) = (await scene.lease())["groups"]
+    (group,) = (await scene.take())["groups"]
     assert [(each["id"], each["reward"]) for each in group["rollouts"]] == [("a", [[0.5]])]
 
 
-async def test_stale_groups_are_left_and_counted(scene: Scene) -> None:
+async def test_stale_groups_are_discarded_and_counted(scene: Scene) -> None:
     await scene.chat("a", [1], [2])
     await scene.post("a/reward", reward=1)
     scene.controller.version = 9
-    none = {"lease": None, "lease_s": None, "stale_groups": 1, "groups": []}
-    assert await scene.lease(max_staleness=1) == none
+    none = {"step": None, "note": "", "stale_groups": 1, "groups": []}
+    assert await scene.take(max_staleness=1) == none
 
 
 async def test_bad_input(scene: Scene) -> None:
@@ -224,13 +242,11 @@ async def test_bad_input(scene: Scene) -> None:
     batch = await scene.client.post(f"{CHAT}/batch", json={}, headers=named)
     refused(batch, 400, "expected a request to one of")
     refused(await scene.post("a/reward", reward=1), 404, "'a' is unknown")
-    refused(await scene.post("consume", lease="l", step="s"), 404, "lease 'l' is unknown or expired")
     assert (await scene.chat("a", [1], [2])).status_code == 200
     for reward in (float("nan"), "1", [1.0, 2.0], [[1.0, 2.0]], None):
         assert (await scene.post("a/reward", reward=reward)).status_code == 400
-    for query in ("n=0", "max_staleness=-1"):
-        answer = await scene.client.get(f"/rollouts/groups?{query}", headers=OPERATOR)
-        assert answer.status_code == 400
+    for body in ({"groups": 0}, {"max_staleness": -1}, {"step": ""}, {"run": "a b"}):
+        assert (await scene.post("take", **{"step": "s", **body})).status_code == 400
     refused(await scene.chat("long", [1] * 1000, [2]), 413, "expected at most 1000 tokens")
 
 

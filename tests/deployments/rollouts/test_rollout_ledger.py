@@ -42,47 +42,52 @@ def played(*rollouts: str, ledger: RolloutLedger | None = None, **options: Any) 
     return ledger
 
 
-def test_a_rollout_is_consumed_once() -> None:
-    ledger = played("a")
-    lease, _ = ledger.lease("l", 5, None, {}, 0)
-    assert lease is not None and lease.groups == ("~a",) and ledger.state("a") is State.LEASED
-    assert ledger.lease("m", 5, None, {}, 0) == (None, 0)
-    assert ledger.consume("l", "step 1", 0) == ["a"] and ledger.state("a") is State.CONSUMED
-    assert ledger.consume("l", "step 1", 5) == ["a"], "the answer was lost, and the call is repeated"
-    assert ledger.counts(5)[1] == {"consumed": 1}
-    with pytest.raises(Conflict, match="consumed by step 'step 1', got 'step 2'"):
-        ledger.consume("l", "step 2", 5)
-    assert ledger.lease("n", 5, None, {}, 5) == (None, 0)
+def taken(ledger: RolloutLedger, step: str, count: int = 1, now: float = 0, **options: Any) -> list[str]:
+    """The groups that a step gets."""
+    given = {"run": "", "max_staleness": None, "note": "", "current": {}} | options
+    step_taken, _ = ledger.take(step, count=count, now=now, **given)
+    return [] if step_taken is None else list(step_taken.groups)
 
 
-def test_a_step_consumes_one_lease() -> None:
+def test_a_rollout_is_consumed_by_one_step_which_gets_it_again() -> None:
     ledger = played("a", "b")
-    for name in ("l", "m"):
-        ledger.lease(name, 1, None, {}, 0)
-    ledger.consume("l", "step 1", 0)
-    with pytest.raises(Conflict, match="step 'step 1' consumed lease 'l', and cannot consume 'm'"):
-        ledger.consume("m", "step 1", 0)
+    assert taken(ledger, "step 1", note="first") == ["~a"] and ledger.state("a") is State.CONSUMED
+    assert taken(ledger, "step 2") == ["~b"]
+    again, _ = ledger.take("step 1", "", 5, None, "second", {}, 5)
+    assert again is not None and (again.groups, again.note) == (("~a",), "first")
+    assert taken(ledger, "step 3") == []
+    assert ledger.counts(5)[1] == {"consumed": 2}
+    with pytest.raises(Conflict, match="step 'step 1' is of the run '', got 'r'"):
+        taken(ledger, "step 1", run="r")
+    with pytest.raises(Conflict, match="'a' is consumed, and cannot be discarded"):
+        ledger.discard("a", "", 5)
 
 
-def test_a_lease_that_expires_gives_its_groups_back() -> None:
+def test_a_step_gets_as_many_groups_as_it_asks_for_or_none() -> None:
     ledger = played("a")
-    ledger.lease("l", 1, None, {}, 0)
-    assert ledger.lease("m", 1, None, {}, LIMITS.lease_s - 1) == (None, 0)
-    again, _ = ledger.lease("m", 1, None, {}, LIMITS.lease_s)
-    assert again is not None and again.groups == ("~a",)
-    with pytest.raises(NotFound, match="lease 'l' is unknown or expired"):
-        ledger.consume("l", "late", LIMITS.lease_s)
-    assert ledger.consume("m", "in time", LIMITS.lease_s) == ["a"]
+    assert taken(ledger, "step", 2) == [] and ledger.state("a") is State.REWARDED
+    played("b", ledger=ledger)
+    assert taken(ledger, "step", 2) == ["~a", "~b"]
 
 
-def test_a_group_is_leased_whole_when_its_members_are_rewarded_or_discarded() -> None:
+def test_what_a_step_consumed_and_is_no_longer_kept_is_not_replaced_by_others() -> None:
+    ledger = played("a")
+    taken(ledger, "step")
+    for number in range(LIMITS.max_rollouts):
+        ledger.open(request(f"b{number}"), 0)
+    with pytest.raises(NotFound, match="'a' is unknown"):
+        ledger.state("a")
+    with pytest.raises(Conflict, match="step 'step' has consumed its groups, and they are no longer kept"):
+        taken(ledger, "step")
+
+
+def test_a_group_is_taken_whole_when_its_members_are_rewarded_or_discarded() -> None:
     ledger = played("a", "b", group="g", size=3)
-    assert ledger.lease("l", 1, None, {}, 0) == (None, 0)
+    assert taken(ledger, "step") == []
     ledger.open(request("c", group="g"), 0)
     ledger.discard("c", "", 0)
     ledger.discard("c", "", 0)
-    lease, _ = ledger.lease("l", 1, None, {}, 0)
-    assert lease is not None and [each.key for each in ledger.rewarded("g")] == ["a", "b"]
+    assert taken(ledger, "step") == ["g"] and [each.key for each in ledger.rewarded("g")] == ["a", "b"]
     with pytest.raises(Conflict, match="closed: expected another group"):
         ledger.open(request("d", group="g"), 0)
 
@@ -90,12 +95,41 @@ def test_a_group_is_leased_whole_when_its_members_are_rewarded_or_discarded() ->
 def test_a_group_that_never_completes_closes_at_its_deadline() -> None:
     ledger = played("a", group="g", size=3, timeout_s=20)
     ledger.open(request("b", group="g"), 0)
-    assert ledger.lease("l", 1, None, {}, 19) == (None, 0)
-    lease, _ = ledger.lease("l", 1, None, {}, 20)
-    assert lease is not None and ledger.state("b") is State.CLOSED
-    with pytest.raises(Conflict, match="'b' is closed"):
+    ledger.open(request("c", timeout_s=20), 0)
+    assert taken(ledger, "step", now=19) == []
+    assert taken(ledger, "step", now=20) == ["g"] and ledger.state("b") is State.DISCARDED
+    with pytest.raises(Conflict, match="'b' is discarded"):
         ledger.reward("b", "", 1.0, None, 20)
-    assert ledger.counts(20)[1] == {"unrewarded": 1}
+    assert ledger.counts(20)[1] == {"consumed": 1, "unrewarded": 1}
+
+
+def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
+    ledger = RolloutLedger(LIMITS)
+    for number in range(4):
+        assert ledger.begin("r", number, None, 0) == f"r.{number}"
+    assert ledger.begin("r", 2, None, 0) == "r.2", "the call is repeated"
+    for name in ("a", "b"):
+        ledger.open(request(name, group="r.0"), 0)
+        ledger.append(name, "", new_turn())
+    ledger.saved()
+    with pytest.raises(NotFound, match=r"group 'r\.0' has no rollout 'c'"):
+        ledger.settle("r.0", {"a": 1.0, "c": 1.0}, "", 0)
+    ledger.undo()
+    for number, rewards in ((0, {"b": 0.5}), (2, {})):
+        for _ in range(2):
+            ledger.settle(f"r.{number}", rewards, "unanswered", 0)
+    assert ledger.state("a") is State.DISCARDED and ledger.state("b") is State.REWARDED
+    with pytest.raises(Conflict, match=r"group 'r\.0' is rewarded, with other members"):
+        ledger.settle("r.0", {"a": 1.0}, "", 0)
+    run, opened, ready = ledger.position("r", 0)
+    assert (run.next, opened, ready, run.ends) == (4, ["r.1", "r.3"], 1, {"unanswered": 1})
+    assert taken(ledger, "step") == [] and taken(ledger, "step", run="r") == ["r.0"]
+    assert ledger.position("r", 0)[0].ends == {"unanswered": 1, "consumed": 1}
+    with pytest.raises(NotFound, match=r"group 'r\.9' is unknown"):
+        ledger.settle("r.9", {}, "", 0)
+    ledger.open(request("d", group="r.4"), 0)
+    with pytest.raises(Conflict, match=r"'r\.4' was begun by a request"):
+        ledger.begin("r", 4, None, 0)
 
 
 def test_what_belongs_to_another_user_is_refused() -> None:
@@ -194,24 +228,24 @@ def test_the_answer_of_the_last_attempt_is_kept() -> None:
     assert ledger.append("a", "", new_turn(attempt=3, sampled="?")) is None, "the client went on"
 
 
-def test_staler_groups_are_left_and_counted() -> None:
+def test_groups_that_are_too_stale_are_discarded_and_counted() -> None:
     ledger = RolloutLedger(LIMITS)
     turns = (("a", "", 3), ("b", "", 5), ("c", "math", 1), ("d", "gone", 9), ("e", "math", 7))
     for name, policy, version in turns:
         ledger.open(request(name), 0)
         ledger.append(name, "", new_turn(policy=policy, version=version))
         ledger.reward(name, "", 1.0, None, 0)
-    lease, stale = ledger.lease("l", 9, 1, {"": 6, "math": 2}, 0)
-    assert lease is not None and lease.groups == ("~b", "~c") and stale == 3, "the other 'math' was unloaded"
-    rest, stale = ledger.lease("m", 9, None, {"": 6}, 0)
-    assert rest is not None and rest.groups == ("~a", "~d", "~e") and stale == 0
+    assert taken(ledger, "step", 3, max_staleness=1, current={"": 6, "math": 2}) == []
+    assert ledger.counts(0)[1] == {"stale": 3}, "the other 'math' was unloaded"
+    assert taken(ledger, "step", 2, max_staleness=0, current={"": 5, "math": 1}) == ["~b", "~c"]
 
 
-def test_a_lease_ends_where_it_has_enough_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_ledger, "MAX_LEASED", 3)
-    ledger = played("a", "b", "c")
-    lease, _ = ledger.lease("l", 9, None, {}, 0)
-    assert lease is not None and lease.groups == ("~a", "~b"), "each has two tokens"
+def test_a_step_of_too_many_tokens_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_ledger, "MAX_TAKEN", 3)
+    ledger = played("a", "b")
+    with pytest.raises(PayloadTooLarge, match="at most 3 tokens, 2 groups have 4: take fewer groups"):
+        taken(ledger, "step", 2)
+    assert taken(ledger, "step", 1) == ["~a"]
 
 
 def test_bounds() -> None:
@@ -227,8 +261,7 @@ def test_bounds() -> None:
 def test_what_ended_is_removed_after_a_while_and_so_is_what_nobody_takes() -> None:
     ledger = played("a", "b")
     ledger.open(request("c"), 0)
-    ledger.lease("l", 1, None, {}, 0)
-    ledger.consume("l", "step", 0)
+    taken(ledger, "step")
     states, ends = ledger.counts(LIMITS.keep_s)
     assert states["discarded"] == 1 and ends == {"consumed": 1, "expired": 1}
     with pytest.raises(NotFound):
@@ -240,8 +273,7 @@ def test_what_ended_is_removed_after_a_while_and_so_is_what_nobody_takes() -> No
 def test_a_call_can_be_undone() -> None:
     ledger = played("a")
     ledger.saved()
-    ledger.lease("l", 1, None, {}, 0)
+    taken(ledger, "step")
     ledger.undo()
     assert ledger.state("a") is State.REWARDED and ledger.changes() == {}
-    with pytest.raises(NotFound):
-        ledger.consume("l", "step", 0)
+    assert taken(ledger, "other") == ["~a"] and taken(ledger, "step") == []

@@ -45,8 +45,8 @@ def again(store: RolloutStore, directory: Path, clock: Clock) -> RolloutStore:
     return RolloutStore(directory, LIMITS, FLEET, clock=clock)
 
 
-def leased(store: RolloutStore, *arguments: Any) -> Any:
-    return json.loads(store.lease(*arguments))
+def taken(store: RolloutStore, step: str = "step", count: int = 1, run: str = "", note: str = "") -> Any:
+    return json.loads(store.take(step, run, count, None, note, {}))
 
 
 def played(store: RolloutStore, *rollouts: str) -> None:
@@ -59,8 +59,9 @@ def played(store: RolloutStore, *rollouts: str) -> None:
 
 def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
     played(store, "a")
-    taken = leased(store, 4, None, {})
-    ((rollout,),) = ([*group["rollouts"]] for group in taken["groups"])
+    found = taken(store, note="mine")
+    assert (found["step"], found["note"], found["stale_groups"]) == ("step", "mine", 0)
+    ((rollout,),) = ([*group["rollouts"]] for group in found["groups"])
     (sequence,) = rollout["sequences"]
     assert (rollout["id"], rollout["reward"]) == ("a", 0.5)
     assert sequence["prompt_token_ids"] == [1, 2] and sequence["token_ids"] == [3, 4, 5, 6]
@@ -72,16 +73,22 @@ def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> No
 def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: Clock) -> None:
     played(store, "b", "a", "c")
     store.open(request("open", owner="ann", group="g", size=2))
-    first = leased(store, 1, None, {})
+    store.begin("r", 0, None)
+    store.open(request("d", group="r.0"))
+    store.append("d", "", captured("k/0", [1], [2]))
+    store.settle("r.0", {"d": (1.0, "said")}, "")
+    first = taken(store)
     assert first["groups"][0]["group"] == "~b", "the oldest one"
     store = again(store, tmp_path, clock)
-    assert store.consume(first["lease"], "step") == ["b"]
+    assert taken(store) == first, "the call is repeated"
     with pytest.raises(Conflict, match="begun with another token"):
         store.open(request("open", owner="bob"))
     store = again(store, tmp_path, clock)
-    assert store.consume(first["lease"], "step") == ["b"], "the call is repeated"
-    assert [each["group"] for each in leased(store, 9, None, {})["groups"]] == ["~a", "~c"]
-    assert store.counts()[1] == {"consumed": 1}
+    assert [each["group"] for each in taken(store, "next", 2)["groups"]] == ["~a", "~c"]
+    assert store.counts()[1] == {"consumed": 3}
+    assert store.position("r")[0].next == 1
+    (group,) = taken(store, "of r", run="r")["groups"]
+    assert [(each["id"], each["info"]) for each in group["rollouts"]] == [("d", "said")]
     store.close()
 
 
@@ -94,7 +101,7 @@ def test_tokens_are_removed_with_their_rollout(store: RolloutStore, tmp_path: Pa
     store.open(request("a"))
     store.append("a", "", captured("k/0", [8], [9]))
     store.reward("a", "", 1.0, None)
-    (group,) = leased(store, 1, None, {})["groups"]
+    (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[9]]
     store.close()
 
@@ -105,7 +112,7 @@ def test_a_turn_of_a_later_attempt_replaces_the_tokens(store: RolloutStore) -> N
     store.append("a", "", captured("k/0", [1], [3], attempt=2))
     store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
     store.reward("a", "", 1.0, None)
-    (group,) = leased(store, 1, None, {})["groups"]
+    (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[3]]
 
 
@@ -120,7 +127,7 @@ def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStor
             store.append("a", "", captured(f"{turns}/0", [turns], [1]))
             turns += 1
     store.reward("a", "", (1.0,) * turns, None)
-    (group,) = leased(store, 1, None, {})["groups"]
+    (group,) = taken(store)["groups"]
     assert len(group["rollouts"][0]["sequences"]) == turns
 
 
@@ -141,8 +148,8 @@ def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clo
         kept = fill()
         for each in kept:
             small.reward(each, "", 1.0, "key" * 30)
-        taken = leased(small, 9999, None, {})
-        assert small.consume(taken["lease"], "step" * 30) == kept
+        groups = taken(small, "step" * 30, len(kept))["groups"]
+        assert [each["id"] for group in groups for each in group["rollouts"]] == kept
         clock.now += limits.group_timeout_s + limits.keep_s
         assert len(fill()) >= len(kept)
 
@@ -151,7 +158,7 @@ def test_a_restart_writes_nothing_to_a_full_disk(tmp_path: Path, store: RolloutS
     played(store, "a")
     with full_disk(longest_in(tmp_path)):
         store = again(store, tmp_path, clock)
-    assert leased(store, 1, None, {})["lease"]
+    assert taken(store)["groups"]
     store.close()
 
 

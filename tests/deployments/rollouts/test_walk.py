@@ -1,6 +1,7 @@
 """Random walks over the ledger of rollouts, beside an oracle that knows every rollout's history.
 
-Calls are undone and repeated, the ledger is loaded again from what was saved, trainers die with their leases.
+Calls are undone and repeated, the ledger is loaded again from what was saved, trainers ask
+again for their steps.
 """
 
 import math
@@ -16,12 +17,13 @@ from deployments.rollouts.rollout_ledger import NewTurn, Record, RolloutLedger, 
 from tests.deployments.rollouts.turns import LIMITS, request
 
 IDS = st.sampled_from(["a", "b", "c"])
-GROUPS = st.sampled_from([None, None, "g"])
+GROUPS = st.sampled_from([None, None, "g", "r.0", "r.1"])
+RUNS = st.sampled_from(["", "r"])
 
 
 @dataclass
 class Known:
-    """What the oracle knows of a rollout: times, of which the state follows."""
+    """What the oracle knows of a rollout."""
 
     group: str
     state: State = State.OPEN
@@ -30,14 +32,19 @@ class Known:
 
 @dataclass
 class KnownGroup:
-    """Of a group."""
+    """Of a group: times, of which its state follows."""
 
     size: int
     deadline: float
+    run: str = ""
     closed_at: float = math.inf
     ended_at: float = math.inf
-    lease: str | None = None
+    step: str | None = None
     members: list[str] = field(default_factory=list)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.closed_at < math.inf and self.ended_at == math.inf
 
 
 class Oracle:
@@ -46,30 +53,23 @@ class Oracle:
     def __init__(self) -> None:
         self.rollouts: dict[str, Known] = {}
         self.groups: dict[str, KnownGroup] = {}
-        self.leases: dict[str, float] = {}  # until
-        self.steps: dict[str, str] = {}
+        self.steps: dict[str, float] = {}  # until
+        self.begun = {"r": 0}
+        self.ends = {"": 0, "r": 0}
 
     def second(self, now: float) -> None:
-        for lease, until in list(self.leases.items()):
-            if lease not in self.steps.values() and until <= now:
-                del self.leases[lease]
-                for group in self.groups.values():
-                    if group.lease == lease:
-                        group.lease, group.closed_at = None, now
         for name, group in list(self.groups.items()):
             if group.closed_at == math.inf and group.deadline <= now:
                 self.close(group, now)
-            if group.lease is None and group.ended_at == math.inf and group.closed_at + LIMITS.keep_s <= now:
+            if group.is_ready and group.closed_at + LIMITS.keep_s <= now:
                 for member in self.learned(group):
                     self.rollouts[member].state = State.DISCARDED
-                group.ended_at = now
+                self.end(group, now)
             if group.ended_at + LIMITS.keep_s <= now:
                 del self.groups[name]
                 for member in group.members:
                     del self.rollouts[member]
-        for step, lease in list(self.steps.items()):
-            if self.leases[lease] <= now:
-                del self.steps[step], self.leases[lease]
+        self.steps = {step: until for step, until in self.steps.items() if until > now}
 
     def learned(self, group: KnownGroup) -> list[str]:
         return [each for each in group.members if self.rollouts[each].state is State.REWARDED]
@@ -78,23 +78,25 @@ class Oracle:
         states = [self.rollouts[each].state for each in group.members]
         if group.closed_at == math.inf and 0 < group.size <= sum(s is not State.OPEN for s in states):
             self.close(group, now)
-        elif group.closed_at < math.inf and group.ended_at == math.inf and not self.learned(group):
-            group.ended_at = now
+        elif group.is_ready and not self.learned(group):
+            self.end(group, now)
 
     def close(self, group: KnownGroup, now: float) -> None:
         group.closed_at = now
         for member in group.members:
             if self.rollouts[member].state is State.OPEN:
-                self.rollouts[member].state = State.CLOSED
+                self.rollouts[member].state = State.DISCARDED
         if not self.learned(group):
-            group.ended_at = now
+            self.end(group, now)
+
+    def end(self, group: KnownGroup, now: float) -> None:
+        group.ended_at = now
+        self.ends[group.run] += 1
 
     def state(self, rollout: str) -> State:
         known = self.rollouts[rollout]
-        group = self.groups[known.group]
-        if known.state is State.REWARDED and group.lease is not None:
-            return State.CONSUMED if group.lease in self.steps.values() else State.LEASED
-        return known.state
+        is_consumed = self.groups[known.group].step is not None and known.state is State.REWARDED
+        return State.CONSUMED if is_consumed else known.state
 
 
 class Walk(RuleBasedStateMachine):
@@ -103,8 +105,8 @@ class Walk(RuleBasedStateMachine):
         self.now, self.number = 0.0, 0
         self.ledger, self.oracle = RolloutLedger(LIMITS), Oracle()
         self.disk: dict[tuple[str, str], Record] = {}
-        self.recorded: dict[str, set[str]] = {}  # lease -> what its step was told, by a recorder outside
-        self.begun: dict[str, int] = {}  # id -> which of its lives
+        self.recorded: dict[str, set[str]] = {}  # step -> what it was told, by a recorder outside
+        self.lives: dict[str, int] = {}  # id -> which of its lives
 
     def save(self) -> None:
         for place, record in self.ledger.changes().items():
@@ -127,6 +129,8 @@ class Walk(RuleBasedStateMachine):
 
     @rule(name=IDS, group=GROUPS, size=st.integers(0, 3), undone=st.booleans())
     def open(self, name: str, group: str | None, size: int, undone: bool) -> None:
+        if group is not None and group not in self.oracle.groups and group != "g":
+            return  # it would be none of the run
         oracle, key = self.oracle, group or f"~{name}"
         known, at = oracle.rollouts.get(name), oracle.groups.get(key)
         size = size if group is not None else 1
@@ -152,7 +156,7 @@ class Walk(RuleBasedStateMachine):
         if known is None:
             oracle.groups.setdefault(key, KnownGroup(size=size, deadline=self.now + 30)).members.append(name)
             oracle.rollouts[name] = Known(group=key)
-            self.begun[name] = self.begun.get(name, 0) + 1
+            self.lives[name] = self.lives.get(name, 0) + 1
 
     @rule(name=IDS, group=GROUPS)
     def play(self, name: str, group: str | None) -> None:
@@ -161,10 +165,44 @@ class Walk(RuleBasedStateMachine):
         self.append(name, "x")
         self.reward(name, undone=False)
 
-    @rule(most=st.integers(1, 2), step=st.integers(0, 1))
-    def learn(self, most: int, step: int) -> None:
-        self.lease(most, undone=False)
-        self.consume(0, step, undone=False)
+    @rule(undone=st.booleans())
+    def begin(self, undone: bool) -> None:
+        number = self.oracle.begun["r"]
+        self.ledger.begin("r", number, 30, self.now)
+        if undone:
+            self.ledger.undo()
+            return
+        self.save()
+        self.oracle.begun["r"] += 1
+        self.oracle.groups[f"r.{number}"] = KnownGroup(size=0, deadline=self.now + 30, run="r")
+
+    @rule(number=st.integers(0, 3), data=st.data(), undone=st.booleans())
+    def close(self, number: int, data: st.DataObject, undone: bool) -> None:
+        """A job settles its group, and sends the call again."""
+        group = self.oracle.groups.get(f"r.{number}")
+        chosen = data.draw(st.sets(IDS, max_size=2)) if group is None or not group.members else None
+        members = data.draw(st.sets(st.sampled_from(group.members))) if group and group.members else chosen
+        rewards = dict.fromkeys(members or (), 1.0)
+        before = group is not None and group.closed_at < math.inf
+        try:
+            self.ledger.settle(f"r.{number}", rewards, "left out", self.now)
+        except SlipstreamError:
+            self.ledger.undo()
+            found = [self.oracle.rollouts.get(each) for each in rewards]
+            wrong = any(each is None or each.state is not State.OPEN or not each.turns for each in found)
+            assert group is None or before or wrong
+            return
+        assert group is not None
+        if before:
+            assert set(rewards) == set(self.oracle.learned(group))
+            return
+        if undone:
+            self.ledger.undo()
+            return
+        self.save()
+        for each in rewards:
+            self.oracle.rollouts[each].state = State.REWARDED
+        self.oracle.close(group, self.now)
 
     @rule(name=IDS, turn=st.sampled_from("xyz"))
     def append(self, name: str, turn: str) -> None:
@@ -207,64 +245,49 @@ class Walk(RuleBasedStateMachine):
             self.ledger.discard(name, "", self.now)
         except SlipstreamError:
             self.ledger.undo()
-            assert known is None or self.oracle.groups[known.group].lease is not None
+            assert known is None or self.oracle.groups[known.group].step is not None
             return
         assert known is not None
         self.save()
         known.state = State.DISCARDED
         self.oracle.settle(self.oracle.groups[known.group], self.now)
 
-    @rule(most=st.integers(1, 3), undone=st.booleans())
-    def lease(self, most: int, undone: bool) -> None:
-        self.number += 1
-        lease, _ = self.ledger.lease(f"l{self.number}", most, None, {}, self.now)
-        if undone:
-            self.ledger.undo()
-            return
-        self.save()
-        ready = [
-            key
-            for key, group in self.oracle.groups.items()
-            if group.closed_at < math.inf and group.ended_at == math.inf and group.lease is None
-        ]
-        taken = [] if lease is None else list(lease.groups)
-        assert set(taken) <= set(ready) and len(taken) == min(most, len(ready))
-        for key in taken:
-            self.oracle.groups[key].lease = f"l{self.number}"
-        if lease is not None:
-            self.oracle.leases[lease.key] = self.now + LIMITS.lease_s
-
-    @rule(back=st.integers(0, 1), step=st.integers(0, 1), undone=st.booleans())
-    def consume(self, back: int, step: int, undone: bool) -> None:
-        lease, name = f"l{self.number - back}", f"step {step}"
-        steps = self.oracle.steps
-        mine = next((each for each, of in steps.items() if of == lease), None)
-        refused = (
-            lease not in self.oracle.leases or (mine not in (None, name)) or steps.get(name, lease) != lease
-        )
+    @rule(run=RUNS, count=st.integers(1, 2), back=st.integers(0, 2), undone=st.booleans())
+    def take(self, run: str, count: int, back: int, undone: bool) -> None:
+        """A new step, or one that was lost after it had asked, perhaps with another trainer's name."""
+        self.number += back == 0
+        step = f"s{self.number - back}"
+        is_known = step in self.oracle.steps
         try:
-            told = self.ledger.consume(lease, name, self.now)
+            taken, stale = self.ledger.take(step, run, count, None, "", {}, self.now)
         except SlipstreamError:
             self.ledger.undo()
-            assert refused
+            assert is_known
             return
-        assert not refused
         if undone:
             self.ledger.undo()
             return
         self.save()
-        lives = {f"{each} {self.begun[each]}" for each in told}
-        assert self.recorded.setdefault(lease, lives) == lives, "the same call has the same answer"
-        if mine is None:
-            steps[name] = lease
-            self.oracle.leases[lease] = self.now + LIMITS.keep_s
-            for group in self.oracle.groups.values():
-                if group.lease == lease:
-                    group.ended_at = self.now
+        groups = self.oracle.groups
+        ready = [key for key, group in groups.items() if group.is_ready and group.run == run]
+        assert stale == 0 and (is_known or (taken is None) == (len(ready) < count))
+        if taken is None:
+            return
+        told = [each.key for key in taken.groups for each in self.ledger.rewarded(key)]
+        lives = {f"{each} {self.lives[each]}" for each in told}
+        if is_known:
+            assert self.recorded[step] == lives, "the same call has the same answer"
+            return
+        assert set(taken.groups) <= set(ready) and len(taken.groups) == count
+        self.recorded[f"{step} at {self.now}"] = self.recorded[step] = lives
+        for key in taken.groups:
+            groups[key].step = step
+            self.oracle.end(groups[key], self.now)
+        self.oracle.steps[step] = self.now + LIMITS.keep_s
 
     @invariant()
     def no_rollout_is_learned_from_twice(self) -> None:
-        told = [each for lives in self.recorded.values() for each in lives]
+        told = [each for step, lives in self.recorded.items() if " at " in step for each in lives]
         assert len(told) == len(set(told))
 
     @invariant()
@@ -273,6 +296,13 @@ class Walk(RuleBasedStateMachine):
         assert sum(states.values()) == len(self.oracle.rollouts)
         for name in self.oracle.rollouts:
             assert self.ledger.state(name) is self.oracle.state(name), name
+
+    @invariant()
+    def every_number_of_a_run_is_open_or_ready_or_has_one_end(self) -> None:
+        run, opened, ready = self.ledger.position("r", self.now)
+        ended = sum(run.ends.values())
+        assert (run.next, ended) == (self.oracle.begun["r"], self.oracle.ends["r"])
+        assert run.next == len(opened) + ready + ended
 
 
 SEARCH = not settings().derandomize  # in `make test-all`; else a few, which are always the same

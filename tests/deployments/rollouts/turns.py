@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, RolloutRequest
 
-LIMITS = RolloutLimits(
-    max_rollouts=6, max_tokens=100, max_gib=0.01, group_timeout_s=100.0, lease_s=10.0, keep_s=50.0
-)
+LIMITS = RolloutLimits(max_rollouts=6, max_tokens=100, max_gib=0.01, group_timeout_s=100.0, keep_s=50.0)
 
 
 def request(
