@@ -2,6 +2,7 @@
 transports, everything else over vLLM's RL routes with vLLM's client."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -96,8 +97,12 @@ class Publisher:
             self._engine.send_weights()
         except FleetError as error:
             lost = error
+        except BaseException:
+            self._client.abort()
+            raise
         finishing = self._client.take_finishing()
         if finishing is None:
+            self._client.abort()
             raise FleetError("the engine did not finish the round") if lost is None else lost
         return outcome(self._fleet, finishing, self._timeout_s, lost)
 
@@ -150,6 +155,7 @@ class _Client(HTTPVLLMWeightSyncClient):
     def __init__(self, fleet: FleetClient) -> None:
         super().__init__(str(fleet.http.base_url))
         self._fleet = fleet
+        self._opened: FleetStatus | None = None
         self._finishing: FleetStatus | None = None
 
     def take_finishing(self) -> FleetStatus | None:
@@ -157,8 +163,20 @@ class _Client(HTTPVLLMWeightSyncClient):
         taken, self._finishing = self._finishing, None
         return taken
 
+    def abort(self) -> None:
+        """Give up the round, unless its commit was asked for: the fleet would wait for its lease to end."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened.round is not None:
+            with suppress(FleetError):  # it has ended, or nothing answers: the lease ends
+                self._fleet.send(calls.abort_update(opened.round.round_id))
+
+    def start_weight_update(self) -> None:
+        self._opened = None
+        super().start_weight_update()
+        self._opened = self._fleet.send(calls.fleet())
+
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        status = self._fleet.send(calls.fleet())
+        status, self._opened = self._fleet.send(calls.fleet()), None
         self._finishing = None if status.round is None else status  # else the call says why it is not open
         super().finish_weight_update(weight_version)
 

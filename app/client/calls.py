@@ -56,6 +56,12 @@ def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
     return Call(method="POST", path="/fleet/publish", body=body, read=typed(RoundReport), repeatable=False)
 
 
+def abort_update(round_id: int) -> Call[None]:
+    """Give up a round of `/start_weight_update`."""
+    body = {"round_id": round_id}
+    return Call(method="POST", path="/abort_weight_update", body=body, read=lambda content, headers: None)
+
+
 def rollback(version: int) -> Call[RoundReport]:
     body = {"version": version}
     return Call(method="POST", path="/fleet/rollback", body=body, read=typed(RoundReport), repeatable=False)

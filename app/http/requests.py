@@ -191,6 +191,11 @@ class FinishUpdateBody(VllmBody):
     """A label beside the version's number."""
 
 
+class AbortUpdateBody(OwnBody):
+    round_id: int
+    """As `/fleet` names it after `/start_weight_update`."""
+
+
 class WeightVersionBody(VllmBody):
     new_version: str
     """The label."""

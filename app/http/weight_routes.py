@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.ipc_handles import refuse_or_restrict
 from app.http.requests import (
+    AbortUpdateBody,
     FinishUpdateBody,
     InitEngineBody,
     UpdateWeightsBody,
@@ -54,6 +55,7 @@ class WeightRoutes:
             GuardedRoute("POST", "/start_weight_update", self.start),
             GuardedRoute("POST", "/update_weights", self.update, large=True),
             GuardedRoute("POST", "/finish_weight_update", self.finish, large=True),
+            GuardedRoute("POST", "/abort_weight_update", self.abort),
             GuardedRoute("POST", "/shutdown_weight_transfer_engine", self.shutdown),
             GuardedRoute("GET", "/get_world_size", self.get_world_size),
             GuardedRoute("GET", "/weight_info", self.weight_info),
@@ -104,6 +106,14 @@ class WeightRoutes:
             await self._require_round(session, "finish_weight_update")
             await session.close(body.weight_version)
         return responses.Message(message="Weight update finished")
+
+    async def abort(self, body: AbortUpdateBody) -> responses.Message:
+        """Give up a round of these routes: its publisher has failed. Not vLLM's."""
+        async with self._session() as session:
+            if session.round_id != body.round_id:
+                raise Conflict(f"round {body.round_id} is not open")
+            await session.abort("its publisher has failed")
+        return responses.Message(message="Weight update aborted")
 
     async def shutdown(self) -> responses.Message:
         """Disconnect every replica from the publisher's transfer group."""

@@ -36,6 +36,7 @@ from deployments.protocol.poll import (
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
 CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
+RELEASE_S = 5.0  # for the release of the lease after the commit
 KEPT_TIMINGS = 2000  # replicas' timings over all rounds: 200 rounds of 1,000 replicas would be 20 MB of JSON
 
 
@@ -240,6 +241,8 @@ def _finish(state: State, current: Round) -> None:
     membership.forget_drain(state, drain_of_round(current.round_id))
     weights_replaced(state)
     report = _end(state, current, RoundPhase.COMMITTED, "")
+    # Its holder releases it now, or was lost; others must not wait for its whole duration.
+    state.publisher.expires = min(state.publisher.expires, state.now + RELEASE_S)
     if current.close is not None:
         current.close.finish(result=report)
 

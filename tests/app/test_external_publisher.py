@@ -136,3 +136,25 @@ def test_a_publish_that_is_refused_is_not_taken_for_the_interrupted_one_before(
                 publisher._client.finish_weight_update()
     finally:
         controller.close()
+
+
+@pytest.mark.slow
+def test_a_publisher_that_fails_gives_its_round_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one would wait until the lease of the first ends: 60 s."""
+    controller = ControllerInProcess(tmp_path)
+    try:
+        with (
+            on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
+            Publisher(f"http://{address}", tiny_llama(0)) as publisher,
+        ):
+            for failure in (RuntimeError("out of memory"), KeyboardInterrupt(), FleetError("no answer")):
+
+                def fails(update_info: object, failure: BaseException = failure) -> None:
+                    raise failure
+
+                with monkeypatch.context() as patch, pytest.raises(type(failure)):
+                    patch.setattr(publisher._client, "update_weights", fails)
+                    publisher.publish()
+            assert publisher.publish().version == 1
+    finally:
+        controller.close()

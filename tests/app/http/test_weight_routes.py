@@ -50,6 +50,16 @@ async def test_call_forbidden_during_a_round_is_a_conflict_and_keeps_the_round(
     assert controller.round_id == 4 and controller.lease is not None
 
 
+async def test_only_who_names_the_open_round_gives_it_up(
+    fleet: httpx.AsyncClient, controller: FakeController
+) -> None:
+    await fleet.post("/start_weight_update")
+    answer = await fleet.post("/abort_weight_update", json={"round_id": 3})
+    assert answer.status_code == 409 and controller.round_id == 4
+    assert (await fleet.post("/abort_weight_update", json={"round_id": 4})).status_code == 200
+    assert controller.round_id is None and controller.lease is None
+
+
 @pytest.mark.parametrize(
     ("path", "content", "message"),
     [

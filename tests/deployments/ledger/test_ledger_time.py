@@ -137,6 +137,18 @@ def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() ->
     assert report_of(task).phase == "committed"
 
 
+def test_a_publisher_that_is_lost_in_its_commit_keeps_others_waiting_for_seconds() -> None:
+    scene = Scene(replicas=1, lease_s=60)
+    scene.replicas[0].hangs_in.add(Commit)
+    call = scene.publish()
+    scene.wait(20)
+    scene.replicas[0].hangs_in.clear()
+    scene.poll(6)
+    assert report_of(call).phase == "committed"
+    scene.wait(6)
+    assert scene.ledger.acquire("another", scene.now).publisher == "another"
+
+
 def test_a_publisher_that_comes_again_gets_a_new_token_and_its_old_round_is_gone() -> None:
     scene = Scene(replicas=1)
     scene.connect()
