@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
+from deployments.host.network import interface_of
 from deployments.protocol.errors import InvalidRequest, JournalError
 from deployments.protocol.poll import InitialWeights, StoreResult
 from deployments.protocol.publishing import RoundReport
@@ -134,6 +135,9 @@ class TrainerRank:
             "WORLD_SIZE": str(self._spec.config.world_size),
             "LOCAL_RANK": "0",  # Ray shows each actor only its own devices
         }
+        # Gloo's default is the address of this host's name: where that does not resolve, the ranks hang.
+        if interface := interface_of(own_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _check_model(self) -> None:
