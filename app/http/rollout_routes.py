@@ -12,6 +12,7 @@ from deployments.calls.rpc import CallHandle, bounded, retried
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.responses import BegunGroup, RolloutCounts, RunPosition, Status
 from deployments.protocol.rollouts import (
+    CONTINUE_HEADER,
     DEADLINE_HEADER,
     GROUP_HEADER,
     ID_HEADER,
@@ -30,7 +31,8 @@ RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests"
 async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, path: str) -> TurnId:
     """Open the rollout that a request's headers name. Raises SlipstreamError: wrong headers, or the rollout
     takes no turn of this request."""
-    for name in (ID_HEADER, GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER, REQUEST_HEADER):
+    once = (ID_HEADER, GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER, REQUEST_HEADER, CONTINUE_HEADER)
+    for name in once:
         if len(values := request.headers.getlist(name)) > 1:
             raise InvalidRequest(f"{name} must come once, got {values}")
     rollout = rollout_of(request.headers, guard.owner(request), path)

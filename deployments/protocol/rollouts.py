@@ -10,7 +10,14 @@ from deployments.protocol.errors import InvalidRequest
 ID_HEADER = "x-rollout-id"
 REQUEST_HEADER = "x-rollout-turn"
 GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER = "x-rollout-group", "x-rollout-group-size", "x-rollout-deadline"
+CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `TurnId`
+# From router to replica: the client's body has so many bytes; after them comes what was said already. In the
+# stream the replica says more of it, in comments, which the router keeps.
+SAID_HEADER = b"x-slipstream-said"
+SAID = b": said "
+NOT_CONTINUED = b"null"  # instead of what was said: the answer cannot be continued
+MOVED = b'"moved"'  # the replica is being stopped, in order
 CAPTURED = (  # paths
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     "/inference/v1/generate",
@@ -108,6 +115,8 @@ def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequ
     if path not in CAPTURED:
         raise InvalidRequest(f"{ID_HEADER}: expected a request to one of {', '.join(CAPTURED)}, got {path}")
     group, limit_s = headers.get(GROUP_HEADER), headers.get(DEADLINE_HEADER)
+    if (continues := headers.get(CONTINUE_HEADER, "true")) not in ("true", "false"):
+        raise InvalidRequest(f"{CONTINUE_HEADER} must be true or false, got {continues[:40]!r}")
     return RolloutRequest(
         rollout_id=check_id(ID_HEADER, headers[ID_HEADER]),
         owner=owner,

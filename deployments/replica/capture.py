@@ -5,12 +5,14 @@ controller has a turn before the client has its last token, so a reward never co
 """
 
 import copy
+import uuid
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from deployments.protocol.errors import InvalidRequest, SlipstreamError
 from deployments.protocol.rollouts import CapturedTurn, TurnId
+from deployments.replica.continuation import Said
 
 Append = Callable[[TurnId, CapturedTurn], Awaitable[None]]
 SAMPLING = (
@@ -23,13 +25,23 @@ class Capture:
     """The turns of one HTTP request.
 
     Attributes:
+        said: what the router is told for a continuation; None: the stream cannot be continued.
         failure: why a turn could not be recorded; the client gets this error.
     """
 
-    def __init__(self, turn: TurnId, append: Append) -> None:
+    def __init__(self, turn: TurnId, append: Append, said: Said | None = None) -> None:
         self._turn = turn
+        self.said = said
         self._append = append
         self.failure: SlipstreamError | None = None
+        self._ids = 0
+
+    def next_id(self) -> str:
+        """Instead of a random one, for events: every replica makes the same ones for a request."""
+        self._ids += 1
+        return uuid.uuid5(
+            uuid.NAMESPACE_OID, f"{self._turn.rollout_id}/{self._turn.request}/{self._ids}"
+        ).hex[:16]
 
     def sampling(self, params: Any) -> Any:
         """vLLM's sampling parameters with the log-probability of each sampled token."""
@@ -62,6 +74,8 @@ class Capture:
             raise self.failure
         answers: dict[int, _Answer] = {}
         async for output in stream:
+            if self.said is not None:
+                self.said.add(output, adapter(), with_logprobs=asked.num_logprobs is not None)
             for completion in output.outputs:
                 answer = answers.setdefault(completion.index, _Answer())
                 answer.add(completion, is_delta=asked.output_kind.name == "DELTA")

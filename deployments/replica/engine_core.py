@@ -23,6 +23,8 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
+from deployments.replica import continuation
+
 COMMIT = "slipstream_commit"
 DRAIN = "slipstream_drain"
 RUNNING = "slipstream_running"
@@ -121,11 +123,14 @@ def end_drain(core: Any, paused: bool) -> None:
 
 
 def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
-    """Replaces vLLM's; salts the request's block hashes. Runs on the input thread, beside the steps."""
+    """Replaces vLLM's; salts the request's block hashes, and continues what another replica began. Runs on
+    the input thread, beside the steps."""
     from vllm.v1.engine.core import EngineCore
 
     request.cache_salt = _salt(core._weight_version, request.cache_salt or "")
-    return EngineCore.preprocess_add_request(core, request)
+    prepared: tuple[Any, int] = EngineCore.preprocess_add_request(core, request)
+    continuation.resume(core, prepared[0])
+    return prepared
 
 
 def add_request(core: Any, request: Any, request_wave: int = 0) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Send
 from deployments.host import tracing
 from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import require_passed
-from deployments.protocol.rollouts import TURN_HEADER, turn_of
+from deployments.protocol.rollouts import MOVED, SAID, SAID_HEADER, TURN_HEADER, turn_of
 from deployments.protocol.routing import (
     KEY_HEADER,
     LOST,
@@ -33,6 +33,7 @@ from deployments.protocol.routing import (
     router_of,
 )
 from deployments.replica.capture import Append, Capture
+from deployments.replica.continuation import Said
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 
 
@@ -66,6 +67,24 @@ async def _listen(receive: Receive, messages: deque[Message], disconnected: Call
     while not messages or messages[-1]["type"] != "http.disconnect":
         messages.append(await receive())
     disconnected()
+
+
+async def split_body(receive: Receive, own_bytes: int) -> tuple[Receive, bytes]:
+    """Read a request's body. Returns a `receive` with its first `own_bytes`, and what comes after them.
+    Raises ClientDisconnected."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    own = deque([{"type": "http.request", "body": bytes(body[:own_bytes]), "more_body": False}])
+
+    async def replay() -> Message:
+        return own.popleft() if own else await receive()
+
+    return replay, bytes(body[own_bytes:])
 
 
 ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
@@ -147,7 +166,11 @@ class ReplicaFront:
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
             turn = turn_of(headers.get(TURN_HEADER))
             if turn is not None and self._append is not None:
-                recorder.capture = Capture(turn, self._append)
+                said = None
+                if (own_bytes := headers.get(SAID_HEADER)) is not None:
+                    receive, received = await split_body(receive, int(own_bytes))
+                    said = Said(received)
+                recorder.capture = Capture(turn, self._append, said)
             answer = _Response(self, send, recorder, part)
             self._running[task] = answer
             with tracing.span("replica", tracing.received(headers), replica=self.replica_id):
@@ -215,6 +238,10 @@ class _Response:
         """Why a rollout's turn could not be recorded."""
         return None if self._recorder.capture is None else self._recorder.capture.failure
 
+    @property
+    def _said(self) -> Said | None:
+        return None if self._recorder.capture is None else self._recorder.capture.said
+
     def _error_event(self, error: SlipstreamError) -> bytes:
         name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
         return name + b"data: " + json.dumps(kind | error.body()).encode() + b"\n\n"
@@ -225,6 +252,10 @@ class _Response:
         if refused is None and self._front.in_order:
             refused = self._front.refused()
         refused = refused if self._is_stream else None
+        if refused is not None and self._failure is None and self._said is not None:
+            moved = {"type": "http.response.body", "body": SAID + MOVED + b"\n\n", "more_body": True}
+            await self._send(moved)
+            refused = None
         if refused is None:
             raise error
         body = self._error_event(refused)
@@ -267,6 +298,8 @@ class _Response:
         if not self.begun:
             self.begun, self._is_named = True, piece.startswith(b"event: ")
             await self._send_start(len(piece) if self._is_json else None)
+        if self._is_stream and (said := self._said) is not None:
+            piece = said.news() + piece
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def _send_start(self, length: int | None) -> None:

@@ -18,7 +18,9 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils import random_uuid
 from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -37,8 +39,10 @@ from deployments.protocol.engine_state import (
     asleep,
     is_paused,
 )
+from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_of_round
 from deployments.replica.adapters.engine_adapters import EngineAdapters, Uses
+from deployments.replica.continuation import TOKENS
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING
 from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
 from deployments.replica.server_info import fleet_fingerprint
@@ -113,6 +117,8 @@ class RecordingLLM(AsyncLLM):
         require_text("stop", sampling_params.stop)
         require_text("bad_words", sampling_params.bad_words)
         require_text("vllm_xargs", sampling_params.extra_args)
+        if TOKENS in (sampling_params.extra_args or ()):
+            raise VLLMValidationError(f"'vllm_xargs': {TOKENS!r} is the fleet's own")
         recorder = RECORDER.get()
         capture = None if recorder is None else recorder.capture
         sampled = sampling_params if capture is None else capture.sampling(sampling_params)
@@ -125,8 +131,35 @@ class RecordingLLM(AsyncLLM):
         first_choice = None if _BEAM.search(request_id) else recorder.open_call(sampling_params.n)
         if capture is not None:
             stream = capture.taken(stream, prompt, sampling_params, first_choice, lambda: recorder.adapter)
+            if capture.said is not None and (
+                first_choice != 0
+                or sampling_params.n != 1
+                or sampling_params.output_kind is not RequestOutputKind.DELTA
+                or sampling_params.prompt_logprobs is not None
+            ):
+                capture.said.give_up()
         constrained = sampling_params.structured_outputs is not None
         return self._recorded(stream, recorder, first_choice, constrained)
+
+    async def _add_request(
+        self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        """As vLLM's, but with what another replica has said already."""
+        recorder = RECORDER.get()
+        capture = None if recorder is None else recorder.capture
+        if recorder is None or capture is None or capture.said is None or parent_req is not None:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+            return
+        self.check_admission(request_id=request.request_id)
+        self.output_processor.add_request(request, prompt, None, index, queue)
+        try:
+            begins = capture.said.replay(self.output_processor, request, queue, recorder.adapter)
+        except SlipstreamError as error:
+            capture.failure = error
+            self.output_processor.abort_requests([request.request_id], internal=True)
+            raise
+        if begins:
+            await self.engine_core.add_request_async(request)
 
     async def _using(
         self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
@@ -160,6 +193,21 @@ class RecordingLLM(AsyncLLM):
                     else:
                         recorder.record(first_choice + completion.index, spans)
             yield output
+
+
+def use_same_ids() -> None:
+    """Let vLLM's ids in the events of captured requests be `Capture.next_id`. Its engine's own stay random:
+    attempts of one request may meet in one engine."""
+    from vllm.entrypoints.openai.responses import protocol, streaming_events
+    from vllm.renderers import chat_utils
+
+    def next_id() -> str:
+        recorder = RECORDER.get()
+        capture = None if recorder is None else recorder.capture
+        return random_uuid() if capture is None else capture.next_id()
+
+    for module in (chat_utils, protocol, streaming_events):
+        module.random_uuid = next_id
 
 
 def require_text(name: str, value: Any) -> None:
@@ -205,6 +253,7 @@ class ReplicaEngine:
                 disable_log_stats=engine_args.disable_log_stats,
             )
             assert isinstance(llm, RecordingLLM)
+        use_same_ids()
         args.fingerprint_mode, args.fingerprint_value = "custom", fleet_fingerprint(config, args)
         tasks = await asyncio.wait_for(llm.get_supported_tasks(), FIRST_CALL_S)
         app = build_app(args, tasks, llm.model_config)

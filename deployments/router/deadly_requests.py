@@ -81,6 +81,12 @@ class DeadlyRequests:
         self._remember(request, replicas, refused=refused)
         return refused
 
+    def survived(self, request: RequestIdentity) -> None:
+        """Forget the replica that was lost during the response: another one has completed it."""
+        found = self._find(request)
+        if found is not None and not found.refused:
+            del self._remembered[request.digest]
+
     def _cut_off_replicas(self, request: RequestIdentity) -> frozenset[str]:
         found = self._find(request)
         return frozenset() if found is None or found.refused else found.replicas

@@ -7,7 +7,7 @@ split (`parts`).
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,9 +22,10 @@ from starlette.types import Receive, Scope, Send
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import keeps_state, route_path
-from deployments.protocol.rollouts import TURN_HEADER
+from deployments.protocol.rollouts import CONTINUE_HEADER, SAID_HEADER, TURN_HEADER, TurnId
 from deployments.protocol.routing import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
 from deployments.router.affinity import block_hashes
+from deployments.router.cut_streams import CutStream
 from deployments.router.deadly_requests import RequestIdentity
 from deployments.router.forwarding import (
     PROBE_TIMEOUT_S,
@@ -41,14 +42,15 @@ from deployments.router.parts import PartRequest, respond_in_parts, response_of,
 from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
 from deployments.router.request_inspection import check_headers, inspect, read_body
 from deployments.router.scrape import Scraped
-from deployments.serve.instruments import REQUESTS, Record, record
+from deployments.serve.instruments import REQUESTS, REROUTED, Record, record
 
+SAID_NAME = SAID_HEADER.decode()
 # Hop-by-hop headers, headers set for the replica, and tokens.
 NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
     | {"authorization", "cookie", "proxy-authorization"}
     | {KEY_HEADER.decode(), PART_HEADER.decode(), ROUTER_HEADER.decode(), "x-weight-timeout"}
-    | {TURN_HEADER.decode()}
+    | {TURN_HEADER.decode(), SAID_NAME}
 )
 logger = serve_logger()
 
@@ -88,14 +90,23 @@ class StreamProxy(Response):
     One coroutine, without Starlette's generators and task group: it runs per event of each stream.
 
     Args:
-        cut_off: called when the replica was lost; returns the client's last event.
+        lost: called when a replica was lost; returns the response of another one, or the client's last event.
+        cut: what is kept to continue the stream; None: it is not continued.
+        survived: called when a continued stream has ended as it should.
     """
 
     def __init__(
-        self, started: StartedResponse, headers: Headers, cut_off: Callable[[ResponseLost], bytes]
+        self,
+        started: StartedResponse,
+        headers: Headers,
+        lost: Callable[[StartedResponse, ResponseLost], Awaitable[StartedResponse | bytes]],
+        cut: CutStream | None,
+        survived: Callable[[], None],
     ) -> None:
-        self._cut_off = cut_off
-        self._response = started.response
+        self._lost = lost
+        self._survived = survived
+        self._cut = cut
+        self._started = started
         self.background = None
         self.status_code = started.response.status
         self.raw_headers = headers
@@ -117,10 +128,26 @@ class StreamProxy(Response):
         async def take(piece: bytes) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
-        try:
-            await self._response.pass_on(take)
-        except ResponseLost as error:
-            await take(self._cut_off(error))
+        async def take_events(piece: bytes) -> None:
+            assert self._cut is not None
+            if events := self._cut.events(piece):
+                await take(events)
+
+        started = self._started
+        while True:
+            async with started.connection:
+                try:
+                    await started.response.pass_on(take if self._cut is None else take_events)
+                    break
+                except ResponseLost as error:
+                    after = await self._lost(started, error)
+            if isinstance(after, bytes):
+                return await take(after)
+            started = after
+        if self._cut is not None and (rest := self._cut.rest):
+            await take(rest)
+        if started is not self._started:
+            self._survived()
 
 
 async def _until_disconnect(receive: Receive, stop: Callable[[], None]) -> None:
@@ -179,7 +206,10 @@ class Router:
             inspection = inspect(
                 body, request.method, path, in_session=whole, max_sequences=limits.max_sequences
             )
-            outgoing = replace(_outgoing(request, attempts, path, body, inspection.sequences), turn=turn)
+            outgoing = _outgoing(request, attempts, path, body, inspection.sequences)
+            if turn is not None:
+                continues = request.headers.get(CONTINUE_HEADER) != "false"
+                outgoing = _captured(outgoing, turn, continues=continues)
             attempts.demand = replace(attempts.demand, stays=keeps_state(path))
             if not in_session:
                 outgoing = replace(outgoing, blocks=block_hashes(body))
@@ -214,7 +244,7 @@ class Router:
             return
         started = await self._forwarder.forward(request, attempts, self.limits)
         async with started.connection:
-            yield self._response(started, request.identity)
+            yield self._response(started, request, attempts)
 
     async def _parts(
         self, request: Outgoing, attempts: AttemptHistory, prompts: PromptList
@@ -238,23 +268,52 @@ class Router:
             parts.append(PartRequest(request=outgoing, attempts=AttemptHistory(demand=demand)))
         return parts
 
-    def _response(self, started: StartedResponse, identity: RequestIdentity) -> Response:
+    def _response(self, started: StartedResponse, request: Outgoing, attempts: AttemptHistory) -> Response:
         if started.whole is not None:
             return response_of(started.whole, started)
-        cut_off = partial(self._cut_off, started, identity)
-        return StreamProxy(started, returned_headers(started), cut_off)
+        content_type = started.response.header(b"content-type") or b""
+        events = content_type.startswith(b"text/event-stream")
+        cut = CutStream() if events and SAID_NAME in request.headers else None
+        lost = partial(self._lost, request, attempts, cut)
+        survived = partial(self._forwarder.deadly.survived, request.identity)
+        return StreamProxy(started, returned_headers(started), lost, cut, survived)
 
-    def _cut_off(self, started: StartedResponse, identity: RequestIdentity, error: ResponseLost) -> bytes:
-        """The client's last event after a replica was lost."""
-        refused = self._forwarder.deadly.cut_off(identity, started.replica_id)
+    async def _lost(
+        self,
+        request: Outgoing,
+        attempts: AttemptHistory,
+        cut: CutStream | None,
+        started: StartedResponse,
+        error: ResponseLost,
+    ) -> StartedResponse | bytes:
+        """The response of the replica that continues a stream, or the client's last event."""
+        identity = request.identity
+        moved = cut is not None and cut.moved
+        refused = not moved and self._forwarder.deadly.cut_off(identity, started.replica_id)
         text = f"replica {started.replica_id} was lost in the middle of a stream: {error}"
         if refused:
             logger.error("%s; %s %s is refused from now on", text, identity.method, identity.path)
-        else:
+        elif not moved:
             logger.warning(text)
-        return _last_event(
-            identity.path, ReplicaUnavailable("the replica that streamed this answer was lost")
-        )
+        if refused or cut is None or cut.said is None:
+            return _last_event(
+                identity.path, ReplicaUnavailable("the replica that streamed this answer was lost")
+            )
+        attempts.avoid(started.replica_id)
+        try:
+            after = await self._forwarder.forward(
+                replace(request, body=request.body + cut.said), attempts, self.limits
+            )
+        except SlipstreamError as failure:
+            return _last_event(identity.path, failure)
+        if after.whole is not None:
+            async with after.connection:
+                reason = after.whole[:1000].decode(errors="replace")
+            lost = "the replica that streamed this answer was lost, and another one cannot continue it"
+            return _last_event(identity.path, ReplicaUnavailable(f"{lost}: {reason}"))
+        self._record(REROUTED, reason="continued")
+        cut.continues()
+        return after
 
 
 def _last_event(path: str, error: SlipstreamError) -> bytes:
@@ -264,6 +323,15 @@ def _last_event(path: str, error: SlipstreamError) -> bytes:
         body, name = {"type": "error", **body}, b"event: error\n"
     # The empty line ends a truncated event.
     return b"\n\n" + name + b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def _captured(request: Outgoing, turn: TurnId, *, continues: bool) -> Outgoing:
+    """A rollout's request. The same id makes the same ids in all replicas' events."""
+    headers = request.headers.copy()
+    headers.setdefault("x-request-id", f"{turn.rollout_id}-{turn.request}")
+    if continues:
+        headers[SAID_NAME] = str(len(request.body))
+    return replace(request, headers=headers, turn=turn)
 
 
 def _outgoing(request: Request, attempts: AttemptHistory, path: str, body: bytes, sequences: int) -> Outgoing:

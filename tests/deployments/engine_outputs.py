@@ -37,6 +37,7 @@ async def generated(
                 logprobs=[{token: SimpleNamespace(logprob=-token)} for token in piece],
                 cumulative_logprob=-float(sum(piece)),
                 finish_reason="stop" if last else None,
+                stop_reason=None,
                 weight_versions=[span] if last else None,
             )
-            yield SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
+            yield SimpleNamespace(prompt_token_ids=prompt, num_cached_tokens=0, outputs=[completion])

@@ -16,7 +16,8 @@ from starlette.routing import Route
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import Conflict, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.routing import Demand
-from deployments.replica.capture import Append
+from deployments.replica.capture import Append, Capture
+from deployments.replica.continuation import begin_of
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
 from deployments.router.forwarding import RouterLimits
@@ -42,6 +43,8 @@ class Engine:
         self.asked: list[str] = []  # paths of the requests that passed the front
         self.lives = asyncio.Event()  # answers of /late and /long wait for it
         self.completions = FakeCompletions(self.fail)
+        self.adapter: str | None = None
+        self.continued: list[list[int]] = []  # what captured streams had said before
         self.in_flight: Callable[[], int] = lambda: 0
         self.app = Starlette(
             routes=[
@@ -130,7 +133,8 @@ class Engine:
         return StreamingResponse(events(), media_type="text/event-stream")
 
     async def chat(self, request: Request) -> Response:
-        """As vLLM above `RecordingLLM`: the tokens of `answer`, for the token ids of `prompt`."""
+        """As vLLM above `RecordingLLM`: the tokens of `answer`, for the token ids of `prompt`. `dies_at`: the
+        numbers of tokens after which its engine dies, one replica after the other."""
         recorder = RECORDER.get()
         assert recorder is not None
         asked = await request.json()
@@ -138,8 +142,9 @@ class Engine:
         outputs = generated(asked["prompt"], [asked["answer"]], delta=streams)
         if recorder.capture is not None:
             sampling = sampling_params(delta=streams, logprobs=asked.get("logprobs"))
-            prompt, choice = {"type": "token"}, recorder.open_call(1)
-            outputs = recorder.capture.taken(outputs, prompt, sampling, choice, lambda: None)
+            prompt, choice, adapter = {"type": "token"}, recorder.open_call(1), self.adapter
+            outputs = recorder.capture.taken(outputs, prompt, sampling, choice, lambda: adapter)
+            outputs = self._answered(outputs, recorder.capture, asked)
         if streams:
             return StreamingResponse(_events(outputs), media_type="text/event-stream")
         choices = [each async for output in outputs for each in _choices(output)]
@@ -147,6 +152,28 @@ class Engine:
             self.fail()
             raise RuntimeError("lost after it has recorded its answer")
         return JSONResponse({"choices": choices})
+
+    async def _answered(
+        self, outputs: AsyncIterator[Any], capture: Capture, asked: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        repeated: list[int] = []
+        if (said := capture.said) is not None:
+            if asked.get("n", 1) > 1:
+                said.give_up()
+            repeated = [token for piece in said.pieces for token in piece.token_ids]
+            self.continued.append(repeated)
+            try:
+                said.check(begin_of(asked["prompt"], self.adapter, 0))
+            except SlipstreamError as error:
+                capture.failure = error
+                raise
+        number = 0
+        async for output in outputs:
+            number += 1
+            yield output
+            if number in asked.get("dies_at", ()) and number > len(repeated):
+                self.fail()
+                raise RuntimeError("EngineDeadError")
 
     async def text(self, request: Request) -> Response:
         return PlainTextResponse("plain", headers={"x-own": "kept"})

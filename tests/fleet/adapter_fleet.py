@@ -47,6 +47,7 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
         "engine": {"extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8}},
         "weights": {"transport": TRANSPORT, "commit": "rolling", "kv_cache": "keep", "chunk_bytes": 1 << 16},
         "trainer": {"strategy": "fsdp2", "world_size": RANKS, "cpu_threads": 1},
+        "rollouts": {},
         "security": {"checkpoint_roots": [str(each) for each in roots]},
     }
     return deployed("gloo", save_tiny_llama(root / "model", seed=1), root, changes)

@@ -48,8 +48,8 @@ class Controller:
 class Scene:
     """A fleet of two replicas that captures, and its client."""
 
-    def __init__(self, controller: Controller, client: httpx.AsyncClient) -> None:
-        self.controller, self.client = controller, client
+    def __init__(self, controller: Controller, client: httpx.AsyncClient, fleet: Fleet) -> None:
+        self.controller, self.client, self.fleet = controller, client, fleet
 
     async def chat(
         self, rollout: str, prompt: list[int], answer: list[int], who: Any = OPERATOR, **options: Any
@@ -59,6 +59,7 @@ class Scene:
             "size": "x-rollout-group-size",
             "deadline": "x-rollout-deadline",
             "turn": "x-rollout-turn",
+            "continues": "x-rollout-continue",
         }
         headers = {names[name]: str(options.pop(name)) for name in names if name in options}
         headers |= {"x-rollout-id": rollout, **who}
@@ -77,10 +78,12 @@ class Scene:
 
 
 @asynccontextmanager
-async def serving(directory: Path, limits: RolloutLimits | None = LIMITS) -> AsyncIterator[Scene]:
+async def serving(
+    directory: Path, limits: RolloutLimits | None = LIMITS, replicas: str = "ab"
+) -> AsyncIterator[Scene]:
     controller, fleet = Controller(directory, limits), Fleet()
     fleet.append = controller.append
-    servers = [await fleet.add(name) for name in ("a", "b")]
+    servers = [await fleet.add(name) for name in replicas]
     most = RouterLimits(max_ongoing_requests=8, max_body_bytes=9999, max_sequences=8, request_timeout_s=1.0)
     router = Router(fleet, most)  # type: ignore[arg-type]
     handle: Any = Handle(controller)
@@ -90,7 +93,7 @@ async def serving(directory: Path, limits: RolloutLimits | None = LIMITS) -> Asy
     front = HttpServer(app, "127.0.0.1")  # type: ignore[arg-type]
     try:
         async with httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10) as client:
-            yield Scene(controller, client)
+            yield Scene(controller, client, fleet)
     finally:
         await router.close()
         for each in (front, *servers):
@@ -235,6 +238,7 @@ async def test_bad_input(scene: Scene) -> None:
         await scene.chat("a", [1], [2], group="g", size=1.5), 400, "x-rollout-group-size must be a number"
     )
     refused(await scene.chat("a", [1], [2], deadline="nan"), 400, "x-rollout-deadline must be a number")
+    refused(await scene.chat("a", [1], [2], continues=0), 400, "x-rollout-continue must be true or false")
     headers = [("x-rollout-id", "a"), ("x-rollout-id", "b"), *OPERATOR.items()]
     refused(await scene.client.post(CHAT, json={}, headers=headers), 400, "must come once")
     refused(await scene.chat("..", [1], [2]), 400, "x-rollout-id: expected 1 to 128 letters")

@@ -85,3 +85,9 @@ async def test_what_cannot_be_recorded_fails(recorder: Recorder) -> None:
 async def test_beams_embeddings_and_images_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="tokens alone, and no beam search"):
         await outputs(Capture(TURN, recorder.append), delta=False, **options)
+
+
+def test_each_replica_makes_the_same_ids(recorder: Recorder) -> None:
+    first, second = (Capture(TURN, recorder.append) for _ in range(2))
+    ids = [first.next_id(), first.next_id()]
+    assert len(set(ids)) == 2 and ids == [second.next_id(), second.next_id()]

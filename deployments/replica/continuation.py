@@ -1,0 +1,199 @@
+"""A stream whose replica was lost continues on another one, from the tokens that it has.
+
+    first replica    tells the router with each event what the engine said (`Said`), in comments of the stream
+    router           keeps the comments and counts the client's events (`router.cut_streams`)
+    second replica   gets the request with the comments. vLLM's output processor takes them for outputs of the
+                     engine (`replay`), so the serving code makes the same events again; the engine core
+                     continues as after a preemption (`resume`)
+    router           drops the events that the client has
+
+So detokenizer, parsers, stop strings, penalties, grammars, log-probabilities and usage are vLLM's own.
+"""
+
+import copy
+import json
+import sys
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deployments.protocol.errors import Conflict
+from deployments.protocol.rollouts import NOT_CONTINUED, SAID
+
+TOKENS = "slipstream_said"  # in the extra_args of an engine's request: token ids of the answer so far
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What vLLM's CompletionOutput had between two events."""
+
+    token_ids: list[int]
+    logprobs: list[list[Any]]  # for each token the fields of its `Logprob`s, after their token ids
+    versions: list[tuple[str, int]]  # all so far, with the index of their first token
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Said:
+    """What the answer to a request said: on the replica before this one, and here.
+
+    Args:
+        received: the comments of the replica before this one.
+    """
+
+    def __init__(self, received: bytes = b"") -> None:
+        first, *pieces = [json.loads(line) for line in received.splitlines()] or [None]
+        self._begin = first
+        names = tuple(Piece.__dataclass_fields__)
+        self.pieces = [Piece(**dict(zip(names, piece, strict=True))) for piece in pieces]
+        self._repeated = len(self.pieces)  # outputs that the router knows
+        self._news: list[bytes] = []
+        self._continues = True
+        self.versions: list[tuple[str, int]] = []  # vLLM's own list, which grows
+
+    def give_up(self) -> None:
+        """The answer cannot be continued from here on."""
+        if self._continues:
+            self._continues = False
+            self._news = [NOT_CONTINUED]
+
+    def check(self, begin: Sequence[Any]) -> None:
+        """Raises Conflict: what is to be continued has another prompt or adapter (`begin_of`)."""
+        if self._begin is not None and self._begin[:2] != [*begin[:2]]:
+            raise Conflict(
+                "the replica that streamed this answer was lost, and another one would continue it with "
+                f"another prompt or adapter: expected {self._begin[:2]}, got {[*begin[:2]]}"
+            )
+
+    def add(self, output: Any, adapter: str | None, *, with_logprobs: bool) -> None:
+        """Tell the router what vLLM's RequestOutput has. `with_logprobs`: the client asked for them."""
+        if not self._continues:
+            return
+        if self._repeated:
+            self._repeated -= 1
+            return
+        if self._begin is None:
+            self._begin = begin_of(output.prompt_token_ids, adapter, output.num_cached_tokens)
+            self._news.append(_line(self._begin))
+        (completion,) = output.outputs
+        fields = ("logprob", "rank", "decoded_token") if with_logprobs else ("logprob",)
+        logprobs = [
+            [[token, *(getattr(each, name) for name in fields)] for token, each in by_token.items()]
+            for by_token in completion.logprobs
+        ]
+        end = completion.finish_reason, completion.stop_reason
+        self._news.append(_line([[*completion.token_ids], logprobs, self.versions, *end]))
+
+    def news(self) -> bytes:
+        """Comments for the router, which belong before the events that follow."""
+        news, self._news = self._news, []
+        return b"".join(SAID + line + b"\n\n" for line in news)
+
+    def replay(self, processor: Any, request: Any, queue: Any, adapter: str | None) -> bool:
+        """Give vLLM's output processor, which has just got the request, what was said before; `queue` then
+        returns an output for each piece. Returns whether the engine is needed for the rest.
+
+        Raises:
+            Conflict: as `check`.
+        """
+        from vllm.logprobs import Logprob
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        state = processor.request_states[request.request_id]
+        self.versions = state.weight_version_starts
+        if self._begin is None:
+            return True
+        self.check(begin_of(request.prompt_token_ids, adapter, 0))
+        state.num_cached_tokens = self._begin[2]
+        said = [token for piece in self.pieces for token in piece.token_ids]
+        if self.pieces:
+            starts = ((version, start) for version, start in self.pieces[-1].versions if start < len(said))
+            state.weight_version_starts.extend(starts)
+        outputs = []
+        for piece in self.pieces:
+            logprobs = [
+                {token: Logprob(*fields) for token, *fields in position} for position in piece.logprobs
+            ]
+            state.logprobs_processor.logprobs.extend(logprobs)
+            sampled = zip(piece.token_ids, logprobs, strict=True)
+            state.logprobs_processor.cumulative_logprob += sum(by[token].logprob for token, by in sampled)
+            # The detokenizer finds stop strings itself.
+            ended = piece.finish_reason is not None and not isinstance(piece.stop_reason, str)
+            finish = FinishReason[str(piece.finish_reason).upper()] if ended else None
+            output = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=list(piece.token_ids),
+                finish_reason=finish,
+                stop_reason=piece.stop_reason if ended else None,
+            )
+            processor.process_outputs([output])
+            if (replayed := queue.get_nowait()) is not None:
+                outputs.append(replayed)
+        state.is_prefilling = True
+        # Putting them into the queue would join them to one output, and its events would be others.
+        replays, get_nowait = iter(outputs), queue.get_nowait
+        queue.get_nowait = lambda: next(replays, None) or get_nowait()
+        if said:
+            params = request.sampling_params
+            params.extra_args = {**(params.extra_args or {}), TOKENS: said}
+        return request.request_id in processor.request_states
+
+
+def begin_of(prompt: Sequence[int], adapter: str | None, cached: int | None) -> list[Any]:
+    """What must be the same on both replicas (a prompt's checksum, the adapter), and the prompt's tokens that
+    the first one had cached."""
+    return [zlib.crc32(array("i", prompt).tobytes()), adapter, cached]
+
+
+def _line(value: Any) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def resume(core: Any, request: Any) -> None:
+    """Let a request that is new to the engine core continue its answer, as one that was preempted."""
+    said = _said(request.sampling_params)
+    if not said:
+        return
+    request.append_output_token_ids(said)
+    structured = request.structured_output_request
+    if structured is None:
+        return
+    manager, compiled = core.structured_output_manager, structured._grammar
+
+    def advanced() -> Any:
+        ready = copy.copy(request)
+        ready.structured_output_request = copy.copy(structured)
+        ready.structured_output_request.grammar = compiled.result()
+        if not manager.accept_tokens(ready, said):
+            raise ValueError(f"the grammar does not allow the {len(said)} tokens that were said")
+        structured.reasoning_ended = ready.structured_output_request.reasoning_ended
+        return ready.structured_output_request.grammar
+
+    # The pool starts its work in order, so the grammar is compiled or being compiled when this begins.
+    structured.grammar = manager.executor.submit(advanced)
+
+
+def install() -> None:
+    """In a worker: vLLM's first model runner takes a new request for one without output."""
+    if "vllm.v1.worker.worker_base" not in sys.modules:
+        return
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+    post_init = CachedRequestState.__post_init__
+    if post_init.__module__ == __name__:
+        return
+
+    def with_output(state: Any) -> None:
+        post_init(state)
+        if (said := _said(state.sampling_params)) and not state.output_token_ids:
+            state.output_token_ids = list(said)
+
+    CachedRequestState.__post_init__ = with_output
+
+
+def _said(params: Any) -> list[int]:
+    extra = None if params is None else params.extra_args
+    return [] if extra is None else extra.get(TOKENS, [])

@@ -1,0 +1,229 @@
+"""A half-said answer in vLLM's own output processor and engine core request, without an engine."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike, get_tokenizer
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.request import Request
+from vllm.v1.worker import worker_base  # as in a worker
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+from deployments.protocol.errors import Conflict
+from deployments.protocol.rollouts import SAID
+from deployments.replica import continuation
+from deployments.replica.continuation import TOKENS, Said, resume
+from tests.tiny_models import save_tokenizer
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TokenizerLike:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(directory)
+    return get_tokenizer(str(directory))
+
+
+def sampling(**options: Any) -> SamplingParams:
+    options = {"logprobs": 0, "max_tokens": 50, "output_kind": RequestOutputKind.DELTA} | options
+    return SamplingParams(**options)
+
+
+def engine_request(params: SamplingParams, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=list(prompt),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    request.external_req_id = "r"
+    return request
+
+
+class Replica:
+    """vLLM's half of a replica that is before the engine core; what the router was told is in `told`."""
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        params: SamplingParams,
+        received: bytes = b"",
+        prompt: Sequence[int] = PROMPT,
+        adapter: str | None = None,
+    ) -> None:
+        self._processor = OutputProcessor(tokenizer, log_stats=False)
+        self._said, self._adapter, self.params = Said(received), adapter, params
+        self.told = b""
+        self.request = engine_request(params, prompt)
+        self._queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+        self._processor.add_request(self.request, None, queue=self._queue)
+        self.begins = self._said.replay(self._processor, self.request, self._queue, adapter)
+        self.outputs: list[RequestOutput] = []
+        while (output := self._queue.get_nowait()) is not None:
+            self._take(output)
+
+    def samples(self, tokens: Sequence[int], version: str = "7", finish: FinishReason | None = None) -> None:
+        """A step of the engine; each token's two best are it and the next one."""
+        ids = np.array([[token, token, token + 1] for token in tokens])
+        logprobs = np.array([[-0.5, -0.5, -1.5]] * len(tokens), dtype=np.float32)
+        output = EngineCoreOutput(
+            request_id="r",
+            new_token_ids=list(tokens),
+            new_logprobs=LogprobsLists(ids, logprobs, np.array([1] * len(tokens)), None),
+            finish_reason=finish,
+        )
+        self._processor.process_outputs([output], weight_version=version)
+        output_now = self._queue.get_nowait()
+        assert isinstance(output_now, RequestOutput)
+        self._take(output_now)
+
+    def _take(self, output: Any) -> None:
+        self._said.add(output, self._adapter, with_logprobs=self.params.logprobs != 0)
+        self.told += self._said.news()
+        self.outputs.append(output)
+
+    @property
+    def comments(self) -> bytes:
+        """As the router sends them on."""
+        events = self.told.split(b"\n\n")
+        assert events.pop() == b"" and all(each.startswith(SAID) for each in events)
+        return b"".join(each.removeprefix(SAID) + b"\n" for each in events)
+
+
+def seen(replica: Replica) -> list[tuple[Any, ...]]:
+    """What the serving code makes events of."""
+    return [
+        (
+            *(output.prompt_token_ids, output.finished, choice.text, list(choice.token_ids)),
+            *(choice.logprobs if replica.params.logprobs else None,),
+            *(choice.finish_reason, choice.stop_reason, choice.weight_versions),
+        )
+        for output in replica.outputs
+        for choice in output.outputs
+    ]
+
+
+def ids(tokenizer: TokenizerLike, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"logprobs": 2}, {"stop": ["héh"]}, {"stop": ["héh"], "include_stop_str_in_output": True}],
+)
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 4])
+def test_the_rest_is_as_if_nothing_had_been_cut(
+    tokenizer: TokenizerLike, options: dict[str, Any], cut: int
+) -> None:
+    """Also in the middle of a character, and of a stop string."""
+    a, h, *e_acute, h_again = ids(tokenizer, "ahéh")
+    steps = [[a], [h], [e_acute[0]], [e_acute[1], h_again]]
+    whole = Replica(tokenizer, sampling(**options))
+    first = Replica(tokenizer, sampling(**options))
+    for number, step in enumerate(steps):
+        finish = FinishReason.LENGTH if number == 3 else None
+        whole.samples(step, finish=finish)
+        if number < cut:
+            first.samples(step, finish=finish)
+    second = Replica(tokenizer, sampling(**options), first.comments)
+    assert second.begins == (cut < 4), "all was said: the engine is not asked"
+    said = [token for step in steps[:cut] for token in step]
+    assert (second.request.sampling_params.extra_args or {}).get(TOKENS, []) == said
+    for number, step in enumerate(steps[cut:], cut):
+        second.samples(step, finish=FinishReason.LENGTH if number == 3 else None)
+    assert seen(second) == seen(whole) and seen(whole)[-1][5] is not None
+    assert first.comments + second.comments == whole.comments
+
+
+def test_spans_are_those_of_both_replicas(tokenizer: TokenizerLike) -> None:
+    first = Replica(tokenizer, sampling())
+    first.samples([10, 11])
+    first.samples([12], version="8")
+    second = Replica(tokenizer, sampling(), first.comments)
+    second.samples([13], version="8")
+    second.samples([14], version="9", finish=FinishReason.LENGTH)
+    spans = second.outputs[-1].outputs[0].weight_versions
+    assert [(each.version, each.start, each.end) for each in spans] == [("7", 0, 2), ("8", 2, 4), ("9", 4, 5)]
+
+
+@pytest.mark.parametrize("options", [{"prompt": [5, 6, 8]}, {"adapter": "math@4"}])
+def test_another_prompt_or_adapter_is_an_error(tokenizer: TokenizerLike, options: dict[str, Any]) -> None:
+    first = Replica(tokenizer, sampling(), adapter="math@3")
+    first.samples([10])
+    with pytest.raises(Conflict, match="another prompt or adapter"):
+        Replica(tokenizer, sampling(), first.comments, **({"adapter": "math@3"} | options))
+
+
+def test_an_answer_that_cannot_be_continued_says_so_once() -> None:
+    said = Said()
+    said.give_up()
+    said.give_up()
+    assert said.news() == SAID + b"null\n\n" and said.news() == b""
+
+
+class Grammar:
+    """A grammar that is being compiled, in vLLM's StructuredOutputManager."""
+
+    def __init__(self) -> None:
+        self.executor = ThreadPoolExecutor(max_workers=1)
+        self.compiled: Future[Any] = Future()
+        self.accepted: list[int] = []
+
+    def accept_tokens(self, request: Any, tokens: Sequence[int]) -> bool:
+        assert request.structured_output_request.grammar == "compiled"
+        self.accepted += tokens
+        return 99 not in tokens
+
+
+def core_request(grammar: Grammar, said: list[int]) -> Request:
+    params = sampling(extra_args={TOKENS: said}, structured_outputs=StructuredOutputsParams(regex="a*"))
+    made = Request.from_engine_core_request(engine_request(params), None)
+    made.structured_output_request.grammar = grammar.compiled
+    resume(SimpleNamespace(structured_output_manager=grammar), made)
+    return made
+
+
+def test_the_engine_core_continues_as_after_a_preemption() -> None:
+    grammar = Grammar()
+    made = core_request(grammar, [10, 11])
+    assert (made.num_prompt_tokens, list(made.output_token_ids)) == (3, [10, 11])
+    assert list(made.all_token_ids) == [*PROMPT, 10, 11]
+    assert made.structured_output_request.grammar is None, "it is not compiled yet"
+    grammar.compiled.set_result("compiled")
+    grammar.executor.shutdown()
+    assert (made.structured_output_request.grammar, grammar.accepted) == ("compiled", [10, 11])
+
+
+def test_a_grammar_that_does_not_allow_what_was_said_fails_the_request() -> None:
+    grammar = Grammar()
+    grammar.compiled.set_result("compiled")
+    made = core_request(grammar, [10, 99])
+    grammar.executor.shutdown()
+    assert isinstance(made.structured_output_request.grammar, ValueError)
+
+
+def test_a_worker_of_the_first_model_runner_gets_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CachedRequestState, "__post_init__", CachedRequestState.__post_init__)
+    assert worker_base is not None
+    continuation.install()
+    continuation.install()
+    for params, expected in ((sampling(), []), (sampling(extra_args={TOKENS: [10, 11]}), [10, 11])):
+        state = CachedRequestState(
+            **{"req_id": "r", "prompt_token_ids": PROMPT, "mm_features": [], "sampling_params": params},
+            **{"generator": None, "block_ids": ([0],), "num_computed_tokens": 0, "output_token_ids": []},
+        )
+        assert (state.output_token_ids, state.num_tokens) == (expected, 3 + len(expected))
