@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTransferTrainerFactory
@@ -13,6 +14,7 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, WeightTra
 from app.client import calls
 from app.client.connection import Call, FleetClient, FleetError
 from deployments.calls import publish_session
+from deployments.host.network import address_towards
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus
@@ -42,7 +44,7 @@ class Publisher:
         transport: `shm` or `gloo` for a fleet on CPUs; `slipstream_ipc` or `slipstream_nccl` on GPUs;
             vLLM's own `ipc` and `nccl`. As the fleet's `weights.transport`.
         token: the fleet's; None: it has none.
-        address: this host's, as replicas reach it.
+        address: this host's, as replicas reach it. None: the one in the network that leads to the fleet.
         timeout_s: for each call to the fleet.
 
     Raises:
@@ -58,7 +60,7 @@ class Publisher:
         checkpoint: str | Path | None = None,
         transport: str = "shm",
         token: str | None = None,
-        address: str = "127.0.0.1",
+        address: str | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         register()
@@ -66,7 +68,7 @@ class Publisher:
         facts = TrainerFacts(
             rank=0,
             workers=self._fleet.send(calls.world_size()),
-            master_address=address,
+            master_address=address_towards(urlsplit(url).hostname or "") if address is None else address,
             master_port=free_port(),
         )
         source = whole_source(model, None if checkpoint is None else Path(checkpoint))

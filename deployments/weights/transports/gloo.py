@@ -7,7 +7,6 @@ publisher's link carries each byte once, whatever the number of replicas; Gloo's
 which it carries them log2(ranks) times. Ranks of one host are neighbours in the chain.
 """
 
-import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
+from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
     BroadcastReceiver,
@@ -29,7 +29,6 @@ from deployments.weights.transports.rendezvous import Check, RendezvousInfo, Rol
 
 ABORTED = "the transfer group was aborted"
 PIECE_BYTES = 1 << 20  # the last rank of a chain is behind the first by one for each link between them
-_DISCARD = 9  # a port
 _SLICE_S = 0.02  # waits are sliced, so that another thread's abort ends them
 
 
@@ -46,7 +45,7 @@ class GlooGroup:
     is_async: ClassVar[bool] = False
 
     def __init__(self, info: RendezvousInfo, rank: int, check: Check) -> None:
-        store, addresses = rendezvous(info, rank, check, payload=own_address(info.master_address))
+        store, addresses = rendezvous(info, rank, check, payload=address_towards(info.master_address))
         self._roll_call = RollCall(store, rank, info.world_size)
         self._started = 0
         self._blocks: dict[int, torch.Tensor] = {}
@@ -171,7 +170,7 @@ class GlooTrainerWeightTransferEngine(BroadcastSender[GlooTrainerInitInfo]):
 def create_process_group(store: Store, info: RendezvousInfo, rank: int, size: int) -> ProcessGroupGloo:
     options: Any = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=info.timeout_s)
-    options._devices = [ProcessGroupGloo.create_device(hostname=own_address(info.master_address))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address_towards(info.master_address))]
     return ProcessGroupGloo(store, rank, size, options)
 
 
@@ -179,24 +178,3 @@ def _from_rank_0() -> Any:
     options = torch.distributed.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
     return options
-
-
-def own_address(master_address: str) -> str:
-    """This host's address in the network that leads to rank 0; Gloo's default, that of the host's name, often
-    is wrong in containers. Raises ValueError (no such host) or TransferFailed (no network leads there)."""
-    here = socket.gethostname()
-    try:
-        family, *_, address = socket.getaddrinfo(master_address, _DISCARD, type=socket.SOCK_DGRAM)[0]
-    except socket.gaierror as error:
-        raise ValueError(
-            f"the publisher's 'master_address': expected an IP address, or a name that {here} can resolve, "
-            f"got {master_address!r} ({error.strerror})"
-        ) from error
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(address)  # sends no packet
-        except OSError as error:
-            raise TransferFailed(
-                f"{here} has no route to the publisher, {master_address}: {error}"
-            ) from error
-        return str(probe.getsockname()[0])

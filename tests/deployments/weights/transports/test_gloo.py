@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.transports.gloo import ABORTED, GlooGroup, chain, own_address
+from deployments.weights.transports.gloo import ABORTED, GlooGroup, chain
 from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 TIMEOUT_S = 8.0
@@ -118,4 +118,3 @@ def test_a_group_meets_over_ipv4_ipv6_and_a_name(calls: ThreadPoolExecutor, addr
     second.broadcast(received)
     sent.result(TIMEOUT_S)
     assert received.tolist() == [1, 2, 3]
-    assert own_address(address) in ("127.0.0.1", "::1")
