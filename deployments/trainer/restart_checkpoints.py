@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from deployments.host.durable_files import rename, replacing
 from deployments.host.logs import serve_logger
+from deployments.weights.store.versions import DirectoryLock
 from deployments.weights.transports.weight_sender import gather_from_ranks
 from trainers.learner import Learner
 from trainers.learner_state import (
@@ -189,16 +191,18 @@ class RestartCheckpoints:
     def _write(self, staged: Future[Any], partial: Path, meta: CheckpointMeta, generation: object) -> None:
         """On the writer thread. On failure the previous checkpoints stay and training continues."""
         try:
-            dcp.save(
-                staged.result(),
-                storage_writer=dcp.FileSystemWriter(partial),
-                process_group=self.group,
-                no_dist=self.group is None,
-            )
-            if self._rank == 0:
-                with replacing(partial / META) as file:
-                    file.write_text(json.dumps(asdict(meta)), encoding="utf-8")
-                self._finish(partial, meta, generation)
+            partial.mkdir(parents=True, exist_ok=True)  # each rank's
+            with closing(DirectoryLock(partial)):  # for `Store.being_written`
+                dcp.save(
+                    staged.result(),
+                    storage_writer=dcp.FileSystemWriter(partial),
+                    process_group=self.group,
+                    no_dist=self.group is None,
+                )
+                if self._rank == 0:
+                    with replacing(partial / META) as file:
+                        file.write_text(json.dumps(asdict(meta)), encoding="utf-8")
+                    self._finish(partial, meta, generation)
         except ERRORS as error:  # a full disk must not end training
             self.step = None  # the next save is due at once
             if self._rank == 0:

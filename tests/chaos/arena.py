@@ -267,7 +267,9 @@ class Arena:
             count += 1
             with self._quiet:
                 try:
-                    why = self.train() if count % TRAINERS_SHARE == 0 else self.publish()
+                    # Not of a trainer that restarts: its call waits for that, and others may publish.
+                    is_trainers = count % TRAINERS_SHARE == 0 and self.trainer_answers()
+                    why = self.train() if is_trainers else self.publish()
                 except (TimeoutError, OSError) as error:
                     why = f"{type(error).__name__}: {error}"
             if why is not None:

@@ -161,9 +161,13 @@ class Store:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def being_written(self) -> Sequence[str]:
-        """The versions that living processes write, with their sizes; none on a file system without locks."""
+        """The versions and the trainer's checkpoints that living processes write, with their sizes; none on a
+        file system without locks."""
         found = []
-        for partial in self.directory.glob(".v*.partial"):
+        for partial in (
+            *self.directory.glob(".v*.partial"),
+            *self.directory.glob("trainer/*/.step-*.partial"),
+        ):
             try:
                 descriptor = os.open(partial, os.O_RDONLY)
             except FileNotFoundError:  # it is complete by now

@@ -9,6 +9,8 @@ import torch.distributed.checkpoint as dcp
 
 from deployments.protocol.errors import JournalError
 from deployments.trainer.restart_checkpoints import RestartCheckpoints, restore
+from deployments.trainer.spec import state_directory
+from deployments.weights.store.versions import Store
 from tests.deployments.trainer.checkpoint_scene import (
     BATCH,
     CONFIG,
@@ -66,22 +68,28 @@ def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str
 def test_a_checkpoint_has_its_name_when_all_of_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
+    store = Store(tmp_path / "store")
+    directory = state_directory(store.directory)
+    learner, kept = stepped(tmp_path), checkpoints(directory)
     during: list[list[str]] = []
+    written: list[str] = []
     write = dcp.save
 
     def watched(*arguments: Any, **named: Any) -> Any:
         result = write(*arguments, **named)
         during.append(names(kept))
+        written.extend(store.being_written())
         return result
 
     monkeypatch.setattr(dcp, "save", watched)
     save(learner, kept)
     ((partial,),) = during
+    assert [each[:12] for each in written] == ["step-000001-"], "a stop of the fleet waits for it"
+    assert store.being_written() == []
     assert partial.startswith(".step-000001-") and partial.endswith(".partial")
     assert names(kept) == ["step-000001"]
     (kept.directory / ".step-000009-dead.partial").mkdir()  # its writer was killed
-    assert names(checkpoints(tmp_path)) == ["step-000001"]
+    assert store.being_written() == [] and names(checkpoints(directory)) == ["step-000001"]
 
 
 def test_a_disk_that_hangs_costs_checkpoints_and_no_steps(
