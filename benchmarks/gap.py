@@ -5,12 +5,15 @@
     python -m benchmarks.gap --size 30b-a3b --transport nccl --dp 2 --one-engine --kv-gib 4
 
 Slipstream ("ours": staged while decoding, then committed by `ReplicaEngine.commit`; "wire": the same, sent by
-vLLM's own trainer engine) against vLLM's native transfer engine inside a pause: engines on the same
-GPUs, measured one after the other while the others are idle. Prints one table; `--out` writes the token times
-of one update of each, for a picture. vLLM's wire, staged, with native beside it:
+vLLM's own trainer engine; "drafter": ours with an EAGLE-3 head that drafts and is published with the model)
+against vLLM's native transfer engine inside a pause: engines on the same GPUs, measured one after the other
+while the others are idle. Prints one table; `--out` writes the token times of one update of each, for a
+picture. vLLM's wire, staged, with native beside it:
 
     python -m benchmarks.gap --size 8b --transport ipc --modes wire native --share 0.1 1
     python -m benchmarks.gap --size 8b --transport nccl --modes wire native --packed --buffers 2
+
+All weights are random: of what a drafter proposes, next to nothing is accepted.
 """
 
 import argparse
@@ -30,7 +33,9 @@ from deployments.protocol.poll import KvCache
 
 LEAD_S = 1.2
 SPACING_S = 0.8
-MODES = ("ours", "wire", "native")
+MODES = ("ours", "drafter", "wire", "native")
+OURS = ("ours", "drafter")
+DRAFTED = 3  # tokens of one step
 
 
 async def streams(engine: Any, count: int, tokens: int, arrivals: list[list[float]]) -> None:
@@ -50,18 +55,29 @@ async def streams(engine: Any, count: int, tokens: int, arrivals: list[list[floa
 
 
 async def measure(arguments: argparse.Namespace, mode: str) -> None:
+    from benchmarks.models import head_config
     from benchmarks.trainer_process import TrainerProcess
     from benchmarks.weight_sync import Native, Ours, start_engine
 
     colocated = arguments.transport == "ipc" and not arguments.peers
-    trainer = TrainerProcess(arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype)
+    trainer = TrainerProcess(
+        arguments.size, 0, gpu=arguments.gpu, dtype=arguments.trainer_dtype, drafter=mode == "drafter"
+    )
     first = arguments.gpu + (0 if colocated else 1)
     workers = arguments.tp * arguments.dp
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + i) for i in range(workers))
     # The experts are spread over the workers.
-    spread = {"data_parallel_size": arguments.dp, "enable_expert_parallel": True} if arguments.dp > 1 else {}
-    receiver = {"ours": "slipstream_", "wire": "staged_", "native": ""}[mode] + arguments.transport
-    sender = receiver if mode == "ours" else arguments.transport
+    spread: dict[str, Any] = (
+        {"data_parallel_size": arguments.dp, "enable_expert_parallel": True} if arguments.dp > 1 else {}
+    )
+    if mode == "drafter":
+        head = arguments.model / "head"
+        head_config(arguments.size).save_pretrained(head)
+        drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTED}
+        spread = {**spread, "speculative_config": drafts}
+    prefix = "slipstream_" if mode in OURS else {"wire": "staged_", "native": ""}[mode]
+    receiver = prefix + arguments.transport
+    sender = receiver if mode in OURS else arguments.transport
     engine = await start_engine(
         str(arguments.model),
         receiver,
@@ -74,10 +90,10 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         kv_cache_memory_bytes=arguments.kv_gib << 30,
         **spread,
     )
-    link = Native(engine) if mode == "native" else Ours(engine, states_digests=mode == "ours")
+    link = Native(engine) if mode == "native" else Ours(engine, states_digests=mode in OURS)
     waiting = True
     choices = {
-        "ours": list(product(arguments.chunk_mb, arguments.share)),
+        **{name: list(product(arguments.chunk_mb, arguments.share)) for name in OURS},
         "wire": [(0, share) for share in arguments.share],
         "native": [(0, 1.0)],
     }
@@ -109,7 +125,7 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
 
 def _wire(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     """What vLLM's trainer engine is told, over the registry's choice for it."""
-    if mode == "ours":
+    if mode in OURS:
         return {}
     wire = {} if arguments.packed is None else {"packed": arguments.packed}
     if arguments.packed and arguments.transport == "ipc":

@@ -58,6 +58,13 @@ def config(size: str, *, tied: bool = False) -> Any:
     return Qwen3Config(**common)
 
 
+def head_config(size: str) -> Any:
+    """A configuration of an EAGLE-3 head for the model, with a draft vocabulary as published heads have."""
+    from trainers.eagle3 import new_config
+
+    return new_config(config(size), draft_vocabulary=32_000)
+
+
 def random_model(size: str, seed: int, device: str, *, tied: bool = False, dtype: str = "bfloat16") -> Any:
     """A transformers model; the same weights for the same seed on the same kind of device."""
     import torch

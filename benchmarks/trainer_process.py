@@ -21,6 +21,7 @@ class TrainerProcess:
     Args:
         gpu: the trainer's GPU, counted over all of the machine.
         dtype: of its parameters; they are sent in bfloat16.
+        drafter: a random EAGLE-3 head is sent with them.
     """
 
     def __init__(
@@ -31,11 +32,12 @@ class TrainerProcess:
         gpu: int,
         tied: bool = False,
         dtype: str = "bfloat16",
+        drafter: bool = False,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_train, args=(theirs, size, seed, gpu, tied, dtype), daemon=True
+            target=_train, args=(theirs, size, seed, gpu, tied, dtype, drafter), daemon=True
         )
         self._process.start()
         self.size_bytes = int(self._pipe.recv())
@@ -121,15 +123,22 @@ class _PipeClient:
             raise RuntimeError(failure)
 
 
-def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) -> None:
+def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, drafter: bool) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
     import torch
 
-    from benchmarks.models import random_model
+    from benchmarks.models import head_config, random_model
+    from trainers.eagle3 import Eagle3Head
+    from trainers.sources import DRAFTER
 
     torch.cuda.set_device(0)
     model = random_model(size, seed, "cuda", tied=tied, dtype=dtype)
-    pipe.send(sum(p.numel() * torch.bfloat16.itemsize for p in model.parameters()))
+    head: dict[str, torch.Tensor] = {}
+    if drafter:
+        made = Eagle3Head(head_config(size), has_d2t=True).to("cuda", torch.bfloat16)
+        head = {DRAFTER + name: tensor for name, tensor in made.state_dict().items()}
+    sent = [*model.parameters(), *head.values()]
+    pipe.send(sum(each.numel() * torch.bfloat16.itemsize for each in sent))
     engine: Any = None
     while True:
         command, *rest = pipe.recv()
@@ -138,7 +147,7 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) ->
             if command == "connect":
                 if engine is not None:
                     engine.shutdown()
-                engine = _trainer_engine(_PipeClient(pipe), model, *rest)
+                engine = _trainer_engine(_PipeClient(pipe), model, head, *rest)
             else:
                 if rest[0] is not None:
                     new = random_model(size, rest[0], "cuda", tied=tied, dtype=dtype)
@@ -160,6 +169,7 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str) ->
 def _trainer_engine(
     client: Any,
     model: Any,
+    head: Any,
     backend: str,
     workers: int,
     chunk_bytes: int | None,
@@ -179,7 +189,7 @@ def _trainer_engine(
     facts = TrainerFacts(
         rank=0, workers=workers, master_address="127.0.0.1", master_port=free_port(), chunk_bytes=chunk_bytes
     )
-    parameters = ParameterSource(model, dtype=torch.bfloat16)
+    parameters = ParameterSource(model, dtype=torch.bfloat16, drafter=head or None)
     source = PublishSource(parameters, keep_copy=False)
     source.begin()
     info: Any = trainer_init_info(backend, facts)

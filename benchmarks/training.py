@@ -15,7 +15,7 @@ named settings of the trainer; *float32* is none of them. All take the same toke
 compile, then `--steps` times. *trl* is the step of TRL's GRPOTrainer, *trl+liger* the same with liger-kernel;
 both need `trl`. Of either, *lora* is an adapter over a base in bfloat16 (TRL's by peft), *fsdp2* the model
 sharded over the processes that `torch.distributed.run` has started (TRL's by accelerate), which share the
-tokens.
+tokens. Of ours, *drafter* trains an EAGLE-3 head beside the policy.
 
 Tokens are those of prompts and answers as if each answer were read with its own prompt. The share of the
 devices' bfloat16 peak is that of 6 operations a parameter and token, of 4 with *lora*, attention not counted.
@@ -28,6 +28,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,9 +42,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from app.settings.models import resolve_model
+from trainers.eagle3 import write_new_head
 from trainers.fsdp2 import empty_model, mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
+from trainers.settings import DrafterConfig, LearnerConfig, LoraConfig, OptimizerConfig
 from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
@@ -66,7 +68,9 @@ SETTINGS = {
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"dtype": "bfloat16"},
     "fsdp2": {},
+    "drafter": {},
 }
+DRAFT_VOCABULARY = 32_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,10 @@ def ours(
     policy = TrainedPolicy.load(options.model, device=options.device, mesh=mesh, **settings)
     if "lora" in variant:
         policy.adapt(LORA, seed=0)
+    if "drafter" in variant:
+        with tempfile.TemporaryDirectory() as root:
+            write_new_head(options.model, Path(root) / "head", draft_vocabulary=DRAFT_VOCABULARY)
+            policy.attach_drafter(DrafterConfig(model=f"{root}/head"))
     config = LearnerConfig(
         optimizer=OptimizerConfig(learning_rate=RATE), max_tokens_per_microbatch=options.budget
     )

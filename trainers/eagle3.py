@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaMLP,
@@ -155,30 +155,11 @@ def read_head(directory: Path) -> Eagle3Head:
     return head
 
 
-def write_new_head(
-    model: Path, directory: Path, *, draft_vocabulary: int | None = None, seed: int = 0
-) -> Eagle3Head:
-    """Write a head for a model, with random weights but for `lm_head`, which is close to the model's.
-
-    Args:
-        draft_vocabulary: it drafts no other tokens than the lowest, which a BPE tokenizer found first, and
-            those that end an answer. None: all of the model's.
-
-    Raises ValueError: the directory exists, or the model is none of transformers' in safetensors files.
-    """
-    if directory.exists():
-        raise ValueError(f"expected a directory that does not exist, got {directory}")
-    of_model = AutoConfig.from_pretrained(model).get_text_config()
-    count = of_model.vocab_size if draft_vocabulary is None else draft_vocabulary
-    ends = of_model.eos_token_id if isinstance(of_model.eos_token_id, list) else [of_model.eos_token_id]
-    ends = sorted({each for each in ends if each is not None})
-    if not len(ends) < count <= of_model.vocab_size:
-        raise ValueError(
-            f"expected a draft vocabulary of {len(ends) + 1} to {of_model.vocab_size} tokens, got {count}"
-        )
+def new_config(of_model: PreTrainedConfig, draft_vocabulary: int | None = None) -> LlamaConfig:
+    """Of a head for a model of text; see `write_new_head`."""
     heads, depth = of_model.num_attention_heads, of_model.num_hidden_layers
     layers = sorted({min(max(1, each), depth) for each in default_layers(depth)})
-    config = LlamaConfig(
+    return LlamaConfig(
         **{
             name: getattr(of_model, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings")
         },
@@ -195,10 +176,34 @@ def write_new_head(
         tie_word_embeddings=False,
         architectures=[ARCHITECTURE],
         dtype="float32",
-        draft_vocab_size=count,
+        draft_vocab_size=of_model.vocab_size if draft_vocabulary is None else draft_vocabulary,
         **{_LAYERS: layers},
         num_aux_hidden_states=len(layers),  # vLLM expects three otherwise
     )
+
+
+def write_new_head(
+    model: Path, directory: Path, *, draft_vocabulary: int | None = None, seed: int = 0
+) -> Eagle3Head:
+    """Write a head for a model, with random weights but for `lm_head`, which is close to the model's.
+
+    Args:
+        draft_vocabulary: it drafts no other tokens than the lowest, which a BPE tokenizer found first, and
+            those that end an answer. None: all of the model's.
+
+    Raises ValueError: the directory exists, or the model is none of transformers' in safetensors files.
+    """
+    if directory.exists():
+        raise ValueError(f"expected a directory that does not exist, got {directory}")
+    of_model = AutoConfig.from_pretrained(model).get_text_config()
+    ends = of_model.eos_token_id if isinstance(of_model.eos_token_id, list) else [of_model.eos_token_id]
+    ends = sorted({each for each in ends if each is not None})
+    config = new_config(of_model, draft_vocabulary)
+    count = config.draft_vocab_size
+    if not len(ends) < count <= of_model.vocab_size:
+        raise ValueError(
+            f"expected a draft vocabulary of {len(ends) + 1} to {of_model.vocab_size} tokens, got {count}"
+        )
     lowest = [each for each in range(of_model.vocab_size) if each not in ends][: count - len(ends)]
     ids = torch.tensor(sorted([*lowest, *ends]))
     head = Eagle3Head(config, has_d2t=count < of_model.vocab_size)
