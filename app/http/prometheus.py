@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import FleetStatus, ReplicaLoad
+from deployments.protocol.responses import ACCEPTED, DRAFTED, FleetStatus, ReplicaLoad
 from deployments.router.scrape import Scraped
 
 OWN, SERVE = "ray_slipstream_", "ray_serve_"
@@ -46,24 +46,33 @@ def exposition(
 
 GENERATED, KV_CACHE = "vllm:generation_tokens_total", "vllm:kv_cache_usage_perc"
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE)
+LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE, DRAFTED, ACCEPTED)
 
 
 def load_of(text: str) -> ReplicaLoad | None:
     """The load of a replica, summed over its engines; None: the text cannot be parsed."""
     found: dict[str, list[float]] = {name: [] for name in LOAD}
+    versions: dict[str, dict[int, float]] = {DRAFTED: {}, ACCEPTED: {}}
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
+                if sample.name in versions:
+                    versions[sample.name][int(sample.labels.get("version", ""))] = sample.value
                 found.get(sample.name, []).append(sample.value)
         return ReplicaLoad(
             generated_tokens=int(sum(found[GENERATED])),
             running=int(sum(found[RUNNING])),
             waiting=int(sum(found[WAITING])),
             kv_cache_use=max(found[KV_CACHE], default=0.0),
+            drafted_tokens=int(_newest(versions[DRAFTED])),
+            accepted_tokens=int(_newest(versions[ACCEPTED])),
         )
     except (ValueError, OverflowError):  # as `merge`; NaN and infinity are no counts
         return None
+
+
+def _newest(by_version: Mapping[int, float]) -> float:
+    return by_version[max(by_version)] if by_version else 0.0
 
 
 class _Families(Collector):

@@ -126,6 +126,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
         made = await training.step(batch, status.step, run.step_settings)
         began = time.monotonic()
         run.doing = "the fleet is updated"
+        acceptance = await draft_acceptance(run)
         step = made["step"]
         assert isinstance(step, int), "the trainer counts its steps"
         try:
@@ -140,8 +141,25 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> 
             )
         run.trained = step
         publish_s = time.monotonic() - began
-        return replace(record, version=run.version, trainer=made, train_s=began - sent, publish_s=publish_s)
+        return replace(
+            record,
+            version=run.version,
+            trainer=made,
+            train_s=began - sent,
+            publish_s=publish_s,
+            draft_acceptance=acceptance,
+        )
     raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")
+
+
+async def draft_acceptance(run: Run) -> float | None:
+    """The share of drafted tokens that were accepted since the fleet's version is live."""
+    try:
+        load = await run.policy.client.send(calls.load(), patient=False)
+    except FleetError:
+        return None
+    drafted = sum(each.drafted_tokens for each in load.replicas.values())
+    return sum(each.accepted_tokens for each in load.replicas.values()) / drafted if drafted else None
 
 
 async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:

@@ -56,6 +56,7 @@ class StepRecord:
     evaluation_s: float = 0.0
     ended: float = 0.0  # seconds since 1970
     evaluation: Evaluation | None = None
+    draft_acceptance: float | None = None  # of the version before; None: nothing is drafted, or not known
 
     @property
     def left_out(self) -> Mapping[str, int]:

@@ -133,12 +133,18 @@ class StoredVersions:
     versions: Sequence[int]  # oldest first
 
 
+# Counters of a replica's process, with the label `version`.
+DRAFTED, ACCEPTED = "slipstream_drafted_tokens_total", "slipstream_accepted_draft_tokens_total"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     generated_tokens: int  # since its engine started
     running: int  # requests
     waiting: int
     kv_cache_use: float  # 0 to 1; of the fullest engine
+    drafted_tokens: int = 0  # by speculative decoding, since its version is live
+    accepted_tokens: int = 0  # of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from app.client.connection import FleetClient
 from tests.fleet.deployed import Fleet, deployed
 from tests.fleet.keeping import KEEPER
 from tests.fleet.losing import a_replica, kill_a_replica, members, wait_for_another
-from tests.fleet.scraping import by_replica, scraped
 from tests.fleet.talk import (
     PROMPT,
     Reference,
@@ -50,27 +49,15 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
     return deployed("drafted", model, root, changes)
 
 
-def counters(client: httpx.Client) -> Mapping[str, tuple[float, float]]:
-    """By replica: tokens that were drafted, and those of them that the policy accepted."""
-    found = scraped(client)
-    drafted, accepted = (
-        by_replica(found[f"vllm:spec_decode_num_{name}_tokens"], "_total") for name in ("draft", "accepted")
-    )
-    return {replica: (drafted[replica], accepted[replica]) for replica in drafted}
-
-
 def greedy(client: httpx.Client, checkpoint: Path) -> Mapping[str, float]:
-    """By replica: the share of drafted tokens that were accepted in its answer, which is the checkpoint's."""
-    before = counters(client)
+    """By replica: the share of drafted tokens that were accepted in its answers, which are the
+    checkpoint's."""
     answers = on_every_replica(client, max_tokens=TOKENS)
-    after = counters(client)
     expected = Reference(checkpoint)(PROMPT, TOKENS)
     assert all(answer.token_ids == expected for answer in answers.values())
-    shares = {}
-    for replica in answers:
-        drafted, accepted = (now - then for now, then in zip(after[replica], before[replica], strict=True))
-        shares[replica] = accepted / drafted
-    return shares
+    loads = FleetClient(client).send(calls.load()).replicas
+    assert loads.keys() == answers.keys()
+    return {name: each.accepted_tokens / each.drafted_tokens for name, each in loads.items()}
 
 
 def train(client: httpx.Client, steps: int, **settings: float) -> None:

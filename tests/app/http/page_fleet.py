@@ -24,7 +24,7 @@ from deployments.protocol.engine_state import is_paused
 from deployments.protocol.poll import Commit, Swapped
 from deployments.protocol.poll import Receive as ReceivePayload
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import RolloutSample, StepEntry, StepLog, TrainerStatus
+from deployments.protocol.responses import ACCEPTED, DRAFTED, RolloutSample, StepEntry, StepLog, TrainerStatus
 from deployments.router.scrape import Scraped
 from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
 from tests.app.http.fake_controller import Handle
@@ -210,7 +210,8 @@ class PageFleet:
     async def _scrape(self, names: Sequence[str]) -> Scraped:
         def text(replica: Any) -> str:
             counts = {GENERATED: max(0, int(replica.generated)), RUNNING: 16, WAITING: 3, KV_CACHE: 0.42}
-            return "".join(f'{name}{{engine="0"}} {value}\n' for name, value in counts.items())
+            drafts = f'{DRAFTED}{{version="3"}} 100\n{ACCEPTED}{{version="3"}} 61\n'
+            return "".join(f'{name}{{engine="0"}} {value}\n' for name, value in counts.items()) + drafts
 
         return Scraped(replicas={name: text(each) for name, each in self._fleet.replicas.items()})
 

@@ -16,7 +16,7 @@ from app.http.fleet_routes import FleetRoutes
 from app.http.prometheus import LOAD, RUNNING
 from deployments.protocol.errors import FleetUnavailable, RoundAborted
 from deployments.protocol.poll import FilePart
-from deployments.protocol.responses import Event, ReplicaLoad
+from deployments.protocol.responses import ACCEPTED, DRAFTED, Event, ReplicaLoad
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.fake_trainer import FakeTrainer
@@ -65,11 +65,21 @@ async def test_load_is_what_the_engines_of_each_replica_count() -> None:
             f'vllm:kv_cache_usage_perc{{engine="{engine}"}} 0.{engine}5\n'
             for engine in (1, 2)
         )
+        for version, drafted, accepted in ((9, 900, 90), (10, 40, 30)):
+            engines += f'{DRAFTED}{{version="{version}"}} {drafted}\n'
+            engines += f'{ACCEPTED}{{version="{version}"}} {accepted}\n'
         return Scraped(replicas={"a": engines, "late": None, "odd": "{", "lost": f"{RUNNING} NaN\n"})
 
     handle = Handle(FakeController())
     load = await FleetRoutes(handle, None, DirectoryPublisher(handle, ()), scrape).load()
-    two = ReplicaLoad(generated_tokens=200, running=4, waiting=0, kv_cache_use=0.25)
+    two = ReplicaLoad(
+        generated_tokens=200,
+        running=4,
+        waiting=0,
+        kv_cache_use=0.25,
+        drafted_tokens=40,
+        accepted_tokens=30,
+    )
     assert (load.replicas, load.dashboard) == ({"a": two}, None)
     assert asked == [*LOAD]
 

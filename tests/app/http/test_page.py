@@ -82,6 +82,7 @@ def test_page_follows_a_round_and_a_run(browser: Any, fleet: Running) -> None:
     shown_s = "(({max, min}) => max - min)(charts.get($('c_rounds')).plot.scales.x)"
     assert seen.page.evaluate(shown_s) < 60, "around the only round"
     seen.until("#members tr:first-child", "42 %")
+    seen.until("#members tr:first-child", "61 %")
     seen.until("#run_of", "grpo-20261128-163000, step 1")
     seen.until("#rollouts", "v1 (17)")
     assert seen.page.locator("#rollouts .bar i").count() == 4

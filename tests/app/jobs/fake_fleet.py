@@ -22,6 +22,7 @@ from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.trackers import Trackers
+from deployments.protocol.responses import FleetLoad, ReplicaLoad
 from tests.app.fake_answers import chat_choice, client_of, refusal
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
@@ -67,6 +68,7 @@ class FakeFleet:
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.reports: list[dict[str, Any]] = []  # of steps, for the page
         self.refuses_reports = False
+        self.load = ReplicaLoad(generated_tokens=0, running=0, waiting=0, kv_cache_use=0.0)  # each replica's
         self.deadly: set[str] = set()  # prompts that it refuses to answer
 
     def client(self) -> AsyncFleetClient:
@@ -78,6 +80,9 @@ class FakeFleet:
             case "/health":
                 body = {"status": "ok", "serving": 1, "members": 1, "weight_version": self.version}
                 return httpx.Response(200, json=body)
+            case "/fleet/load":
+                loads = FleetLoad(at=0.0, replicas={"a": self.load, "b": self.load}, dashboard=None)
+                return httpx.Response(200, json=asdict(loads))
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "tiny"}]})
             case "/train/status":

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,14 @@ async def test_every_step_is_trained_published_and_recorded(tmp_path: Path) -> N
     (batch, *_) = fleet.batches
     assert len(batch) == 6
     assert batch[0].weight_versions == (VersionSpan(version=4, start=0, end=1),)
+    assert records[0].draft_acceptance is None
+
+
+async def test_a_step_says_how_many_drafts_were_accepted(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.load = replace(fleet.load, drafted_tokens=80, accepted_tokens=20)
+    (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
+    assert record.draft_acceptance == record.values()["draft_acceptance"] == 0.25
 
 
 class AdaptingFleet(FakeFleet):
