@@ -170,6 +170,7 @@ async def measure(options: argparse.Namespace, root: Path) -> None:
         "dtype": "bfloat16" if on_gpu else "float32",
         "enforce_eager": options.eager,
         "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 8 << 30,  # vLLM does not measure then, which other processes disturb
         "max_num_seqs": 256,
     }
     backend, staging = ("slipstream_ipc", "device") if on_gpu else ("shm", "host")

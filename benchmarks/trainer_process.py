@@ -135,8 +135,9 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, dr
     model = random_model(size, seed, "cuda", tied=tied, dtype=dtype)
     head: dict[str, torch.Tensor] = {}
     if drafter:
-        made = Eagle3Head(head_config(size), has_d2t=True).to("cuda", torch.bfloat16)
-        head = {DRAFTER + name: tensor for name, tensor in made.state_dict().items()}
+        made = Eagle3Head(head_config(size), has_d2t=True).to("cuda", torch.bfloat16).state_dict()
+        # vLLM's dummy weights are equal wherever shapes are: its head takes the policy's output layer.
+        head = {DRAFTER + name: tensor for name, tensor in made.items() if name != "lm_head.weight"}
     sent = [*model.parameters(), *head.values()]
     pipe.send(sum(each.numel() * torch.bfloat16.itemsize for each in sent))
     engine: Any = None
