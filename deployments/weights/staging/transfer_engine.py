@@ -173,7 +173,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         assert self._update is not None
         self._update.from_files = True
         self._reading = FileRead(part, Path(self.checkpoint), self.device)
-        self._thread.submit(self._stage, self._update, self._stage_payload, self._reading.chunks)
+        has_one = isinstance(self.updated, PolicyAndDrafter) and self.updated.own_checkpoint
+        # A stored version may be older than a configuration without a drafter.
+        unused = part.names[0].startswith(DRAFTER) and not has_one
+        chunks: Chunks = tuple[ReceivedChunk]().__iter__ if unused else self._reading.chunks
+        self._thread.submit(self._stage, self._update, self._stage_payload, chunks)
 
     def finish_weight_update(self) -> None:
         assert self._update is not None

@@ -52,6 +52,20 @@ def read(worker: MemoryWorker, parts: list[FilePart], **options: Any) -> Staging
     return from_wire(StagingState, worker.staging_verify())
 
 
+def test_a_stored_versions_drafter_is_left_out_where_there_is_none(
+    tmp_path: Path, worker: MemoryWorker
+) -> None:
+    """A fleet whose drafter was configured away can still go back."""
+    (tmp_path / "old" / "drafter").mkdir(parents=True)
+    save_file({"d": torch.ones(3)}, tmp_path / "old" / "drafter" / "model.safetensors")
+    parts = parts_of(tmp_path / "old", weights(2.0))
+    assert parts[-1].names == ("drafter.d",)
+    state = read(worker, parts)
+    assert (state.outcome, state.message) == (Outcome.DONE, "")
+    worker.finish_weight_update()
+    assert all(torch.equal(live(worker)[name], tensor) for name, tensor in weights(2.0))
+
+
 def live(worker: MemoryWorker) -> dict[str, torch.Tensor]:
     return worker.model.tensors()
 
