@@ -55,15 +55,21 @@ def _compare(state: State) -> None:
     bound = state.config.proof.bound
     if bound is None:
         return
-    beyond = {name: each.worst for name, each in found.items() if each.worst > bound}
-    voters = len(found) + (proof.trainer is not None)
+    present = {
+        name: each for name, each in found.items() if name in state.members and state.members[name].alive
+    }
+    beyond = {name: each.worst for name, each in present.items() if each.worst > bound}
+    voters = len(present) + (proof.trainer is not None)
     agreed = 2 * (voters - len(beyond)) > voters
-    for name in beyond.keys() - proof.told:
-        proof.told.add(name)
+    for name in sorted(beyond):
+        if (name, agreed) in proof.told:
+            continue
+        proof.told.add((name, agreed))
         said = f"{beyond[name]:.4g} from the {against}', and the bound is {bound:g}"
-        member = state.members.get(name)
-        if state.config.proof.action is ProofAction.FENCE and agreed and member is not None:
-            membership.fence(state, member, f"its scores of version {proof.version} are up to {said}")
+        if state.config.proof.action is ProofAction.FENCE and agreed:
+            membership.fence(
+                state, state.members[name], f"its scores of version {proof.version} are up to {said}"
+            )
         else:
             state.record("proof", replica=name, version=proof.version, said=said, agreed=agreed)
 

@@ -473,7 +473,8 @@ class Proof:
     due: float | None = None
     replicas: dict[str, tuple[float, ...]] = field(default_factory=dict)
     trainer: tuple[float, ...] | None = None
-    told: set[str] = field(default_factory=set)  # replicas beyond the bound that were dealt with
+    # Replicas beyond the bound that were dealt with, and whether most agreed: later scores may decide.
+    told: set[tuple[str, bool]] = field(default_factory=set)
 
 
 # -- the whole --------------------------------------------------------------------------------

@@ -80,6 +80,21 @@ def test_the_trainer_decides_between_two() -> None:
     assert states(scene) == ["serving", "fenced"]
 
 
+def test_the_trainer_decides_between_two_also_if_it_answers_last() -> None:
+    scene = proven(SAME, OTHER, bound=0.1, action="fence")
+    assert states(scene) == ["serving"] * 2
+    scene.ledger.set_scores(Scores(version=1, values=SAME), scene.now)
+    assert states(scene) == ["serving", "fenced"]
+
+
+def test_one_that_differs_again_is_fenced_again() -> None:
+    """The scores of replicas that are gone have no voice."""
+    scene = proven(SAME, OTHER, trainer=SAME, bound=0.1, action="fence")
+    scene.start(version=1, scores=Scores(version=1, values=OTHER))
+    scene.poll()
+    assert states(scene)[1:] == ["fenced", "fenced"]
+
+
 def test_a_fleet_that_differs_from_its_trainer_goes_on() -> None:
     scene = proven(OTHER, OTHER, trainer=SAME, bound=0.1, action="fence")
     assert last(scene).proof == {"r0": APART, "r1": APART}
