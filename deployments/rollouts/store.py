@@ -63,6 +63,8 @@ class RolloutStore:
         self._ledger = RolloutLedger(limits)
         try:
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+            # Without a file for its shared memory, for which a full disk has no room.
+            self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             (schema,) = self._db.execute("PRAGMA user_version").fetchone()
             if schema not in (0, SCHEMA):
                 raise JournalError(

@@ -156,7 +156,7 @@ def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clo
 
 def test_a_restart_writes_nothing_to_a_full_disk(tmp_path: Path, store: RolloutStore, clock: Clock) -> None:
     played(store, "a")
-    with full_disk(longest_in(tmp_path)):
+    with full_disk():
         store = again(store, tmp_path, clock)
     assert taken(store)["groups"]
     store.close()
