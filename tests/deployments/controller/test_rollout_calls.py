@@ -19,8 +19,8 @@ async def play(fleet: Fleet, rollout: str, version: int, adapter: str | None = N
     await controller.rollouts("reward", rollout, "", 1.0, None)
 
 
-async def lease(fleet: Fleet, max_staleness: int) -> Any:
-    return json.loads(await fleet.controller.rollouts("lease", 9, max_staleness))
+async def take(fleet: Fleet, max_staleness: int) -> Any:
+    return json.loads(await fleet.controller.rollouts("take", "step", "", 1, max_staleness, ""))
 
 
 async def test_staleness_is_counted_from_the_committed_version(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ async def test_staleness_is_counted_from_the_committed_version(tmp_path: Path) -
         await fleet.serve("a")
         await play(fleet, "fresh", 0)
         await play(fleet, "gone", 0, "math@1")
-        taken = await lease(fleet, 0)
+        taken = await take(fleet, 0)
         assert [each["group"] for each in taken["groups"]] == ["~fresh"] and taken["stale_groups"] == 1
     finally:
         await fleet.aclose()
