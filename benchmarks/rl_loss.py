@@ -14,16 +14,19 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import yaml
+from pydantic import JsonValue
 
+from app.client import calls
+from app.client.connection import AsyncFleetClient
 from app.client.program_options import parse
 from app.jobs import grpo, metrics
 from app.jobs.options import JobOptions
-from app.jobs.training import Training
 from benchmarks.servers import running
 from trainers.estimators import AdvantageEstimator
 
@@ -83,7 +86,7 @@ def _run(url: str, path: Path, steps: int, *, updates: bool) -> Row:
     if updates:
         asyncio.run(grpo.main(options, time.monotonic()))
     else:
-        with patch.object(Training, "publish", _publish_nothing):
+        with patch("app.jobs.training.publish", _publish_nothing):
             asyncio.run(grpo.main(options, time.monotonic()))
     records = metrics.records(path)[1:]
     seconds = sum(each.step_s for each in records)
@@ -95,8 +98,8 @@ def _run(url: str, path: Path, steps: int, *, updates: bool) -> Row:
     )
 
 
-async def _publish_nothing(training: Training, label: str, newer_than: int, step: int | None = None) -> int:
-    return newer_than
+async def _publish_nothing(client: AsyncFleetClient, label: str, metrics: Mapping[str, JsonValue]) -> int:
+    return (await client.send(calls.health())).weight_version
 
 
 if __name__ == "__main__":

@@ -92,6 +92,34 @@ def disconnect() -> Call[None]:
     return Call(method="POST", path="/shutdown_weight_transfer_engine", read=lambda content, headers: None)
 
 
+# -- rollouts ----------------------------------------------------------------------------------------
+
+
+def run_position(run: str) -> Call[responses.RunPosition]:
+    return Call(method="GET", path=f"/rollouts/runs/{run}", read=typed(responses.RunPosition))
+
+
+def begin_group(run: str, number: int, timeout_s: float) -> Call[str]:
+    """Open a group of a run; the answer is its name."""
+    body = {"run": run, "number": number, "timeout_s": timeout_s}
+    read = _then(typed(responses.BegunGroup), lambda made: made.group)
+    return Call(method="POST", path="/rollouts/begin", body=body, read=read)
+
+
+def settle_group(
+    group: str, rollouts: Sequence[Mapping[str, JsonValue]], reason: str = "discarded"
+) -> Call[responses.Status]:
+    """Close a group; `rollouts` with `id`, `reward` and `info` are learned from, and others discarded."""
+    body = {"group": group, "rollouts": list(rollouts), "reason": reason}
+    return Call(method="POST", path="/rollouts/settle", body=body, read=typed(responses.Status))
+
+
+def take(step: str, run: str, groups: int, max_staleness: int | None, note: str) -> Call[responses.TakenStep]:
+    """The groups that a step consumes; the same ones again for the same step."""
+    body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness, "note": note}
+    return Call(method="POST", path="/rollouts/take", body=body, read=typed(responses.TakenStep))
+
+
 # -- the trainer -----------------------------------------------------------------------------------
 
 

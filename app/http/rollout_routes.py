@@ -8,7 +8,7 @@ from fastapi import Path, Request, Response
 from app.http.auth import Access, Guard
 from app.http.requests import BeginBody, RewardBody, SettleBody, TakeBody
 from app.http.route import GuardedRoute
-from deployments.calls.rpc import CallHandle, bounded, retried
+from deployments.calls.rpc import CallHandle, retried
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.responses import BegunGroup, RolloutCounts, RunPosition, Status
 from deployments.protocol.rollouts import (
@@ -49,9 +49,9 @@ class RolloutRoutes:
         return [
             GuardedRoute("GET", "/rollouts", self.counts),
             GuardedRoute("GET", "/rollouts/runs/{run}", self.position),
-            GuardedRoute("POST", "/rollouts/begin", self.begin),
-            GuardedRoute("POST", "/rollouts/settle", self.settle, large=True),
-            GuardedRoute("POST", "/rollouts/take", self.take, response_class=Response),
+            GuardedRoute("POST", "/rollouts/begin", self.begin, repeatable=True),
+            GuardedRoute("POST", "/rollouts/settle", self.settle, large=True, repeatable=True),
+            GuardedRoute("POST", "/rollouts/take", self.take, repeatable=True, response_class=Response),
             GuardedRoute(
                 "POST", "/rollouts/{rollout_id}/reward", self.reward, access=Access.USER, large=True
             ),
@@ -100,7 +100,7 @@ class RolloutRoutes:
         return Status(status="discarded")
 
     async def _call(self, name: str, *arguments: Any) -> Any:
-        return await bounded(self._controller.rollouts.remote(name, *arguments), "rollouts", LIMIT_S)
+        return await retried(self._controller, "rollouts", name, *arguments, limit_s=LIMIT_S)
 
 
 def _reward(given: float | list[float | list[float]]) -> Reward:

@@ -27,6 +27,7 @@ class GuardedRoute(APIRoute):
         large: use the body limit of forwarded requests instead of one MiB.
         binary: the handler gets a body of this media type as bytes.
         head: a GET route also answers HEAD.
+        repeatable: a call whose answer was lost may be sent again.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class GuardedRoute(APIRoute):
         large: bool = False,
         binary: str | None = None,
         head: bool = True,
+        repeatable: bool = False,
         **options: Any,
     ) -> None:
         self.access = access
-        self.changes_fleet = access is Access.OPERATOR and method not in READING
+        self.changes_fleet = access is Access.OPERATOR and method not in READING and not repeatable
         self.allowed = ["GET", "HEAD"] if method == "GET" and head else [method]
         self._large, self._binary = large, binary
         summary, _, rest = inspect.cleandoc(handler.__doc__ or "").partition("Raises:")[0].partition("\n\n")

@@ -1,15 +1,14 @@
-"""Rollouts from the fleet to the trainer, and their staleness.
+"""Rollouts and groups of them, as environments make them and as the fleet's ledger lends them."""
 
-producers ── put (waits while full) ──► GroupQueue ── take (drops stale groups) ──► learner
-"""
-
-import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any
 
-from trainers.advantages import OF_BATCHES, batch_advantages, has_signal
+from app.jobs.options import JobOptions
+from deployments.protocol.responses import TakenGroup, TakenRollout
+from trainers.advantages import OF_BATCHES, batch_advantages, has_signal, overlong_penalty
 from trainers.estimators import AdvantageEstimator
 from trainers.trajectory import Trajectory
 
@@ -19,29 +18,35 @@ class Rollout:
     """An attempt at a problem, and its reward.
 
     Attributes:
-        trajectories: without advantages, which come with the batch.
-        penalty: added to the reward before advantages.
+        id: in the fleet's ledger, if it was captured.
         text: for logs.
+        tokens: sampled ones.
         cut: whether an answer ended at `max_tokens`.
         source: the data set or environment.
+        penalty: added to the reward before advantages.
+        trajectories: as the ledger has them, without advantages; empty before it is taken.
     """
 
-    trajectories: Sequence[Trajectory]
+    id: str = ""
     reward: float
     text: str
-    penalty: float = 0.0
+    tokens: int = 0
     cut: bool = False
     turns: int = 1
     source: str = ""
+    penalty: float = 0.0
+    trajectories: Sequence[Trajectory] = ()
 
-    @property
-    def tokens(self) -> int:
-        """Sampled tokens."""
-        return sum(trajectory.learned_tokens for trajectory in self.trajectories)
+    def settled(self) -> dict[str, Any]:
+        """For `calls.settle_group`."""
+        info = json.dumps({"text": self.text, "source": self.source})
+        return {"id": self.id, "reward": self.reward, "info": info}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
+    """Rollouts of one problem."""
+
     number: int
     rollouts: Sequence[Rollout]
 
@@ -55,16 +60,56 @@ class Group:
         )
 
     @property
-    def tokens(self) -> int:
-        return sum(rollout.tokens for rollout in self.rollouts)
-
-    @property
     def shaped_rewards(self) -> list[float]:
         return [rollout.reward + rollout.penalty for rollout in self.rollouts]
 
     @property
     def has_signal(self) -> bool:
         return has_signal(self.shaped_rewards)
+
+
+def group_of(taken: TakenGroup, options: JobOptions) -> Group:
+    number = int(taken.group.rpartition(".")[2])
+    return Group(number=number, rollouts=[_rollout(each, options) for each in taken.rollouts])
+
+
+def _rollout(taken: TakenRollout, options: JobOptions) -> Rollout:
+    trajectories = [_trajectory(each) for each in taken.sequences]
+    turns: dict[int, Mapping[str, Any]] = {
+        turn["turn"]: turn for each in taken.sequences for turn in _turns(each)
+    }
+    assert isinstance(taken.reward, float), "the job rewards whole rollouts"
+    made = Rollout(
+        id=taken.id,
+        reward=taken.reward,
+        tokens=sum(trajectory.learned_tokens for trajectory in trajectories),
+        cut=any(turn["finish_reason"] == "length" for turn in turns.values()),
+        turns=len(turns),
+        trajectories=trajectories,
+        **json.loads(taken.info),
+    )
+    return penalised(made, options)
+
+
+def _turns(sequence: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    turns: Sequence[Mapping[str, Any]] = sequence["turns"]
+    return turns
+
+
+def _trajectory(sequence: Mapping[str, Any]) -> Trajectory:
+    fields = {name: value for name, value in sequence.items() if name != "turns"}
+    constrained = fields["constrained"] if any(fields["constrained"]) else None
+    return Trajectory.from_json({**fields, "constrained": constrained, "advantage": 0.0})
+
+
+def penalised(rollout: Rollout, options: JobOptions) -> Rollout:
+    if options.overlong_buffer == 0:
+        return rollout
+    longest = options.longest
+    penalty = overlong_penalty(
+        min(rollout.tokens, longest), max_tokens=longest, buffer_tokens=options.overlong_buffer
+    )
+    return replace(rollout, penalty=penalty)
 
 
 def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -94,35 +139,3 @@ def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list
         for rollout, advantage in zip(group.rollouts, of_group, strict=True)
         for trajectory in rollout.trajectories
     ]
-
-
-class GroupQueue:
-    """A bounded queue with one consumer.
-
-    Args:
-        capacity: in groups; a producer waits while it is full.
-        max_staleness: a group is dropped when its oldest token is more versions behind.
-    """
-
-    def __init__(self, capacity: int, max_staleness: int) -> None:
-        self.dropped: list[int] = []  # problem numbers; the learner empties it
-        self._max_staleness = max_staleness
-        self._waiting: asyncio.Queue[Group] = asyncio.Queue(capacity)
-        self._taken: list[Group] = []
-
-    def __len__(self) -> int:
-        return len(self._taken) + self._waiting.qsize()
-
-    async def put(self, group: Group) -> None:
-        await self._waiting.put(group)
-
-    async def take(self, count: int, version: int) -> list[Group]:
-        """The `count` oldest groups that are fresh enough for `version`; waits for them."""
-        while len(self._taken) < count:
-            group = await self._waiting.get()
-            if version - group.oldest_version <= self._max_staleness:
-                self._taken.append(group)
-            else:
-                self.dropped.append(group.number)
-        taken, self._taken = self._taken, []
-        return taken

@@ -1,11 +1,12 @@
 """The RL loop against a running fleet: `python -m app.jobs`, here or as a Ray job.
 
-    producers (many)                        learner (one)
-    sample n rollouts of a problem          take a batch that is fresh enough
-    score them                              POST /train/step      the trainer learns
-    put the group into the queue            POST /train/publish   the fleet moves to the new version
-       waits only while the queue is full      running requests continue across the change
+    producers (many)                              learner (one)
+    POST /rollouts/begin    a problem's group     POST /rollouts/take   a batch that is fresh enough
+    sample n rollouts, score them                 POST /train/step      the trainer learns
+    POST /rollouts/settle   their rewards         POST /train/publish   the fleet moves to the new version
+       wait only while enough are ready             running requests continue across the change
 
+The fleet's ledger has the rollouts (`deployments.rollouts`): a job that is killed leaves none of them behind.
 Generation never waits for the trainer, so rollouts may span versions; truncated importance weights account
 for that.
 """
@@ -27,7 +28,7 @@ from app.client.connection import AsyncFleetClient, FleetError, token_from, with
 from app.client.run_display import STATUS_S, Output
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
-from app.jobs.learning import learn, publish_best, resume
+from app.jobs.learning import continued, learn, publish_best
 from app.jobs.loading import load_environments
 from app.jobs.metrics import Configuration, reward_curve
 from app.jobs.options import JobOptions
@@ -35,7 +36,7 @@ from app.jobs.policy import Policy
 from app.jobs.run import Run, produce
 from app.jobs.task_groups import run_beside
 from app.jobs.trackers import Trackers, open_trackers
-from app.jobs.training import PATIENCE_S, Training
+from app.jobs.training import PATIENCE_S
 from deployments.protocol.responses import TrainerStatus
 
 REQUEST_TIMEOUT_S = 900.0
@@ -63,7 +64,7 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
             )
         model, version = trainer.adapter, trainer.adapter_version
         if version == 0:
-            version = await Training(client, print).publish("start", newer_than=0)
+            version = (await client.send(calls.publish("start"))).version
     policy = Policy(
         client=client,
         model=model,
@@ -102,13 +103,13 @@ async def prepared(
 ) -> Run:
     with announced("RL job: asking the fleet for its model and its trainer", STATUS_S):
         policy, version = await require_fleet(client, options)
-    run = Run(options, *environments, policy, path, version, output, began)
-    if options.resume:  # a trainer in the middle of a step answers after it
-        before = metrics.last_configuration(path)
-        for line in [] if before is None else differences(before, configured(run)):
-            run.say(f"--resume: {line}")
-        with announced(f"RL job: continuing {path}, asking the trainer what it has done", STATUS_S):
-            await resume(run, metrics.records(path))
+    before = metrics.last_configuration(path) if options.resume else None
+    name = before.run_id if before is not None and before.run_id else uuid.uuid4().hex[:8]
+    run = Run(options, *environments, policy, path, name, version, output, began)
+    for line in [] if before is None else differences(before, configured(run)):
+        run.say(f"--resume: {line}")
+    with announced(f"RL job: asking the fleet what it has of run {name}", STATUS_S):
+        await continued(run, metrics.records(path) if options.resume else ())
     return run
 
 
@@ -173,13 +174,12 @@ def configured(run: Run) -> Configuration:
     address, _ = without_credentials(run.options.url)
     options = {**asdict(run.options), "url": address}
     prompts = run.options.prompts
-    before = metrics.last_configuration(run.path) if run.options.resume else None
     return Configuration(
         options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
         model=run.policy.model,
         version=run.version,
         began=time.time(),
-        run_id=uuid.uuid4().hex[:8] if before is None else before.run_id,
+        run_id=run.name,
         prompts_digest=None if prompts is None else sha256(prompts.read_bytes()).hexdigest(),
     )
 
@@ -189,8 +189,8 @@ JOB_OPTIONS = ("url", "steps", "metrics", "log", "working_dir", "dry_run", "resu
 
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
-    """What else differs from the run's last start. Raises ValueError if the problems do: the record has only
-    their numbers."""
+    """What else differs from the run's last start. Raises ValueError if the problems do: the fleet's ledger
+    has only their numbers."""
     found = {
         name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
         for name, value in now.options.items()

@@ -1,13 +1,14 @@
 """The learner: take a batch, step, publish, evaluate, record.
 
-    write_pending ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
+    /rollouts/take ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
 
-After a kill between any two of them the next job asks the trainer. A step that was done is published,
-evaluated and recorded, and its problems are consumed; else they are sampled again.
+After a kill between any two of them the next job takes the same groups for the same step, and asks the
+trainer whether it has learned from them.
 """
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -15,24 +16,22 @@ from app.client import calls
 from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
-from app.jobs.groups import Group, figures, trajectories
-from app.jobs.metrics import Pending, StepRecord
+from app.jobs.groups import Group, figures, group_of, trajectories
+from app.jobs.metrics import StepRecord
 from app.jobs.policy import Moved, Unanswered
-from app.jobs.run import Positions, Run
+from app.jobs.run import Run
 from app.jobs.trackers import Trackers
-from app.jobs.training import StepLost, Training, last_publish
+from app.jobs.training import idle, train
+from deployments.protocol.responses import TakenStep
 from trainers.trajectory import Trajectory
 
 SHOWN = 3  # rollouts of a step on the page
-STEP_ATTEMPTS = 3  # if the trainer loses a step before its publish
 
 
 async def learn(run: Run, trackers: Trackers) -> None:
     """Step after step until the wanted number is done."""
-    done, run.unrecorded = run.unrecorded, None
-    while done is not None or run.step < run.options.steps:
-        record = await (learn_once(run) if done is None else finished(run, done))
-        done = None
+    while run.step < run.options.steps:
+        record = await learn_once(run)
         metrics.append(run.path, record)
         trackers.log(record.step, record.values(), run.rows)
         await show(run, record)
@@ -55,20 +54,26 @@ async def show(run: Run, record: StepRecord) -> None:
 async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
-    groups = await run.queue.take(run.options.groups_per_step, run.version)
+    taken = await take(run)
+    groups = [group_of(each, run.options) for each in taken.groups]
     batch = trajectories(groups, run.options.advantage)
-    run.positions.consume([group.number for group in groups] + run.queue.dropped)
     sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
     record = recorded(run, groups, sampled, waited_s)
     run.rows = metrics.rows(record.step, sampled)
     metrics.append_rollouts(run.path, run.rows)
-    run.filtered, run.queue.dropped, run.unanswered = [], [], 0
+    run.filtered, run.stale, run.unanswered = [], 0, 0
     if batch:  # else nothing to learn
-        record = await trained(run, batch, record)
-    record = await finished(run, record)
+        record = await trained(run, batch, record, json.loads(taken.note))
+    if record.step >= run.options.steps:
+        run.sampling.clear()
+    evaluation_began = time.monotonic()
+    evaluation = await evaluated(run, record)
+    run.step = record.step
     wall_s = time.monotonic() - began
     return replace(
         record,
+        evaluation=evaluation,
+        evaluation_s=0.0 if evaluation is None else time.monotonic() - evaluation_began,
         step_s=wall_s,
         tokens_per_s=(run.generated_tokens - tokens_before) / wall_s,
         elapsed_s=time.monotonic() - run.started,
@@ -76,16 +81,19 @@ async def learn_once(run: Run) -> StepRecord:
     )
 
 
-async def finished(run: Run, record: StepRecord) -> StepRecord:
-    """Evaluate a published step."""
-    if record.step >= run.options.steps:
-        run.sampling.clear()
-    began = time.monotonic()
-    evaluation = await evaluated(run, record)
-    evaluation_s = 0.0 if evaluation is None else time.monotonic() - began
-    record = replace(record, evaluation=evaluation, evaluation_s=evaluation_s)
-    run.step = record.step
-    return record
+async def take(run: Run) -> TakenStep:
+    """What the next step learns from: what the step of a killed job has consumed, or the oldest groups."""
+    client, wanted = run.policy.client, run.options.groups_per_step
+    while True:
+        note = {"trainer_step": (await idle(client)).step, "version": run.version}
+        step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
+        taken = await client.send(calls.take(step, run.name, wanted, staleness, json.dumps(note)))
+        run.stale += taken.stale_groups
+        await run.count_ready(taken.ready_groups)
+        if taken.step is not None:
+            return taken
+        async with run.changed:
+            await run.changed.wait_for(lambda: run.ready >= wanted)
 
 
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
@@ -99,7 +107,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         staleness_max=max(staleness),
         groups=len(groups),
         groups_with_signal=sum(group.has_signal for group in groups),
-        groups_dropped=len(run.queue.dropped),
+        groups_dropped=run.stale,
         groups_filtered=len(sampled) - len(groups),
         unanswered=run.unanswered,
         answer_tokens_max=max(each.tokens for each in rollouts),
@@ -107,49 +115,34 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         step_s=waited_s,
         wait_s=waited_s,
         elapsed_s=time.monotonic() - run.started,
-        next_problem=run.positions.next_problem,
-        consumed_ahead=tuple(sorted(run.positions.ahead)),
+        next_problem=run.next_problem,
         seed=run.options.seed,
         example=groups[0].rollouts[0].text,
         **figures(rollouts),
     )
 
 
-async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord) -> StepRecord:
-    """The record after a step and a publish. A step that the trainer loses before is repeated."""
-    training = Training(run.policy.client, run.say)
-    for _ in range(STEP_ATTEMPTS):
-        run.doing = f"the trainer learns from {len(batch)} answers"
-        status = await training.idle()
-        metrics.write_pending(run.path, Pending(record=record, trainer_step=status.step))
-        sent = time.monotonic()
-        made = await training.step(batch, status.step, run.step_settings)
-        began = time.monotonic()
-        run.doing = "the fleet is updated"
-        acceptance = await draft_acceptance(run)
-        step = made["step"]
-        assert isinstance(step, int), "the trainer counts its steps"
-        try:
-            run.version = await training.publish(f"step {record.step}", newer_than=run.version, step=step)
-        except StepLost as lost:
-            run.say(f"step {record.step} was lost before it was published, it is made again: {lost}")
-            continue
-        if step <= run.trained and not made.get("skipped"):
-            run.say(
-                f"the trainer was restarted from an older version: this was its step {step}, and its "
-                f"step {run.trained} was published before; what it had learned since is lost"
-            )
-        run.trained = step
-        publish_s = time.monotonic() - began
-        return replace(
-            record,
-            version=run.version,
-            trainer=made,
-            train_s=began - sent,
-            publish_s=publish_s,
-            draft_acceptance=acceptance,
+async def trained(
+    run: Run, batch: Sequence[Trajectory], record: StepRecord, before: Mapping[str, int]
+) -> StepRecord:
+    """The record after a step and a publish."""
+    run.doing = f"the trainer learns from {len(batch)} answers"
+    acceptance = await draft_acceptance(run)
+    made = await train(run.policy.client, batch, f"step {record.step}", run.step_settings, before, run.say)
+    if made.step <= run.trained and not made.metrics.get("skipped"):
+        run.say(
+            f"the trainer was restarted from an older version: this was its step {made.step}, and its "
+            f"step {run.trained} was published before; what it had learned since is lost"
         )
-    raise FleetError(f"step {record.step} was lost {STEP_ATTEMPTS} times before it was published")
+    run.trained, run.version = made.step, max(run.version, made.version)
+    return replace(
+        record,
+        version=made.version,
+        trainer=made.metrics,
+        train_s=made.train_s,
+        publish_s=made.publish_s,
+        draft_acceptance=acceptance,
+    )
 
 
 async def draft_acceptance(run: Run) -> float | None:
@@ -222,57 +215,21 @@ async def publish_best(run: Run) -> None:
     run.say(f"the fleet serves the best version again, as version {report.version}: {best.kept_in}")
 
 
-async def resume(run: Run, past: Sequence[StepRecord]) -> None:
-    """Continue a run after its last recorded step, and after one that was done and not recorded."""
-    if past:
-        continue_after(run, past[-1])
-        run.step = past[-1].step
-        if past[-1].version > run.version:
-            run.say(
-                f"the run's last step made version {past[-1].version}, and the fleet serves {run.version}: "
-                "it is another fleet, which has not learned what this run has"
-            )
-        evaluations = [each.evaluation for each in past if each.evaluation is not None]
-        run.best = max(evaluations, key=lambda made: made.reward, default=None)
-    left = metrics.pending(run.path)
-    if left is None or left.record.step != run.step + 1:
+async def continued(run: Run, past: Sequence[StepRecord]) -> None:
+    """Continue after the last recorded step, with the groups that the ledger has of this run."""
+    position = await run.policy.client.send(calls.run_position(run.name))
+    run.next_problem, run.ready = position.next, position.ready
+    run.again = [int(group.rpartition(".")[2]) for group in position.open]
+    if not past:
         return
-    training = Training(run.policy.client, run.say)
-    status = await training.idle()
-    label = f"step {left.record.step}"
-    if status.step != left.trainer_step + 1:
-        run.say(f"{label} was not done: its problems are sampled again")
-        return
-    published = last_publish(status, label, newer_than=left.record.version)
-    began = time.monotonic()
-    try:
-        version = published.version if published else await training.publish(label, run.version, status.step)
-    except StepLost as lost:
-        run.say(f"{label} was lost, its problems are sampled again: {lost}")
-        return
-    publish_s = time.monotonic() - began if published is None else published.duration_s
-    train_s = float(status.last_step.get("step_s") or 0.0)
-    step_s = left.record.wait_s + train_s + publish_s
-    groups = left.record.groups + left.record.groups_filtered
-    tokens = left.record.answer_tokens_mean * groups * run.options.answers_per_group
-    run.unrecorded = replace(
-        left.record,
-        version=version,
-        trainer=dict(status.last_step),
-        train_s=train_s,
-        publish_s=publish_s,
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,  # excludes tokens of the next steps
-        elapsed_s=left.record.elapsed_s + train_s + publish_s,
-        ended=time.time(),
-    )
-    continue_after(run, run.unrecorded)
-    run.version = max(run.version, version)
-    run.say(f"{label} was done when the job was killed: version {version}")
-
-
-def continue_after(run: Run, last: StepRecord) -> None:
-    if last.seed != run.options.seed:
-        raise ValueError(f"the run to resume has --seed {last.seed}, got {run.options.seed}")
-    run.positions = Positions(last.next_problem, set(last.consumed_ahead))
+    last = past[-1]
+    run.step = last.step
     run.started = time.monotonic() - last.elapsed_s  # without the time between jobs
+    run.next_problem = max(run.next_problem, last.next_problem)  # the ledger of another fleet knows none
+    evaluations = [each.evaluation for each in past if each.evaluation is not None]
+    run.best = max(evaluations, key=lambda made: made.reward, default=None)
+    if last.version > run.version:
+        run.say(
+            f"the run's last step made version {last.version}, and the fleet serves {run.version}: "
+            "it is another fleet, which has not learned what this run has"
+        )

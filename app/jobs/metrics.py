@@ -16,7 +16,6 @@ from pydantic import JsonValue, TypeAdapter
 from app.client.run_display import duration_text
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
-from deployments.host.durable_files import replacing
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
@@ -38,11 +37,10 @@ class StepRecord:
     step_s: float
     wait_s: float  # time until there were enough fresh groups
     elapsed_s: float  # time since the run began
-    next_problem: int  # all before it are consumed
+    next_problem: int  # all before it have begun
     seed: int
     example: str  # one answer
     trainer: Mapping[str, JsonValue] = field(default_factory=dict)  # its metrics; empty: nothing to learn
-    consumed_ahead: tuple[int, ...] = ()  # consumed after `next_problem`
     groups_filtered: int = 0  # left out by --dynamic-sampling
     unanswered: int = 0  # problems
     reward_std: float = 0.0
@@ -121,14 +119,6 @@ def _short(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """A step that was sent to the trainer; its outcome is unknown if the job is killed."""
-
-    record: StepRecord  # before training
-    trainer_step: int  # optimizer steps before it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """The first line of a record, and one after each --resume."""
 
@@ -142,7 +132,6 @@ class Configuration:
 
 _CONFIGURATION = '{"options":'  # the start of its line
 _RECORD = TypeAdapter(StepRecord)
-_PENDING = TypeAdapter(Pending)
 _CONFIGURATIONS = TypeAdapter(Configuration)
 BLOCK = 1 << 16
 
@@ -243,26 +232,6 @@ def sample(row: Row, max_text: int = 2000) -> RolloutSample:
 def append_rollouts(path: Path, made: Sequence[Row]) -> None:
     """A repeated step has its rollouts twice."""
     _append(path.with_suffix(ROLLOUTS), made)
-
-
-def write_pending(path: Path, pending: Pending) -> None:
-    """Replace the pending step beside the record."""
-    with replacing(_pending_file(path)) as new:
-        new.write_text(json.dumps(asdict(pending)), encoding="utf-8")
-
-
-def pending(path: Path) -> Pending | None:
-    file = _pending_file(path)
-    try:
-        return _PENDING.validate_json(file.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(f"{file}: expected a step that was under way: {error}") from error
-
-
-def _pending_file(path: Path) -> Path:
-    return path.with_name(path.name + ".pending")
 
 
 def records(path: Path) -> list[StepRecord]:

@@ -1,5 +1,6 @@
-"""Sampling from the fleet, and what a trainer needs of each answer."""
+"""Sampling from the fleet, which records what a trainer needs of each answer."""
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,8 +9,8 @@ from app.client import completions
 from app.client.calls import tokenize_chat
 from app.client.completions import Answer, Completion
 from app.client.connection import AsyncFleetClient, Call, FleetError
+from deployments.protocol.rollouts import GROUP_HEADER, ID_HEADER, REQUEST_HEADER
 
-CHAT = "/v1/chat/completions"
 ATTEMPTS = 3  # attempts per request
 VERSION_TIMEOUT_S = "120"  # limit for a replica to reach a version
 # Log-probabilities must be the policy's. All settings are explicit, because vLLM takes
@@ -41,6 +42,7 @@ class Policy:
         max_tokens: per completion.
         is_adapter: whether `model` is an adapter.
         version: of completions; None: any.
+        group: in the fleet's ledger; None: answers are not captured.
     """
 
     client: AsyncFleetClient
@@ -49,27 +51,35 @@ class Policy:
     stop: Sequence[str] = ()
     is_adapter: bool = False
     version: int | None = None
+    group: str | None = None
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], count: int) -> Completion:
-        """`count` answers to one conversation. Raises as `sample`; Unanswered also for a conversation that
-        exceeds the model's context."""
-        body = self._sampling(count) | {"model": self.name, "messages": list(messages), "logprobs": True}
+    def attempt(self) -> str:
+        """A name for an attempt at a problem: its rollout's."""
+        return f"{self.group or 'evaluation'}.{uuid.uuid4().hex[:16]}"
+
+    async def chat(self, messages: Sequence[Mapping[str, str]], attempt: str) -> Answer:
+        """An answer to one conversation. Raises as `sample`; Unanswered also for a conversation that exceeds
+        the model's context."""
+        body = self._sampling() | {"model": self.name, "messages": list(messages)}
         try:
-            return await sample(self.client, completions.chat(body, self._headers()), self.version)
+            call = completions.chat(body, self._headers(attempt))
+            return (await sample(self.client, call, self.version)).answer
         except FleetError as error:
             if is_too_long(error):
                 raise Unanswered(error.message) from error
             raise
 
-    async def complete(self, prompt_token_ids: Sequence[int], session: str) -> Answer:
-        """The next tokens; turns of a session go to one replica."""
-        settings = self._sampling(1) | {"headers": self._headers(session), "logprobs": 0, "ignore_eos": False}
+    async def complete(self, prompt_token_ids: Sequence[int], attempt: str) -> Answer:
+        """The next tokens; turns of an attempt go to one replica."""
+        headers = self._headers(attempt) | {"x-session-id": attempt}
+        settings = self._sampling() | {"headers": headers, "ignore_eos": False}
         call = completions.complete(self.name, prompt_token_ids, **settings)
         return (await sample(self.client, call, self.version)).answer
 
-    async def forward(self, call: Call[Completion], session: str) -> Completion:
-        """An agent's own request, at the policy's version."""
-        call = replace(call, headers={**call.headers, **self._headers(session)})
+    async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
+        """An agent's own request, at the policy's version; `session`: the agent's, may be empty."""
+        headers = self._headers(attempt) | ({"x-session-id": session} if session else {})
+        call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)
 
     async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -81,12 +91,15 @@ class Policy:
         pinned = self.is_adapter and self.version is not None
         return f"{self.model}@{self.version}" if pinned else self.model
 
-    def _sampling(self, count: int) -> dict[str, Any]:
-        limits = {"n": count, "max_tokens": self.max_tokens, "stop": list(self.stop)}
+    def _sampling(self) -> dict[str, Any]:
+        limits = {"max_tokens": self.max_tokens, "stop": list(self.stop)}
         return {**limits, **DISTRIBUTION, "return_token_ids": True}
 
-    def _headers(self, session: str = "") -> dict[str, str]:
-        headers = {"x-session-id": session} if session else {}
+    def _headers(self, attempt: str) -> dict[str, str]:
+        """Of one request: sent again it has the same ones, and its answer replaces the former."""
+        headers = {}
+        if self.group is not None:
+            headers = {ID_HEADER: attempt, GROUP_HEADER: self.group, REQUEST_HEADER: uuid.uuid4().hex}
         if self.version is not None and not self.is_adapter:
             headers |= {"x-min-weight-version": str(self.version), "x-weight-timeout": VERSION_TIMEOUT_S}
         return headers
@@ -120,7 +133,7 @@ async def sample(client: AsyncFleetClient, call: Call[Completion], version: int 
         if any(answer.aborted for answer in completion.answers):
             problem = Unanswered(f"the fleet aborted its answers {ATTEMPTS} times")
             continue
-        require_complete(completion, with_prompt=call.path == CHAT)
+        require_complete(completion)
         seen = {v for each in completion.answers for v in (each.oldest_version, each.newest_version)}
         if version is None or seen == {version}:
             return completion
@@ -128,20 +141,15 @@ async def sample(client: AsyncFleetClient, call: Call[Completion], version: int 
     raise problem
 
 
-def require_complete(completion: Completion, *, with_prompt: bool = True) -> None:
+def require_complete(completion: Completion) -> None:
     """Raises FleetError for a missing part."""
-    if with_prompt and not completion.prompt_token_ids:
-        raise FleetError("the fleet's answer has no prompt_token_ids")
+    if not completion.answers:
+        raise FleetError("the fleet's answer has no choices")
     for answer in completion.answers:
         parts = {
             "token_ids": answer.token_ids,
-            "logprobs": answer.logprobs,
             "weight_versions": answer.weight_versions,
             "finish_reason": answer.finish_reason,
         }
         if missing := [name for name, value in parts.items() if not value]:
             raise FleetError(f"a choice of the fleet's answer has no {', '.join(missing)}")
-        if len(answer.token_ids) != len(answer.logprobs):
-            raise FleetError(
-                f"a choice has {len(answer.token_ids)} token ids but {len(answer.logprobs)} log-probabilities"
-            )

@@ -3,70 +3,44 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from app.client import calls
 from app.client.run_display import Output, RunStatus
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
-from app.jobs.groups import Group, GroupQueue, Rollout
+from app.jobs.groups import Group, Rollout, penalised
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
-from trainers.advantages import overlong_penalty
 
 LEFT_OUT = 50  # batches of unanswered problems, at most
 FRUITLESS = 50  # batches of groups without signal, at most
-
-
-@dataclass
-class Positions:
-    """Problem numbers: handed out in order, consumed in any order.
-
-    A problem is consumed when it was learned from or dropped. The next job gets the others again.
-
-    Args:
-        next_problem: all problems before it are consumed.
-        ahead: consumed problems after it.
-    """
-
-    next_problem: int = 0
-    ahead: set[int] = field(default_factory=set)
-    _handed_out: int = -1
-
-    def __post_init__(self) -> None:
-        self._handed_out = self.next_problem - 1
-
-    def hand_out(self) -> int:
-        """The next problem, neither consumed nor in flight."""
-        self._handed_out += 1
-        while self._handed_out in self.ahead:
-            self._handed_out += 1
-        return self._handed_out
-
-    def consume(self, numbers: Iterable[int]) -> None:
-        self.ahead.update(number for number in numbers if number >= self.next_problem)
-        while self.next_problem in self.ahead:
-            self.ahead.remove(self.next_problem)
-            self.next_problem += 1
+GROUP_S = 30 * 86400.0  # after so long without this run the ledger leaves its open groups out
 
 
 @dataclass
 class Run:
+    """What is known beside the fleet's ledger, which has the groups, and the record, which has the steps."""
+
     options: JobOptions
     environment: Environment
     held_out: Environment
     policy: Policy
     path: Path  # the record
+    name: str  # in the ledger; the same after a restart
     version: int  # the newest known to be served
     output: Output
     started: float = field(default_factory=time.monotonic)
     step: int = 0
     trained: int = 0  # the newest published step
-    unrecorded: StepRecord | None = None  # a step that a killed job has published
-    positions: Positions = field(default_factory=Positions)
+    next_problem: int = 0
+    again: list[int] = field(default_factory=list)  # problems that a killed job had begun
+    ready: int = 0  # groups that the ledger has for the next step
     filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
+    stale: int = 0  # groups since the last step
     rows: Sequence[Row] = ()  # rollouts of the last step
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))  # steps of this process
     left_out: int = 0  # problems in a row
@@ -75,18 +49,42 @@ class Run:
     in_flight: int = 0  # problems
     doing: str = "waiting for answers"
     best: Evaluation | None = None
-    queue: GroupQueue = field(init=False)
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
     sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared after the last batch
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `ready`
+    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self.queue = GroupQueue(self.options.groups_per_step, self.options.max_staleness)
         settings = self.options.step_settings().model_dump_json(exclude_unset=True, exclude_none=True)
         self.step_settings = None if settings == "{}" else settings
         self.sampling.set()
 
     def say(self, line: str) -> None:
         self.output.line(line)
+
+    async def count_ready(self, groups: int | None = None) -> None:
+        """One more, or as many as the ledger says."""
+        async with self.changed:
+            self.ready = self.ready + 1 if groups is None else groups
+            self.changed.notify_all()
+
+    async def begin_problem(self) -> int:
+        """The next problem, while the ledger has room. One at a time: a killed job then leaves no number
+        out."""
+        async with self.beginning:
+            await self.sampling.wait()
+            async with self.changed:
+                await self.changed.wait_for(lambda: self.ready < self.options.groups_per_step)
+            if self.again:
+                return self.again.pop(0)
+            await self.policy.client.send(calls.begin_group(self.name, self.next_problem, GROUP_S))
+            self.next_problem += 1
+            return self.next_problem - 1
+
+    async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
+        """Close a problem's group; without rollouts it is left out for the reason."""
+        settled = [rollout.settled() for rollout in rollouts]
+        await self.policy.client.send(calls.settle_group(f"{self.name}.{number}", settled, reason))
 
     def left_s(self) -> float | None:
         """Time to the last step at the recent pace; None before the first."""
@@ -98,10 +96,10 @@ class Run:
     def status(self) -> RunStatus:
         rollouts = self.in_flight * self.options.answers_per_group
         detail = [
-            f"{len(self.queue)} of {self.options.groups_per_step} groups ready",
+            f"{self.ready} of {self.options.groups_per_step} groups ready",
             f"{self.in_flight} prompts in flight ({rollouts} rollouts)",
             *([f"{len(self.filtered)} left out with equal rewards"] if self.filtered else []),
-            *([f"{len(self.queue.dropped)} left out as too stale"] if self.queue.dropped else []),
+            *([f"{self.stale} left out as too stale"] if self.stale else []),
             *([f"{self.unanswered} left out without an answer"] if self.unanswered else []),
         ]
         return RunStatus(
@@ -117,16 +115,16 @@ class Run:
 
 
 async def produce(run: Run) -> None:
-    """Sample, score and queue, until cancelled."""
+    """Sample, score and settle, until cancelled."""
     while True:
-        await run.sampling.wait()
-        number = run.positions.hand_out()
+        number = await run.begin_problem()
+        policy = replace(run.policy, group=f"{run.name}.{number}")
         run.in_flight += 1
         try:
-            rollouts = await run.environment.rollouts(number, run.options.answers_per_group, run.policy)
+            made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
         except Unanswered as error:
             run.say(f"problem {number} is left out: {error}")
-            run.positions.consume([number])
+            await run.settle(number, (), "unanswered")
             run.left_out += 1
             run.unanswered += 1
             if run.left_out >= LEFT_OUT * run.options.groups_per_step:
@@ -135,28 +133,19 @@ async def produce(run: Run) -> None:
         finally:
             run.in_flight -= 1
         run.left_out = 0
-        group = Group(number=number, rollouts=[penalised(each, run.options) for each in rollouts])
-        run.generated_tokens += group.tokens
+        group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
+        run.generated_tokens += sum(rollout.tokens for rollout in made)
         if run.options.dynamic_sampling and not group.has_signal:
-            leave_out(run, group)
+            await leave_out(run, group)
             continue
-        await run.queue.put(group)
+        await run.settle(number, made)
+        await run.count_ready()
 
 
-def penalised(rollout: Rollout, options: JobOptions) -> Rollout:
-    if options.overlong_buffer == 0:
-        return rollout
-    longest = options.longest
-    penalty = overlong_penalty(
-        min(rollout.tokens, longest), max_tokens=longest, buffer_tokens=options.overlong_buffer
-    )
-    return replace(rollout, penalty=penalty)
-
-
-def leave_out(run: Run, group: Group) -> None:
-    """Consume a group without signal; it counts in the mean reward."""
+async def leave_out(run: Run, group: Group) -> None:
+    """End a group without signal; it counts in the mean reward."""
+    await run.settle(group.number, (), "equal rewards")
     run.filtered.append(group)
-    run.positions.consume([group.number])
     limit = FRUITLESS * run.options.groups_per_step
     if len(run.filtered) >= limit:
         raise ValueError(

@@ -214,6 +214,36 @@ class BegunGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TakenRollout:
+    """A rollout that a step has consumed. `sequences` have the fields of `trainers.trajectory.Trajectory` but
+    `advantage`, and `turns`: the place of each answer, its adapter, finish reason and sampling parameters."""
+
+    id: str
+    reward: float | Sequence[float | Sequence[float]]
+    info: str
+    sequences: Sequence[Mapping[str, JsonValue]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenGroup:
+    """Rollouts that are learned from together."""
+
+    group: str
+    rollouts: Sequence[TakenRollout]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakenStep:
+    """The body of `/rollouts/take`; `step` is None while there are fewer groups than it asks for."""
+
+    step: str | None
+    note: str
+    stale_groups: int
+    ready_groups: int
+    groups: Sequence[TakenGroup]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PauseState:
     is_paused: bool
 

@@ -47,6 +47,13 @@ def _path(turns: Sequence[TurnTokens], leaf: int) -> list[int]:
     return path[::-1]
 
 
+def _versions(turn: TurnTokens) -> Sequence[Sequence[int]]:
+    """An adapter has one version."""
+    if turn.adapter is None:
+        return turn.weight_versions
+    return [(int(turn.adapter.rpartition("@")[2]), 0, len(turn.sampled))]
+
+
 def _sequence(turns: Sequence[TurnTokens], path: Sequence[int], learned: set[int]) -> dict[str, Any] | None:
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -62,7 +69,7 @@ def _sequence(turns: Sequence[TurnTokens], path: Sequence[int], learned: set[int
         logprobs += [*[0.0] * given, *turn.logprobs]
         mask += [False] * given + [number not in learned] * len(turn.sampled)
         constrained += [False] * given + [turn.constrained] * len(turn.sampled)
-        spans += [{"version": v, "start": start + a, "end": start + b} for v, a, b in turn.weight_versions]
+        spans += [{"version": v, "start": start + a, "end": start + b} for v, a, b in _versions(turn)]
         places.append(
             {
                 "turn": number,

@@ -175,10 +175,12 @@ class RolloutStore:
                 {"group": group, "rollouts": [self._rollout(each) for each in self._ledger.rewarded(group)]}
                 for group in (() if taken is None else taken.groups)
             ]
+            _, _, ready = self._ledger.position(run, self._clock())
         found = {
             "step": None if taken is None else step,
             "note": "" if taken is None else taken.note,
             "stale_groups": stale,
+            "ready_groups": ready,
             "groups": groups,
         }
         return msgspec.json.encode(found)

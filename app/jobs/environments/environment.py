@@ -1,15 +1,16 @@
 """Environments: prompts, replies and rewards.
 
     Environment.rollouts(number, count) ──► rollouts of one problem
-        Task           one prompt, `count` answers in one request
+        Task           one prompt, `count` answers
         Conversations  `count` concurrent conversations, each a session of the fleet
+
+The fleet records the tokens of each rollout under its id, if the policy has a group.
 
 Your own environment of several turns is a `TurnEnvironment`; its tools run in `Conversation.reply`.
 """
 
 import asyncio
 import sys
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 from app.client.completions import Answer
 from app.client.connection import FleetError
-from app.jobs.environments.transcript import Message, Transcript, between, probes
+from app.jobs.environments.transcript import Message, between, probes
 from app.jobs.groups import Rollout
 from app.jobs.policy import Policy, Unanswered, is_too_long
 from app.jobs.rewards import checked
@@ -110,18 +111,19 @@ class Task(Environment):
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         problem = self.problem(number)
-        completion = await policy.chat(problem.messages, count)
-        rewards = await all_of(self.score(problem, answer) for answer in completion.answers)
-        return [
-            Rollout(
-                trajectories=[answer.trajectory(completion.prompt_token_ids, advantage=0.0)],
-                reward=reward,
-                text=answer.text,
-                cut=answer.finish_reason == "length",
-                source=problem.source,
-            )
-            for answer, reward in zip(completion.answers, rewards, strict=True)
-        ]
+        return await all_of(self._rollout(problem, policy) for _ in range(count))
+
+    async def _rollout(self, problem: Problem, policy: Policy) -> Rollout:
+        attempt = policy.attempt()
+        answer = await policy.chat(problem.messages, attempt)
+        return Rollout(
+            id=attempt,
+            reward=await self.score(problem, answer),
+            text=answer.text,
+            tokens=len(answer.token_ids),
+            cut=answer.finish_reason == "length",
+            source=problem.source,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +144,19 @@ class Conversations(Environment):
     async def _rollout(self, number: int, policy: Policy) -> Rollout:
         with blamed("the environment"):
             conversation = self.environment.start(number)
-        transcript = Transcript(await policy.tokenize(conversation.messages))
-        session = uuid.uuid4().hex
-        reward, texts, cut = 0.0, [], False
+        tokens, attempt = await policy.tokenize(conversation.messages), policy.attempt()
+        reward, texts, sampled, cut = 0.0, [], 0, False
         for turn in range(1, self.max_turns + 1):
             try:
-                answer = await policy.complete(transcript.tokens, session)
+                answer = await policy.complete(tokens, attempt)
             except FleetError as error:
                 if not is_too_long(error):
                     raise
                 if turn == 1:
                     raise Unanswered(error.message) from error
                 break
-            transcript.append_answer(answer)
+            tokens += answer.token_ids
+            sampled += len(answer.token_ids)
             texts.append(answer.text)
             cut = cut or answer.finish_reason == "length"
             reply = await self._reply(conversation, answer.text)
@@ -162,11 +164,14 @@ class Conversations(Environment):
             if reply.done or turn == self.max_turns:
                 break
             first, second = probes(reply.messages)
-            transcript.append_messages(between(await policy.tokenize(first), await policy.tokenize(second)))
+            told = between(await policy.tokenize(first), await policy.tokenize(second))
+            # The model may have sampled its first token, which ends the turn.
+            tokens += told[1:] if told and told[0] == tokens[-1] else told
         return Rollout(
-            trajectories=[transcript.trajectory()],
+            id=attempt,
             reward=reward,
             text=" | ".join(texts),
+            tokens=sampled,
             cut=cut,
             turns=len(texts),
         )

@@ -1,17 +1,15 @@
-"""An HTTP server for agents of other programs: requests pass to the fleet, and tokens are recorded.
+"""An HTTP server for agents of other programs: requests pass to the fleet, which records them.
 
-    agent ── http://127.0.0.1:PORT/SESSION/v1/chat/completions ──► Relay ──► fleet
-                                                                     │
-                                       AgentSession.turns  ◄─────────┘
+    agent ── http://127.0.0.1:PORT/SESSION/v1/chat/completions ──► Relay ── x-rollout-id ──► fleet
 
-Requests get the policy's distribution and version. Constraints such as a `tool_choice` pass; vLLM applies
-their grammar before it computes log-probabilities (`GPUModelRunner.sample_tokens`), so such turns are marked.
+Requests get the policy's distribution and version, and the fleet's token. Each session of an agent, as of a
+judge, is a rollout of its own.
 """
 
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
@@ -20,11 +18,10 @@ from aiohttp import web
 
 from app.client.completions import Answer, Completion, read_completion
 from app.client.connection import Call, FleetError
-from app.jobs.environments.transcript import Transcript
-from app.jobs.policy import CHAT, DISTRIBUTION, Moved, Policy, Unanswered, is_too_long
+from app.jobs.policy import DISTRIBUTION, Moved, Policy, Unanswered, is_too_long
 from app.jobs.task_groups import run_beside
-from trainers.trajectory import Trajectory
 
+CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
 SESSION = "x-session-id"
 MAX_BODY_BYTES = 32 << 20
@@ -39,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
+    """An answer that the agent has got."""
+
     session: str  # the agent's; empty if it sent none
-    prompt_token_ids: Sequence[int]
     answer: Answer
-    constrained: bool = False  # whether a grammar limited the choice
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +55,7 @@ class AgentSession:
     url: str
     policy: Policy
     turns: list[Turn] = field(default_factory=list)
+    rollouts: dict[str, str] = field(default_factory=dict)  # ids by the agent's sessions
     failure: Exception | None = None
     refused: str | None = None
     over: bool = False
@@ -138,10 +136,9 @@ class Relay:
                 raise ValueError(f"{path} is not streamed here: expected no 'stream'")
             with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             body = (_chat_body if path == CHAT else _generate_body)(asked, session.policy)
-            constrained = _is_constrained(body)
         except (ValueError, TypeError, AttributeError) as error:
             return _error(400, str(error))
-        answer = await _ask(session, path, body, request.headers.get(SESSION, ""), constrained=constrained)
+        answer = await _ask(session, path, body, request.headers.get(SESSION, ""))
         if isinstance(answer, web.Response):
             return answer
         if streamed:
@@ -150,9 +147,7 @@ class Relay:
         return web.Response(body=answer, content_type="application/json")
 
 
-async def _ask(
-    session: AgentSession, path: str, body: Mapping[str, Any], name: str, *, constrained: bool
-) -> bytes | web.Response:
+async def _ask(session: AgentSession, path: str, body: Mapping[str, Any], name: str) -> bytes | web.Response:
     """The fleet's answer, which is recorded, or an error for the agent."""
     content = b""
 
@@ -163,7 +158,8 @@ async def _ask(
 
     try:
         call = Call(method="POST", path=path, body=body, read=read)
-        completion = await session.policy.forward(call, name)
+        attempt = session.rollouts.setdefault(name, session.policy.attempt())
+        completion = await session.policy.forward(call, name, attempt)
     except FleetError as error:
         if error.status == 413 or is_too_long(error):
             session.refused = error.message
@@ -173,39 +169,20 @@ async def _ask(
     except (Unanswered, Moved) as error:
         session.fail(error)
         return _error(409, str(error))
-    prompt = completion.prompt_token_ids if path == CHAT else body["token_ids"]
-    turn = Turn(session=name, prompt_token_ids=prompt, answer=completion.answer, constrained=constrained)
-    session.turns.append(turn)
+    session.turns.append(Turn(session=name, answer=completion.answer))
     return content
-
-
-def trajectories(turns: Sequence[Turn]) -> list[Trajectory]:
-    """One trajectory per conversation. A prompt that begins with all tokens of an earlier turn continues it;
-    other prompts begin a trajectory."""
-    transcripts: list[Transcript] = []
-    for turn in turns:
-        prompt = list(turn.prompt_token_ids)
-        known = [each for each in transcripts if prompt[: len(each.tokens)] == each.tokens]
-        if known:
-            transcript = max(known, key=lambda each: len(each.tokens))
-            transcript.append_masked(prompt[len(transcript.tokens) :])
-        else:
-            transcript = Transcript(prompt)
-            transcripts.append(transcript)
-        transcript.append_answer(turn.answer, constrained=turn.constrained)
-    return [transcript.trajectory() for transcript in transcripts]
 
 
 def _chat_body(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-    forced = {"model": policy.name, "n": 1, "logprobs": True, "return_token_ids": True}
+    forced = {"model": policy.name, "n": 1, "return_token_ids": True}
     return _kept(asked) | DISTRIBUTION | forced | {"max_completion_tokens": _at_most(limit, policy)}
 
 
 def _generate_body(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
     given = dict(asked.get("sampling_params") or {})
     forced = {"max_tokens": _at_most(given.get("max_tokens"), policy), "n": 1}
-    sampling = _kept(given) | DISTRIBUTION | forced | {"logprobs": given.get("logprobs") or 0}
+    sampling = _kept(given) | DISTRIBUTION | forced
     if not isinstance(asked.get("token_ids"), list):
         raise ValueError("expected 'token_ids', a list")
     return {**asked, "model": policy.name, "sampling_params": sampling}
@@ -217,19 +194,6 @@ def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _at_most(limit: int | None, policy: Policy) -> int:
     return policy.max_tokens if limit is None else min(int(limit), policy.max_tokens)
-
-
-def _is_constrained(body: Mapping[str, Any]) -> bool:
-    """Whether vLLM samples under a grammar (`Parser.adjust_request`)."""
-    sampling = body.get("sampling_params") or body
-    response_format = (body.get("response_format") or {}).get("type", "text")
-    if sampling.get("structured_outputs") or response_format != "text":
-        return True
-    tools, choice = body.get("tools") or (), body.get("tool_choice") or "auto"
-    if not tools or choice == "none":
-        return False
-    strict = any(isinstance(tool, dict) and (tool.get("function") or {}).get("strict") for tool in tools)
-    return choice != "auto" or strict or body.get("parallel_tool_calls") is False
 
 
 def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:

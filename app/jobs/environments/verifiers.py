@@ -1,10 +1,10 @@
 """Environments of verifiers, in a Python of its own, because its pins conflict with ours.
 
     Verifiers ── task, address ──► verifiers_program.py ── chat, generate ──► Relay ──► fleet
-        ▲                                │                                      │
-        └──────── reward, session ───────┘        tokens, versions, values ─────┘
+        ▲                                │
+        └──────── reward, session ───────┘
 
-verifiers runs the agent and its judge. The job learns from the tokens that the relay recorded.
+verifiers runs the agent and its judge. The job rewards the rollout of the agent's session.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from app.client.announcement import announced
 from app.jobs.environments.environment import HELD_OUT, Environment
 from app.jobs.environments.program import Exited, Program
-from app.jobs.environments.relay import AgentSession, Relay, trajectories
+from app.jobs.environments.relay import AgentSession, Relay
 from app.jobs.groups import Rollout
 from app.jobs.policy import ATTEMPTS, Policy, Unanswered
 from app.jobs.rewards import checked
@@ -142,21 +142,20 @@ class Verifiers(Environment):
         session.over = True
         turns = [turn for turn in session.turns if turn.session in result.get("sessions", ())]
         if "error" not in result and turns:
-            reward = checked(result["reward"], "the environment")
-            return Rollout(
-                trajectories=trajectories(turns),
-                reward=reward,
-                text=result["text"],
-                cut=any(turn.answer.finish_reason == "length" for turn in turns),
-                turns=len(turns),
-            )
-        if turns and session.refused is not None:
-            # The conversation exceeds the engine's context.
-            text = " | ".join(turn.answer.text for turn in turns)
-            return Rollout(
-                trajectories=trajectories(turns), reward=0.0, text=text, cut=True, turns=len(turns)
-            )
-        raise Failed(str(result.get("error", "the agent asked the model nothing")))
+            reward, text = checked(result["reward"], "the environment"), result["text"]
+            cut = any(turn.answer.finish_reason == "length" for turn in turns)
+        elif turns and session.refused is not None:  # the conversation exceeds the engine's context
+            reward, text, cut = 0.0, " | ".join(turn.answer.text for turn in turns), True
+        else:
+            raise Failed(str(result.get("error", "the agent asked the model nothing")))
+        return Rollout(
+            id=session.rollouts[turns[0].session],
+            reward=reward,
+            text=text,
+            tokens=sum(len(turn.answer.token_ids) for turn in turns),
+            cut=cut,
+            turns=len(turns),
+        )
 
     async def _started(self) -> Program:
         async with self._starting:

@@ -9,12 +9,15 @@ from typing import Any
 import httpx
 import pytest
 
+from app.client import calls
+from app.client.connection import AsyncFleetClient
 from app.http.auth import Guard
 from app.http.ingress import build_app
 from app.http.rollout_routes import RolloutRoutes
 from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
 from deployments.controller.rollout_calls import Rollouts
+from deployments.protocol.responses import RunPosition
 from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, TurnId
 from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
@@ -24,6 +27,7 @@ from tests.deployments.routed_fleet import Fleet
 NAMES = ("operator", "ann", "bob")
 OPERATOR, ANN, BOB = ({"authorization": f"Bearer {name * 8}"} for name in NAMES)
 CHAT = "/v1/chat/completions"
+NOTHING = {"step": None, "note": "", "ready_groups": 0, "groups": []}
 LIMITS = RolloutLimits(max_rollouts=9, max_tokens=1000, max_gib=1.0, group_timeout_s=60, keep_s=60)
 
 
@@ -118,7 +122,7 @@ async def test_an_agent_is_learned_from(scene: Scene) -> None:
     streamed = await scene.chat("a", [1, 2, 3, 4, 5], [6, 7], stream=True)
     events = [json.loads(event[len("data: ") :]) for event in streamed.text.split("\n\n")[:2]]
     assert [each["choices"][0]["text"] for each in events] == ["[6]", "[7]"]
-    assert await scene.take() == {"step": None, "note": "", "stale_groups": 0, "groups": []}
+    assert await scene.take() == {**NOTHING, "stale_groups": 0}
     assert (await scene.post("a/reward", reward=1, key="k")).json() == {"status": "rewarded"}
     assert (await scene.post("a/reward", reward=1, key="k")).status_code == 200
     taken = await scene.take(max_staleness=0, note="mine")
@@ -137,20 +141,21 @@ async def test_an_agent_is_learned_from(scene: Scene) -> None:
 
 
 async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> None:
-    for number in (0, 1, 2):
-        begun = await scene.post("begin", run="r", number=number, timeout_s=50)
-        assert begun.json() == {"group": f"r.{number}"}
+    scene.client.headers.update(OPERATOR)
+    send = AsyncFleetClient(scene.client).send
+    assert [await send(calls.begin_group("r", number, 50.0)) for number in range(3)] == ["r.0", "r.1", "r.2"]
     for rollout in ("a", "b"):
         await scene.chat(rollout, [1], [2], group="r.0")
-    settled = {"id": "a", "reward": [0.5], "info": "text"}
     for _ in range(2):
-        answer = await scene.post("settle", group="r.0", rollouts=[settled])
-        assert answer.json() == {"status": "settled"}
-    await scene.post("settle", group="r.2", rollouts=[], reason="unanswered")
-    where = (await scene.client.get("/rollouts/runs/r", headers=OPERATOR)).json()
-    assert where == {"next": 3, "open": ["r.1"], "ready": 1, "ends": {"unanswered": 1}}
-    ((rollout,),) = (group["rollouts"] for group in (await scene.take(run="r"))["groups"])
-    assert (rollout["id"], rollout["reward"], rollout["info"]) == ("a", [0.5], "text")
+        await send(calls.settle_group("r.0", [{"id": "a", "reward": 0.5, "info": "text"}]))
+    await send(calls.settle_group("r.2", [], "unanswered"))
+    where = await send(calls.run_position("r"))
+    assert where == RunPosition(next=3, open=["r.1"], ready=1, ends={"unanswered": 1})
+    taken = await send(calls.take("r/1", "r", 1, 0, "note"))
+    assert (taken.step, taken.note, taken.stale_groups, taken.ready_groups) == ("r/1", "note", 0, 0)
+    ((rollout,),) = (group.rollouts for group in taken.groups)
+    assert (rollout.id, rollout.reward, rollout.info) == ("a", 0.5, "text")
+    assert rollout.sequences[0]["token_ids"] == [2]
     refused(await scene.post("settle", group="r.9", rollouts=[]), 404, "group 'r.9' is unknown")
     refused(await scene.post("begin", run="r/s", number=0), 400, "run")
 
@@ -227,7 +232,7 @@ async def test_stale_groups_are_discarded_and_counted(scene: Scene) -> None:
     await scene.chat("a", [1], [2])
     await scene.post("a/reward", reward=1)
     scene.controller.version = 9
-    none = {"step": None, "note": "", "stale_groups": 1, "groups": []}
+    none = {**NOTHING, "stale_groups": 1}
     assert await scene.take(max_staleness=1) == none
 
 

@@ -1,9 +1,12 @@
-"""A fleet that is a function, and a job that runs against it."""
+"""A fleet that is a function, with a real ledger of rollouts, and a job that runs against it."""
 
 import asyncio
 import json
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,20 +17,27 @@ from app.client.completions import Answer
 from app.client.connection import AsyncFleetClient
 from app.client.program_options import parse
 from app.client.run_display import Display
+from app.http.requests import BeginBody, SettleBody, TakeBody
 from app.jobs import metrics
 from app.jobs.environments.environment import Problem, Task
 from app.jobs.groups import Rollout
-from app.jobs.grpo import loop, prepared
+from app.jobs.grpo import configured, loop, prepared
 from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.trackers import Trackers
+from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.responses import FleetLoad, ReplicaLoad
+from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, rollout_of
+from deployments.rollouts.store import RolloutStore
 from tests.app.fake_answers import chat_choice, client_of, refusal
 from tests.app.http.fake_status import report
 from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import from_bytes, settings_of
+
+LIMITS = RolloutLimits(max_rollouts=999, max_tokens=999, max_gib=1.0, group_timeout_s=3600.0, keep_s=3600.0)
+CHAT = "/v1/chat/completions"
 
 
 class CountingTask(Task):
@@ -70,6 +80,10 @@ class FakeFleet:
         self.refuses_reports = False
         self.load = ReplicaLoad(generated_tokens=0, running=0, waiting=0, kv_cache_use=0.0)  # each replica's
         self.deadly: set[str] = set()  # prompts that it refuses to answer
+        self.asked_for: Counter[str] = Counter()  # answers to a prompt
+        self._directory = tempfile.TemporaryDirectory()
+        self.store = RolloutStore(Path(self._directory.name), LIMITS, "fleet")
+        self.store._db.execute("PRAGMA synchronous=OFF")  # no test takes away the power
 
     def client(self) -> AsyncFleetClient:
         return client_of(self.answer, patience_s=10.0, retry_pause_s=0.1, say=print)
@@ -100,9 +114,16 @@ class FakeFleet:
                 return httpx.Response(200, json=asdict(STATUS) | current)
             case "/v1/chat/completions":
                 asked = json.loads(request.content)
+                if "x-rollout-id" in request.headers:
+                    self.store.open(rollout_of(request.headers, "", CHAT))
                 if asked["messages"][0]["content"] in self.deadly:
                     return refusal(422, "deadly_request", "2 replicas were lost under this request")
-                return httpx.Response(200, json=self.completion(asked))
+                completion = self.completion({**asked, "at": request.headers.get("x-min-weight-version")})
+                if "x-rollout-id" in request.headers and completion["choices"]:
+                    self.capture(request.headers, completion)
+                return httpx.Response(200, json=completion)
+            case path if path.startswith("/rollouts/"):
+                return self.rollouts(path, request.content)
             case "/train/step":
                 if self.restarts:
                     self.restarts -= 1
@@ -139,13 +160,57 @@ class FakeFleet:
             self.loses[call] -= 1
             raise httpx.RemoteProtocolError("the server disconnected", request=request)
 
+    def rollouts(self, path: str, content: bytes) -> httpx.Response:
+        """As `RolloutRoutes` has it."""
+        found: Any = {"status": "settled"}
+        try:
+            match path.removeprefix("/rollouts/"):
+                case "begin":
+                    begin = BeginBody.model_validate_json(content)
+                    found = {"group": self.store.begin(begin.run, begin.number, begin.timeout_s)}
+                case "settle":
+                    settle = SettleBody.model_validate_json(content)
+                    rewards: Any = {each.id: (each.reward, each.info) for each in settle.rollouts}
+                    self.store.settle(settle.group, rewards, settle.reason)
+                case "take":
+                    take = TakeBody.model_validate_json(content)
+                    asked = (take.step, take.run, take.groups, take.max_staleness, take.note)
+                    current = {"": self.version, "math": self.version}
+                    return httpx.Response(200, content=self.store.take(*asked, current))
+                case run:
+                    known, opened, ready = self.store.position(run.removeprefix("runs/"))
+                    found = {"next": known.next, "open": opened, "ready": ready, "ends": known.ends}
+        except SlipstreamError as error:
+            return httpx.Response(error.status, json=error.body())
+        return httpx.Response(200, json=found)
+
+    def capture(self, headers: Mapping[str, str], completion: Mapping[str, Any]) -> None:
+        (choice,) = completion["choices"]
+        tokens = choice["token_ids"]
+        captured = CapturedTurn(
+            key=headers["x-rollout-turn"],
+            attempt=time.time_ns(),
+            prompt_token_ids=array("i", [1, 2]).tobytes(),
+            token_ids=array("i", tokens).tobytes(),
+            logprobs=array("f", [-1.0] * len(tokens)).tobytes(),
+            weight_versions=((self.version, 0, len(tokens)),),
+            adapter=choice.get("adapter"),
+            constrained=False,
+            finish_reason=choice["finish_reason"],
+            sampling={},
+        )
+        self.store.append(headers["x-rollout-id"], "", captured)
+
+    def ends(self) -> dict[str, int]:
+        """What became of the groups of the only run; one that is neither here nor in a step is lost."""
+        return self.store.counts()[1]
+
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
-        lengths = [2 if self.same else 1 + n for n in range(request["n"])]
-        choices = [
-            chat_choice([7] * length, text="x" * length, logprob=-1.0, version=self.version)
-            for length in lengths
-        ]
-        return {"prompt_token_ids": [1, 2], "choices": choices}
+        """One token longer than the last answer to the same prompt."""
+        prompt = f"{request['messages'][0]['content']} at {request['at']}"
+        self.asked_for[prompt] += 1
+        length = 2 if self.same else self.asked_for[prompt]
+        return {"choices": [chat_choice([7] * length, text="x" * length, version=self.version)]}
 
 
 @dataclass
@@ -183,5 +248,6 @@ async def run_job(
             run.held_out = Watched(
                 environment, lambda: seen.append(f"{run.status().line()} {run.sampling.is_set()}")
             )
+        metrics.append(path, configured(run))
         await asyncio.wait_for(loop(run, Trackers([], run.say)), 20)
     return metrics.records(path)

@@ -1,75 +1,56 @@
-import asyncio
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from app.client.completions import Answer
-from app.jobs.groups import Group, GroupQueue, Rollout, trajectories
+from app.jobs.groups import Group, Rollout, group_of, trajectories
+from app.jobs.options import JobOptions
+from deployments.protocol.responses import TakenGroup, TakenRollout
 from trainers.estimators import AdvantageEstimator
-from trainers.trajectory import VersionSpan, problems
+from trainers.trajectory import Trajectory, VersionSpan, problems
 
 
 def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
     spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]
     tokens = len(versions)
-    answer = Answer(token_ids=[3] * tokens, logprobs=[-1.0] * tokens, text="", weight_versions=spans)
-    trajectory = answer.trajectory((1, 2), advantage=0.0)
+    trajectory = Trajectory(
+        prompt_token_ids=(1, 2),
+        token_ids=(3,) * tokens,
+        logprobs=(-1.0,) * tokens,
+        advantage=0.0,
+        weight_versions=tuple(spans),
+    )
     made = [Rollout(trajectories=[trajectory], reward=reward, text="") for reward in rewards]
     return Group(number=number, rollouts=made)
 
 
-async def test_a_producer_waits_while_the_queue_is_full() -> None:
-    queue = GroupQueue(capacity=1, max_staleness=0)
-    await queue.put(group(0, 1))
-    second = asyncio.ensure_future(queue.put(group(1, 1)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not second.done()
-    await queue.take(1, version=1)
-    await asyncio.wait_for(second, 5)
-    assert len(queue) == 1
+def test_a_group_of_the_ledger_has_its_tokens_and_figures() -> None:
+    def turn(number: int, reason: str) -> dict[str, object]:
+        return {"turn": number, "start": 0, "end": 1, "finish_reason": reason}
 
-
-async def test_the_age_of_a_group_is_that_of_its_oldest_token() -> None:
-    queue = GroupQueue(capacity=4, max_staleness=1)
-    await queue.put(group(0, 3, 4, 5))  # began at version 3: two behind
-    await queue.put(group(1, 4, 5))
-    assert [g.number for g in await queue.take(1, version=5)] == [1]
-    assert queue.dropped == [0]
-
-
-async def test_a_dropped_group_makes_room_for_a_waiting_producer() -> None:
-    queue = GroupQueue(capacity=1, max_staleness=0)
-    await queue.put(group(0, 1))
-    waiting = asyncio.ensure_future(queue.put(group(1, 2)))
-    taken = await asyncio.wait_for(queue.take(1, version=2), 5)
-    await waiting
-    assert [g.number for g in taken] == [1] and queue.dropped == [0]
-
-
-@settings(deadline=None)  # other processes share the cores
-@given(
-    st.lists(st.integers(0, 10), min_size=1, max_size=20),
-    st.integers(0, 3),
-    st.integers(0, 12),
-)
-def test_nothing_too_old_is_ever_taken_and_nothing_fresh_is_lost(
-    versions: list[int], max_staleness: int, current: int
-) -> None:
-    versions = [*versions, current]  # the last one is fresh, so all are looked at
-
-    async def run() -> None:
-        queue = GroupQueue(capacity=21, max_staleness=max_staleness)
-        for number, version in enumerate(versions):
-            await queue.put(group(number, version))
-        fresh = [n for n, v in enumerate(versions) if current - v <= max_staleness]
-        taken = await queue.take(len(fresh), current)
-        assert [g.number for g in taken] == fresh
-        assert queue.dropped == [n for n in range(len(versions)) if n not in fresh]
-
-    asyncio.run(run())
+    sequence = {
+        "prompt_token_ids": [1, 2],
+        "token_ids": [3, 4, 5],
+        "logprobs": [-1.0, 0.0, -1.0],
+        "loss_mask": [True, False, True],
+        "constrained": [False, False, False],
+        "weight_versions": [{"version": 7, "start": 0, "end": 1}, {"version": 6, "start": 2, "end": 3}],
+        "turns": [turn(0, "stop"), turn(1, "length")],
+    }
+    forked = {**sequence, "loss_mask": [False, False, True], "constrained": [False, False, True]}
+    forked["turns"] = [turn(0, "stop"), turn(2, "stop")]
+    info = '{"text": "said", "source": "sums"}'
+    taken = TakenRollout(id="r.4.a", reward=0.5, info=info, sequences=[sequence, forked])
+    options = JobOptions(overlong_buffer=16, max_tokens=16)
+    made = group_of(TakenGroup(group="r.4", rollouts=[taken]), options)
+    (rollout,) = made.rollouts
+    assert (made.number, made.oldest_version) == (4, 6)
+    assert (rollout.id, rollout.reward, rollout.text, rollout.source) == ("r.4.a", 0.5, "said", "sums")
+    assert (rollout.tokens, rollout.turns, rollout.cut) == (3, 3, True)
+    assert rollout.penalty == -3 / 16
+    first, second = rollout.trajectories
+    assert first.constrained is None and second.constrained == (False, False, True)
+    assert first.weight_versions[1] == VersionSpan(version=6, start=2, end=3)
+    assert all(problems(each, vocabulary_size=10, max_length=10) == [] for each in rollout.trajectories)
 
 
 def test_trajectories_carry_the_spans_and_satisfy_the_trainer() -> None:

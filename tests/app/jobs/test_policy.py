@@ -18,6 +18,7 @@ ANSWER = Answer(
 )
 CALL = chat({"model": "m", "messages": []})
 CHOICE = chat_choice([5], text="8", finish_reason="length")
+TALK = [{"role": "user", "content": "x"}]
 CUT_OFF = CHOICE | {"finish_reason": "abort"}
 EMPTY: dict[str, Any] = {
     "message": {"content": ""},
@@ -49,33 +50,39 @@ def fleet(*answers: Reply) -> tuple[AsyncFleetClient, list[httpx.Request]]:
 
 
 async def test_everything_that_changes_the_distribution_is_given() -> None:
-    client, asked = fleet([CHOICE] * 4)
-    await Policy(client=client, model="m", max_tokens=9, stop=["\n"]).chat(
-        [{"role": "user", "content": "x"}], 4
-    )
+    client, asked = fleet([CHOICE])
+    await Policy(client=client, model="m", max_tokens=9, stop=["\n"]).chat(TALK, "a")
     request = json.loads(asked[0].content)
     assert asked[0].url.path == "/v1/chat/completions"
-    assert (request["n"], request["max_tokens"], request["stop"]) == (4, 9, ["\n"])
+    assert (request["max_tokens"], request["stop"]) == (9, ["\n"])
     assert request["temperature"] == request["top_p"] == request["repetition_penalty"] == 1.0
     assert request["top_k"] == -1 and request["min_p"] == 0.0
-    assert request["logprobs"] is True and request["return_token_ids"] is True
+    assert request["return_token_ids"] is True and "x-rollout-id" not in asked[0].headers
 
 
-@pytest.mark.parametrize("name", ["token_ids", "logprobs", "weight_versions", "finish_reason"])
+async def test_a_request_names_its_rollout_and_keeps_its_name_when_it_is_sent_again() -> None:
+    client, asked = fleet([CUT_OFF], [CHOICE], [CHOICE])
+    policy = Policy(client=client, model="m", max_tokens=9, group="r.4")
+    attempt = policy.attempt()
+    for _ in range(2):
+        await policy.chat(TALK, attempt)
+    first, again, other = (request.headers for request in asked)
+    assert attempt.startswith("r.4.") and attempt != policy.attempt()
+    assert {each["x-rollout-id"] for each in (first, again, other)} == {attempt}
+    assert first["x-rollout-group"] == "r.4"
+    assert first["x-rollout-turn"] == again["x-rollout-turn"] != other["x-rollout-turn"]
+
+
+@pytest.mark.parametrize("name", ["token_ids", "weight_versions", "finish_reason"])
 def test_what_is_missing_in_an_answer_is_named(name: str) -> None:
     empty: dict[str, Any] = {name: []}
     with pytest.raises(FleetError, match=f"has no {name}$"):
         require_complete(completion(replace(ANSWER, **empty)))
 
 
-def test_lengths_that_differ_are_refused() -> None:
-    with pytest.raises(FleetError, match="3 token ids but 2 log-probabilities"):
-        require_complete(completion(replace(ANSWER, token_ids=[1, 2, 3])))
-
-
-def test_a_completion_without_its_prompt_is_refused() -> None:
-    with pytest.raises(FleetError, match="no prompt_token_ids"):
-        require_complete(Completion(answers=[ANSWER]))
+def test_a_completion_without_answers_is_refused() -> None:
+    with pytest.raises(FleetError, match="has no choices"):
+        require_complete(Completion(answers=[]))
 
 
 @pytest.mark.parametrize("cut_off", [CUT_OFF, EMPTY])
@@ -109,10 +116,10 @@ async def test_a_prompt_that_the_model_cannot_take_is_unanswered_and_another_wro
     for words in ("maximum context length is 8", "max_tokens must be at least 1, got 0."):  # none is left
         policy = Policy(client=fleet(refusal(400, "x", words))[0], model="m", max_tokens=9)
         with pytest.raises(Unanswered, match=words):
-            await policy.chat([{"role": "user", "content": "x"}], 4)
+            await policy.chat(TALK, "a")
     policy = Policy(client=fleet(refusal(400, "x", "temperature"))[0], model="m", max_tokens=9)
     with pytest.raises(FleetError, match="temperature"):
-        await policy.chat([{"role": "user", "content": "x"}], 4)
+        await policy.chat(TALK, "a")
 
 
 async def test_an_empty_answer_that_was_not_cut_off_is_an_error() -> None:

@@ -6,14 +6,21 @@ from deployments.rollouts.sequences import TurnTokens, sequences
 from trainers.trajectory import parse_trajectories
 
 
-def turn(parent: int, prompt: list[int], sampled: list[int], *, constrained: bool = False) -> TurnTokens:
+def turn(
+    parent: int,
+    prompt: list[int],
+    sampled: list[int],
+    *,
+    constrained: bool = False,
+    adapter: str | None = None,
+) -> TurnTokens:
     return TurnTokens(
         parent=parent,
         prompt=array("i", prompt),
         sampled=array("i", sampled),
         logprobs=array("f", [-0.5] * len(sampled)),
         weight_versions=[(7, 0, len(sampled))],
-        adapter=None,
+        adapter=adapter,
         constrained=constrained,
         finish_reason="stop",
         sampling={},
@@ -40,6 +47,14 @@ def test_a_rewritten_history_forks_and_no_token_is_learned_from_twice() -> None:
     assert (first["token_ids"], first["loss_mask"]) == ([2, 3, 4], [True, False, True])
     assert (second["token_ids"], second["loss_mask"]) == ([2, 5, 6], [False, False, True])
     assert (third["prompt_token_ids"], third["token_ids"]) == ([1, 9], [7])
+
+
+def test_a_conversation_with_an_adapter_has_the_adapters_versions() -> None:
+    (made,) = sequences([turn(-1, [1], [5], adapter="math@8"), turn(0, [7], [6], adapter="math@9")])
+    assert made["weight_versions"] == [
+        {"version": 8, "start": 0, "end": 1},
+        {"version": 9, "start": 2, "end": 3},
+    ]
 
 
 def test_an_answer_without_a_token_is_no_sequence() -> None:

@@ -11,7 +11,6 @@ from app.jobs.environments.transcript import between
 from app.jobs.loading import load_environment
 from app.jobs.policy import Moved, Policy, Unanswered
 from tests.app.fake_answers import client_of, refusal
-from trainers.trajectory import VersionSpan, problems
 
 END, START = 2, 1  # of a turn
 
@@ -34,7 +33,8 @@ class ChattingFleet:
         self.refuses_with = "longer than the maximum model length of 80"
 
     def policy(self, version: int | None = None) -> Policy:
-        return Policy(client=client_of(self.answer), model="m", max_tokens=8, version=version)
+        client = client_of(self.answer)
+        return Policy(client=client, model="m", max_tokens=8, version=version, group="r.1")
 
     def render(self, messages: list[dict[str, str]]) -> list[int]:
         made: list[int] = []
@@ -59,7 +59,6 @@ class ChattingFleet:
         choice = {
             "text": said,
             "token_ids": ids,
-            "logprobs": {"token_logprobs": [-0.5] * len(ids)},
             "weight_versions": spans,
             "finish_reason": "stop",
         }
@@ -79,25 +78,18 @@ async def test_a_turns_prompt_is_what_was_sampled_and_what_came_after_it() -> No
     rest = second["prompt"][len(first["prompt"]) :]
     told = fleet.render([{"role": "user", "content": "Calculator: 11+22 = 33. What is the answer?"}])
     assert rest == [*sampled, *told], "the end of the turn is there once"
-    (trajectory,) = rollout.trajectories
-    assert list(trajectory.token_ids) == [*rest, *tokens("so 33"), END]
-    said = [t for t, mine in zip(trajectory.token_ids, trajectory.loss_mask or (), strict=True) if mine]
-    assert said == [*sampled, *tokens("so 33"), END]
-    assert trajectory.weight_versions == (
-        VersionSpan(version=7, start=0, end=len(sampled)),
-        VersionSpan(version=8, start=len(rest), end=len(trajectory.token_ids)),
-    )
-    assert problems(trajectory, vocabulary_size=300, max_length=300) == []
+    assert (rollout.tokens, rollout.turns) == (len(sampled) + len(tokens("so 33")) + 1, 2)
+    (name,) = {headers["x-rollout-id"] for headers in fleet.headers}
+    assert name == rollout.id and len({headers["x-rollout-turn"] for headers in fleet.headers}) == 2
 
 
-async def test_an_end_of_turn_that_the_model_did_not_sample_is_masked() -> None:
+async def test_an_end_of_turn_that_the_model_did_not_sample_is_told() -> None:
     fleet = ChattingFleet("11 + 22", "33")
     fleet.last_token = 9  # a stop string's
-    (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
-    (trajectory,) = rollout.trajectories
-    end = len(tokens("11 + 22")) + 1
-    assert trajectory.loss_mask is not None
-    assert trajectory.token_ids[end] == END and not trajectory.loss_mask[end]
+    await CALCULATOR.rollouts(0, 1, fleet.policy())
+    first, second = (asked["prompt"] for asked in fleet.asked)
+    end = len(first) + len(tokens("11 + 22"))
+    assert second[end : end + 2] == [9, END]
 
 
 async def test_the_turns_of_a_rollout_share_a_session() -> None:
@@ -130,8 +122,7 @@ async def test_a_conversation_that_gets_too_long_ends() -> None:
     fleet.too_long_from = 80
     (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
     assert rollout.reward == 0.0 and rollout.text == "1"
-    (trajectory,) = rollout.trajectories
-    assert trajectory.token_ids[-1] == END and all(trajectory.loss_mask or ())
+    assert (rollout.turns, rollout.tokens) == (1, 2)
 
 
 def test_the_calculator_computes_the_last_sum_that_it_is_given() -> None:

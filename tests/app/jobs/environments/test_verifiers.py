@@ -56,6 +56,7 @@ class TwoTurnFleet:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.turns: dict[str, list[int]] = {}  # by rollout
         self.status = {1: 200, 2: 200}  # of a turn
         self.says = "this model's maximum context length is 8 tokens"
 
@@ -64,27 +65,23 @@ class TwoTurnFleet:
         turn = len(json.loads(request.content)["messages"])
         if self.status[turn] != 200:
             return refusal(self.status[turn], "x", self.says)
+        self.turns.setdefault(request.headers["x-rollout-id"], []).append(turn)
         choice = chat_choice([10 * turn, 10 * turn + 1], text=f"turn {turn}", version=4 + turn)
-        choice["logprobs"] = {"content": [{"logprob": -0.25}, {"logprob": -0.5}]}
-        prompt = [1, 2, 10, 11, 3] if turn == 2 else [1, 2]
-        return httpx.Response(200, json={"choices": [choice], "prompt_token_ids": prompt})
+        return httpx.Response(200, json={"choices": [choice]})
 
     @asynccontextmanager
     async def policy(self) -> AsyncIterator[Policy]:
         async with client_of(self.answer, patience_s=0.0) as client:
-            yield Policy(client=client, model="m", max_tokens=8)
+            yield Policy(client=client, model="m", max_tokens=8, group="r.1")
 
 
-async def test_a_rollout_of_several_turns_is_one_sample_with_its_tokens_and_versions(tmp_path: Path) -> None:
-    made = environment("plays", tmp_path)
-    async with TwoTurnFleet().policy() as policy, made.running():
+async def test_the_rollout_of_the_agent_is_rewarded_and_its_judges_is_not(tmp_path: Path) -> None:
+    made, fleet = environment("plays", tmp_path), TwoTurnFleet()
+    async with fleet.policy() as policy, made.running():
         first, second = await made.rollouts(HELD_OUT + 3, 2, policy)
-    assert first.reward == second.reward == 3.0
-    (trajectory,) = first.trajectories
-    assert (list(trajectory.prompt_token_ids), list(trajectory.token_ids)) == ([1, 2], [10, 11, 3, 20, 21])
-    assert trajectory.loss_mask == (True, True, False, True, True)
-    assert trajectory.logprobs == (-0.25, -0.5, 0.0, -0.25, -0.5)
-    assert [(s.version, s.start, s.end) for s in trajectory.weight_versions] == [(5, 0, 2), (6, 3, 5)]
+    assert (first.reward, first.turns, first.tokens) == (second.reward, 2, 4) and first.reward == 3.0
+    assert fleet.turns[first.id] == fleet.turns[second.id] == [1, 2] and first.id != second.id
+    assert sorted(fleet.turns.values()) == [[1], [1], [1, 2], [1, 2]]
 
 
 async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_without_a_proxy(
@@ -152,7 +149,7 @@ async def test_a_conversation_that_gets_too_long_has_no_reward_and_is_learned_fr
     async with fleet.policy() as policy, made.running():
         (rollout,) = await made.rollouts(3, 1, policy)
     assert rollout.reward == 0.0 and rollout.text == "turn 1"
-    assert [list(trajectory.token_ids) for trajectory in rollout.trajectories] == [[10, 11]]
+    assert (rollout.tokens, rollout.cut) == (2, True) and fleet.turns[rollout.id] == [1]
 
 
 async def test_a_request_that_the_fleet_does_not_take_is_no_reward_of_0(tmp_path: Path) -> None:
