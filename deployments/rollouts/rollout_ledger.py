@@ -343,7 +343,8 @@ class RolloutLedger:
         if group is None:
             raise NotFound(f"group {group_id!r} is unknown; 'rollouts.keep_s' is how long they are kept")
         if group.state is not State.OPEN:
-            if {each.key for each in self.rewarded(group_id)} != set(rewards):
+            # Also of one that was too stale since.
+            if {each.key for each in self._members(group) if each.reward is not None} != set(rewards):
                 raise Conflict(f"group {group_id!r} is {group.state}, with other members")
             return
         for key, reward in rewards.items():
