@@ -326,11 +326,12 @@ def _last_event(path: str, error: SlipstreamError) -> bytes:
 
 
 def _captured(request: Outgoing, turn: TurnId, *, continues: bool) -> Outgoing:
-    """A rollout's request. The same id makes the same ids in all replicas' events."""
+    """A rollout's request."""
     headers = request.headers.copy()
-    headers.setdefault("x-request-id", f"{turn.rollout_id}-{turn.request}")
     if continues:
         headers[SAID_NAME] = str(len(request.body))
+        if b'"request_id"' not in request.body:  # events of all replicas have one id
+            headers.setdefault("x-request-id", f"{turn.rollout_id}-{turn.request}")
     return replace(request, headers=headers, turn=turn)
 
 

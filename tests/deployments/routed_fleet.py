@@ -44,6 +44,7 @@ class Engine:
         self.lives = asyncio.Event()  # answers of /late and /long wait for it
         self.completions = FakeCompletions(self.fail)
         self.adapter: str | None = None
+        self.ids: list[str | None] = []  # that events of /v1/chat/completions would have
         self.continued: list[list[int]] = []  # what captured streams had said before
         self.in_flight: Callable[[], int] = lambda: 0
         self.app = Starlette(
@@ -138,6 +139,7 @@ class Engine:
         recorder = RECORDER.get()
         assert recorder is not None
         asked = await request.json()
+        self.ids.append(request.headers.get("x-request-id", asked.get("request_id")))
         streams = asked.get("stream", False)
         outputs = generated(asked["prompt"], [asked["answer"]], delta=streams)
         if recorder.capture is not None:

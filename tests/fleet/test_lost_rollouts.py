@@ -13,7 +13,7 @@ import pytest
 
 from tests.fleet.deployed import Fleet
 from tests.fleet.losing import kill_with_workers, members, wait_for_another
-from tests.fleet.processes import engine_of
+from tests.fleet.processes import engine_of, title
 from tests.fleet.talk import succeeded
 from tests.fleet.test_rollouts import ROUTES
 
@@ -84,7 +84,8 @@ def process_of(replica_id: str) -> psutil.Process:
     """By Serve's log of the replica, which its process holds open."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if any(replica_id in file.path for file in process.open_files()):
+            is_replica = "ServeReplica:" in title(process)
+            if is_replica and any(replica_id in file.path for file in process.open_files()):
                 return process
     raise AssertionError(f"no process has a log of {replica_id}")
 
@@ -115,6 +116,13 @@ def sequences(client: httpx.Client, streams: list[Stream]) -> list[dict[str, Any
     taken = succeeded(client.post("/rollouts/take", json=step)).json()
     found = {each["id"]: each["sequences"] for group in taken["groups"] for each in group["rollouts"]}
     return [sequence for stream in streams for sequence in found[stream.rollout]]
+
+
+def test_what_was_said_comes_from_a_router_only(gloo: Fleet) -> None:
+    with gloo.client() as client:
+        body = ROUTES["/v1/completions"] | {"vllm_xargs": {"slipstream_said": [5]}}
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400 and "the fleet's own" in answer.text
 
 
 def test_streams_of_every_route_survive_their_replica(gloo: Fleet) -> None:

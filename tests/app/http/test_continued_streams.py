@@ -51,6 +51,13 @@ async def test_the_client_sees_no_error_and_every_token_once(scene: Scene, at: i
     assert sequence["logprobs"] == [-float(token) for token in ANSWER]
 
 
+@pytest.mark.parametrize("own", [{}, {"request_id": "mine"}])
+async def test_events_of_all_replicas_have_one_id(scene: Scene, own: dict[str, str]) -> None:
+    await streamed(scene, dies_at=[3], **own)
+    first, second = (name for engine in scene.fleet.engines.values() for name in engine.ids)
+    assert first == second is not None and first == own.get("request_id", first)
+
+
 async def test_a_client_may_want_the_error(scene: Scene) -> None:
     tokens, error = await streamed(scene, dies_at=[3], continues="false")
     assert tokens == ANSWER[:3] and continued(scene) == []
@@ -94,6 +101,7 @@ async def test_another_adapter_does_not_continue_an_answer(scene: Scene) -> None
 
 
 async def test_what_routers_tell_replicas_cannot_be_sent_by_clients(scene: Scene) -> None:
-    headers = {"x-slipstream-said": "1", **OPERATOR}
+    """It says how much of the body is the client's."""
+    headers = {"x-rollout-id": "a", "x-rollout-continue": "false", "x-slipstream-said": "1", **OPERATOR}
     body = {"prompt": [1], "answer": [2]}
     assert (await scene.client.post(CHAT, json=body, headers=headers)).status_code == 200
