@@ -21,7 +21,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Fixtures of several folders. What is imported here is imported for every single test.
-from deployments.host.fork_server import client
 from deployments.host.shared_memory import disown, remove_orphans
 from tests.cpu_times import CpuTimes
 from tests.fake_hub import hub as hub
@@ -53,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported, and stays: to look through it is a quarter of what collection costs
     if config.getoption("--cpu-times"):
-        config.pluginmanager.register(CpuTimes())
+        config.pluginmanager.register(CpuTimes(), "cpu_times")
 
 
 def _scope(item: pytest.Item) -> str:
@@ -84,14 +83,6 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
         session.items = [SimpleNamespace(nodeid=f"{item.nodeid}@{_scope(item)}") for item in items]
     yield
     session.items = items
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: Any) -> None:
-    """Where no test starts Ray, the processes are forks of one that has torch and vLLM imported."""
-    if "not serve" in config.option.markexpr and not has_cuda():
-        for spec in specs:
-            spec.python = f"{sys.executable} -IS {client.__file__} auto"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""Processor time by folder, printed after the tests: `pytest --cpu-times`, with xdist too.
+"""Processor time by folder, printed after the tests: `pytest --cpu-times`, with xdist and --forks too.
 
 User and system time of the tests' processes and of the children that they have waited for: those of a fleet
 count where it ends. The fork server's imports do not count.
@@ -33,17 +33,23 @@ class CpuTimes:
         self._tests: Counter[str] = Counter()
         self._spent_s: Counter[str] = Counter()
 
+    def begin(self) -> None:
+        self._before_s = used_s()
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._before_s = used_s()
+        self.begin()
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["collection_s"] = self._before_s
         elif session.items:
-            self._collection_s.append(self._before_s)
+            self.collected(self._before_s)
+
+    def collected(self, used_s: float) -> None:
+        self._collection_s.append(used_s)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self._collection_s.append(getattr(node, "workeroutput", {}).get("collection_s", 0.0))
+        self.collected(getattr(node, "workeroutput", {}).get("collection_s", 0.0))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
