@@ -35,7 +35,7 @@ if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gp
     # The same examples for the same revision, so that a change is judged by what it changes; `make test-all`
     # takes random ones, and more of them.
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("slipstream", patient, derandomize=True)
+    settings.register_profile("slipstream", patient, derandomize=True, max_examples=30)
     settings.register_profile("search", patient, derandomize=False, max_examples=1_000, print_blob=True)
     settings.load_profile("slipstream")
 

@@ -83,7 +83,7 @@ def test_a_step_changes_the_adapter_and_nothing_else(tmp_path: Path) -> None:
     assert len(adapter) == 2 * 2 * 2 and sum(p.numel() for p in policy.parameters()) < 1000
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2.5-vl"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen2.5-vl", marks=pytest.mark.slow)])
 def test_all_linear_layers_of_the_decoder_are_adapted_by_default(tmp_path: Path, kind: str) -> None:
     policy = adapted(tmp_path, LoraConfig(name="math", rank=2), kind)
     assert policy.adapter is not None

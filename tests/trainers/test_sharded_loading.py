@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("save", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_rank_reads_its_part_of_every_parameter_and_all_buffers(
     tmp_path: Path, save: Callable[[Path], object], dtype: str
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import (
     LlamaConfig,
@@ -71,8 +72,10 @@ def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
     raise ValueError(kind)
 
 
-KINDS = ("llama", "llama-tied", "qwen3", "qwen3-moe")
-SEEING = ("qwen3-vl", "qwen2.5-vl")  # whole models: they have no causal model of the language part
+_OTHERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("llama-tied", "qwen3", "qwen3-moe")]
+KINDS = ("llama", *_OTHERS)
+# Whole models: they have no causal model of the language part.
+SEEING = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3-vl", "qwen2.5-vl")]
 
 
 @made_once

@@ -275,8 +275,11 @@ def test_a_stop_does_not_wait_for_a_report_that_nobody_takes(
     taken.set()
 
 
-def test_the_next_version_does_not_wait_for_a_report_that_nobody_takes(store: Store) -> None:
+def test_the_next_version_does_not_wait_for_a_report_that_nobody_takes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when a fleet is stopped, whose controller is gone first."""
+    monkeypatch.setattr("deployments.weights.store.version_writer.REPORT_S", 0.05)
     asked, taken = threading.Event(), threading.Event()
 
     def report(result: StoreResult) -> None:
