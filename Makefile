@@ -10,6 +10,7 @@
 #   make bench   the benchmarks         make clean      removes caches and state, keeps the environment
 #   make lock    resolves requirements-*.txt again, after a change to pyproject.toml
 #   make docs    the documents as a site, in site/
+#   make hosts   three hosts with a Ray cluster on this machine, of Linux namespaces (needs root)
 #
 # Variables: CONFIG=serve_config.yaml  ARGS="passed on to the program"  PYTHON=python3.12  VENV=.venv
 
@@ -17,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup machine serve test test-fast test-all test-clients chaos rl check bench docs clean format
+.PHONY: help setup machine serve test test-fast test-all test-clients chaos rl check bench docs hosts clean format
 
 VENV ?= .venv
 CONFIG ?= serve_config.yaml
@@ -48,7 +49,7 @@ COMPILED = echo "[3/3] importing what an engine imports once, which compiles it:
   2>>$(VENV)/install.log || true
 
 help:
-	@sed -n '3,14s/^# \{0,1\}//p' Makefile
+	@sed -n '3,15s/^# \{0,1\}//p' Makefile
 
 setup: $(STAMP)
 
@@ -122,6 +123,9 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	@exec $(PY) -m benchmarks $(ARGS)
+
+hosts: $(STAMP)
+	@exec $(PY) -m benchmarks.hosts $(ARGS)
 
 clean:
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .slipstream build dist

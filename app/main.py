@@ -33,6 +33,7 @@ from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
 from deployments.router.forwarding import RouterLimits
 from deployments.router.request_router import FleetRequestRouter
+from deployments.serve.hosts import check_hosts
 from deployments.serve.placement import FREE_TIMEOUT_S, SlotPlan, Slots
 from deployments.serve.scaling import FleetScaling
 from deployments.trainer.spec import TrainerSpec
@@ -58,6 +59,9 @@ UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
 SCALING_PERIOD_S = 1.0  # between replicas' reports to the scaling policy
+# Not as a limit (Serve takes no larger one): Serve makes it a resource that replicas ask Ray for. Ray places
+# an actor that asks for nothing on any host, and others on the hosts in turn.
+REPLICAS_PER_HOST = 100
 STOP_TIMEOUT_S = 10.0  # an engine's, after its last request
 ROLLOUT = "rollout"
 # A replica that lost the controller stops taking requests before the fleet goes on without it.
@@ -78,6 +82,8 @@ def build(args: AppConfig) -> Application:
     tokens = args.security.tokens(host=host)  # before the model, which may take minutes
     model = str(resolve_model(args.model))
     check_config_path(model, args.engine.extra)
+    if ray.is_initialized():
+        require_hosts(args, model, sum(node["Alive"] for node in ray.nodes()))
     controller = _controller(args)
     slots = _slots(args)
     trainer = None
@@ -95,6 +101,21 @@ def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
             f"'engine.extra.hf_config_path': expected a directory on each host, got {path!r}: vLLM looks "
             f"there for the commit of {model!r} that is served. Download the configuration ('hf download "
             f"{path} --include *.json'), and name its directory"
+        )
+
+
+def require_hosts(args: AppConfig, model: str, count: int) -> None:
+    """Raises ConfigError: `count` hosts cannot be one fleet."""
+    if count == 1:
+        return
+    if args.weights.transport == "shm":
+        raise ConfigError(
+            f"'weights.transport': expected 'gloo' in a cluster of {count} hosts, got 'shm', which connects "
+            "processes of one host"
+        )
+    if lacking := check_hosts(args.state_dir, model):
+        raise ConfigError(
+            "the cluster's hosts do not suffice:" + "".join(f"\n  - {each}" for each in lacking)
         )
 
 
@@ -162,6 +183,7 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
         name=ROLLOUT,
         **_size(args),
         max_ongoing_requests=UNLIMITED,
+        max_replicas_per_node=REPLICAS_PER_HOST,
         ray_actor_options=_engine_resources(args),
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=args.engine.drain_timeout_s + max(RELEASE_S, WRITE_S) + STOP_TIMEOUT_S,
@@ -225,6 +247,7 @@ def _router(
         name="router",
         num_replicas=args.router.num_replicas,
         max_ongoing_requests=UNLIMITED,  # the router limits requests itself: 503 with Retry-After
+        max_replicas_per_node=REPLICAS_PER_HOST,
         ray_actor_options=ROUTER_OPTIONS,
         health_check_period_s=HEALTH_PERIOD_S,
     ).bind(

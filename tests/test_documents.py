@@ -204,7 +204,10 @@ DATA = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", DATA, ids=lambda block: f"{block.name} {block.language}")
-def test_a_block_of_settings_or_data_is_read_as_what_it_is(block: Block, tmp_path: Path) -> None:
+def test_a_block_of_settings_or_data_is_read_as_what_it_is(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "of-a-fleet-on-several-hosts")
     readers: Mapping[str, Callable[[], object]] = {
         "json": lambda: read_json(block),
         "toml": lambda: read_toml(block, tmp_path / "run.toml"),

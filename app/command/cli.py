@@ -68,11 +68,15 @@ def options(
 def serve(
     config: Config,
     dashboard_port: Annotated[int, typer.Option(help="where jobs are submitted")] = DASHBOARD_PORT,
+    address: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="of the dashboard of a Ray cluster; none: one on this machine"),
+    ] = None,
 ) -> None:
-    """Start a fleet on this machine, in the foreground."""
+    """Start a fleet in the foreground: on this machine, or in a Ray cluster that runs."""
     from app.command import launch
 
-    launch.serve(config, dashboard_port)
+    launch.serve(config, dashboard_port, address)
 
 
 @cli.command()

@@ -50,7 +50,68 @@ def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Clie
     return httpx.Client(base_url=address, headers=headers, timeout=60, trust_env=False)
 
 
-class LocalCluster:
+class Cluster:
+    """A Ray cluster that somebody has started.
+
+    Args:
+        address: URL of its dashboard.
+        environment: has RAY_AUTH_TOKEN, if the cluster expects one.
+    """
+
+    def __init__(self, address: str, environment: Mapping[str, str]) -> None:
+        self.address = address
+        self._client = dashboard_client(address, environment)
+
+    def require_alive(self) -> None:
+        """Raises ClusterError if the cluster will not come back."""
+
+    def deploy(self, document: Mapping[str, Any]) -> None:
+        """Deploy a Serve config. Retries while Serve's proxy misses its own startup deadline. Raises
+        ClusterError."""
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            try:
+                answer = self._client.put(APPLICATIONS, json=document)
+                if answer.is_success:
+                    return
+                why = without_frames(answer.text)
+                if answer.is_client_error:
+                    raise ClusterError(f"Serve refused the configuration: {why}")
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+            self.require_alive()
+            if time.monotonic() > deadline_s:
+                raise ClusterError(f"Serve did not start within {_START_TIMEOUT_S:.0f} s: {why}")
+            tell(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Retrying")
+            time.sleep(1)
+
+    def details(self) -> dict[str, Any]:
+        """Serve's REST status. Raises httpx.HTTPError."""
+        answer = self._client.get(APPLICATIONS)
+        return answer.raise_for_status().json()
+
+    def applications(self) -> set[str]:
+        """Names of the Serve applications. Raises ClusterError: there is no Ray cluster."""
+        try:
+            return set(self.details()["applications"])
+        except httpx.HTTPError as error:
+            raise ClusterError(
+                f"expected the address of a Ray cluster's dashboard, as 'ray start --head' prints it "
+                f"(http://HOST:8265), got {self.address} ({error})"
+            ) from error
+
+    def undeploy(self, timeout_s: float) -> None:
+        """Shut replicas down gracefully; `stop` kills what remains."""
+        try:
+            self._client.delete(APPLICATIONS, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            tell(f"Serve did not shut down ({error!r}); killing it", sys.stderr)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class LocalCluster(Cluster):
     """One head node on this machine.
 
     Args:
@@ -59,14 +120,13 @@ class LocalCluster:
     """
 
     def __init__(self, *, dashboard_port: int, environment: Mapping[str, str]) -> None:
+        super().__init__(f"http://127.0.0.1:{dashboard_port}", environment)
         self.mark = uuid.uuid4().hex
-        self.address = f"http://127.0.0.1:{dashboard_port}"
         self._dashboard_port = dashboard_port
         self.directory = new_run(self.mark)
         self._ports = PortBlock()
         self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None
-        self._client = dashboard_client(self.address, environment)
 
     def start(self) -> None:
         """Start the head node and wait until it accepts deployments. Raises ClusterError."""
@@ -110,41 +170,9 @@ class LocalCluster:
     def _end_of_log(self) -> str:
         return (self.directory / RAY_LOG).read_text("utf-8", "replace")[-2000:].strip()
 
-    def deploy(self, document: Mapping[str, Any]) -> None:
-        """Deploy a Serve config. Retries while Serve's proxy misses its own startup deadline. Raises
-        ClusterError."""
-        deadline_s = time.monotonic() + _START_TIMEOUT_S
-        while True:
-            try:
-                answer = self._client.put(APPLICATIONS, json=document)
-                if answer.is_success:
-                    return
-                why = without_frames(answer.text)
-                if answer.is_client_error:
-                    raise ClusterError(f"Serve refused the configuration: {why}")
-            except httpx.HTTPError as error:
-                why = f"{type(error).__name__}: {error}"
-            self.require_alive()
-            if time.monotonic() > deadline_s:
-                raise ClusterError(f"Serve did not start within {_START_TIMEOUT_S:.0f} s: {why}")
-            tell(f"Serve did not start: {why.splitlines()[0].rstrip('.')}. Retrying")
-            time.sleep(1)
-
-    def details(self) -> dict[str, Any]:
-        """Serve's REST status. Raises httpx.HTTPError."""
-        answer = self._client.get(APPLICATIONS)
-        return answer.raise_for_status().json()
-
-    def undeploy(self, timeout_s: float) -> None:
-        """Shut replicas down gracefully; `stop` kills what remains."""
-        try:
-            self._client.delete(APPLICATIONS, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            tell(f"Serve did not shut down ({error!r}); killing it", sys.stderr)
-
     def stop(self) -> None:
         """Stop every process of this cluster, in any state. Logs stay."""
-        self._client.close()
+        self.close()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()
             with suppress(subprocess.TimeoutExpired):

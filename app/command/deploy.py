@@ -42,7 +42,11 @@ class ServeFile:
 
     @property
     def url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return self.url_on("::1" if self.host == "::" else "127.0.0.1")
+
+    def url_on(self, this: str) -> str:
+        """Where it serves if the proxies of a host, whose address is `this`, listen on all addresses."""
+        host = this if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 

@@ -9,6 +9,7 @@
 Serve has 45 s to shut down; then pending writes to the store are awaited. A second Ctrl-C skips both.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from app.client.announcement import announced, tell
 from app.command import doctor
-from app.command.cluster import ClusterError, LocalCluster, without_frames
+from app.command.cluster import Cluster, ClusterError, LocalCluster, without_frames
 from app.command.deploy import ServeFile, read_serve_file
 from app.command.machine import NotEnough
 from app.command.runs import logs_of
@@ -98,12 +100,16 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
     return {**defaults, **tracing.serve_variables(inherited), **inherited}
 
 
-def serve(config: Path, dashboard_port: int) -> None:
-    """Serve a config file until a signal."""
+def serve(config: Path, dashboard_port: int, address: str | None = None) -> None:
+    """Serve a config file until a signal. `address`: the dashboard's URL of a Ray cluster that runs, and goes
+    on running; None: a cluster of this machine."""
     for number in stop_signals():
         signal.signal(number, _raise_stop)
     with reported(ClusterError, NotEnough, ValueError), suppress(Stop):
-        _run(read_serve_file(config), dashboard_port)
+        if address is None:
+            _run(read_serve_file(config), dashboard_port)
+        else:
+            join(read_serve_file(config), address)
 
 
 def _run(file: ServeFile, dashboard_port: int) -> None:
@@ -116,14 +122,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
     try:
         with announced("Starting Ray"):
             cluster.start()
-        with announced(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}"):
-            cluster.deploy(file.document)
-            started = _follow(cluster, file.application, until="RUNNING")
-        tell(f"Slipstream is up: {file.url} (after {time.monotonic() - began:.0f} s; Ctrl-C stops it)")
-        _follow(cluster, file.application, started, until=None)
-    except Stop:
-        with announced("Stopping (Ctrl-C again to kill)") as say:
-            _stop_serve(cluster, Store(file.config.store_path), say)
+        _serve(cluster, file, file.url, began)
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # an interrupted clean-up would leave processes
@@ -131,6 +130,34 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
             cluster.stop()
             remove_orphans()
         tell(f"Stopped; logs are in {logs_of(cluster.directory)}")
+
+
+def join(file: ServeFile, address: str) -> None:
+    cluster = Cluster(address, os.environ)
+    try:
+        others = cluster.applications() - {file.application}
+        if others:
+            raise ClusterError(
+                f"expected a Ray cluster without other Serve applications, which this one would replace, got "
+                f"one with {', '.join(sorted(others))}"
+            )
+        head = urlsplit(address).hostname or address
+        _serve(cluster, file, file.url_on(head), time.monotonic())
+    finally:
+        cluster.close()
+
+
+def _serve(cluster: Cluster, file: ServeFile, url: str, began: float) -> None:
+    """Deploy, and follow what happens until a signal, after which Serve is shut down."""
+    try:
+        with announced(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}"):
+            cluster.deploy(file.document)
+            started = _follow(cluster, file.application, until="RUNNING")
+        tell(f"Slipstream is up: {url} (after {time.monotonic() - began:.0f} s; Ctrl-C stops it)")
+        _follow(cluster, file.application, started, until=None)
+    except Stop:
+        with announced("Stopping (Ctrl-C again to kill)") as say:
+            _stop_serve(cluster, Store(file.config.store_path), say)
 
 
 def why_not_started(message: str) -> str:
@@ -144,7 +171,7 @@ def why_not_started(message: str) -> str:
 
 
 def _follow(
-    cluster: LocalCluster, application: str, before: ApplicationStatus | None = None, *, until: str | None
+    cluster: Cluster, application: str, before: ApplicationStatus | None = None, *, until: str | None
 ) -> ApplicationStatus:
     """Print changes until the application has the status `until`. Raises ClusterError if it cannot start."""
     while True:
@@ -161,7 +188,7 @@ def _follow(
         time.sleep(_POLL_S)
 
 
-def _status(cluster: LocalCluster, application: str, before: ApplicationStatus | None) -> ApplicationStatus:
+def _status(cluster: Cluster, application: str, before: ApplicationStatus | None) -> ApplicationStatus:
     cluster.require_alive()
     try:
         return read_status(cluster.details(), application)
@@ -170,7 +197,7 @@ def _status(cluster: LocalCluster, application: str, before: ApplicationStatus |
         return ApplicationStatus(status="UNKNOWN", message=repr(error), deployments=unknown)
 
 
-def _stop_serve(cluster: LocalCluster, store: Store, say: Callable[[str], None]) -> None:
+def _stop_serve(cluster: Cluster, store: Store, say: Callable[[str], None]) -> None:
     try:
         cluster.undeploy(_GRACE_S)
         await_writes(store, say)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import get_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deployments.calls.rpc import CallHandle
 from deployments.host import tracing
@@ -206,6 +207,10 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
         "max_restarts": 0,
         "runtime_env": {"env_vars": environment, **forked_worker()},
     }
+    if spec.device == "cpu":
+        # Beside this process. Ray places an actor that asks for nothing on any host, a soft affinity or not.
+        here = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(here, soft=False)
     if slots is not None:
         group = get_placement_group(slots.name)
         options |= {"num_gpus": slots.trainer_share, "scheduling_strategy": in_bundle(group, rank)}

@@ -13,6 +13,7 @@ from app.main import (
     check_config_path,
     check_proxy,
     executor,
+    require_hosts,
     staging,
     trainer_spec,
 )
@@ -81,6 +82,13 @@ def test_an_address_that_haproxy_does_not_serve_is_refused() -> None:
         check_proxy("::1", on)
     for host, environment in (("::1", {}), ("127.0.0.1", on), (None, on)):
         check_proxy(host, environment)
+
+
+def test_shared_memory_does_not_connect_several_hosts(tmp_path: Path) -> None:
+    config = parse_config({"model": str(tmp_path), "state_dir": str(tmp_path)})
+    require_hosts(config, str(tmp_path), 1)
+    with pytest.raises(ConfigError, match="expected 'gloo' in a cluster of 2 hosts, got 'shm'"):
+        require_hosts(config, str(tmp_path), 2)
 
 
 def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ import pytest
 import typer
 import yaml
 
+from app.command.cluster import ClusterError
 from app.command.deploy import ServeFile, deploy, read_serve_file
+from app.command.launch import join
 from app.settings.section import ConfigError
 from tests.fake_http import JsonHandler, serving
 
@@ -110,3 +112,26 @@ def test_there_must_be_a_fleet(tmp_path: Path, port: int, capsys: pytest.Capture
     with pytest.raises(typer.Exit, match="1"):
         deploy(file(tmp_path), 1)
     assert "no fleet answers at http://127.0.0.1:1 (" in capsys.readouterr().err
+
+
+def test_a_cluster_whose_applications_would_be_replaced_is_not_joined(tmp_path: Path, port: int) -> None:
+    Dashboard.deployed = {}
+    mine = read(tmp_path, {"applications": [application() | {"name": "mine"}]})
+    with pytest.raises(ClusterError, match=r"without other Serve applications.*, got one with slipstream"):
+        join(mine, f"http://127.0.0.1:{port}")
+    assert Dashboard.deployed == {}
+
+
+def test_an_address_without_a_dashboard_is_not_joined(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"expected the address .* dashboard.*, got http://127.0.0.1:1 "):
+        join(read(tmp_path, {"applications": [application()]}), "http://127.0.0.1:1")
+
+
+def test_a_fleet_that_listens_everywhere_is_reached_at_the_address_of_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "a-token-of-some-length")
+    for host, url in (("0.0.0.0", "http://10.0.0.1:8000"), ("::", "http://10.0.0.1:8000")):
+        file = read(tmp_path, {"http_options": {"host": host}, "applications": [application()]})
+        assert file.url_on("10.0.0.1") == url
+    assert file.url == "http://[::1]:8000"

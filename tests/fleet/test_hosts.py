@@ -1,0 +1,235 @@
+"""A fleet over three hosts (`benchmarks/hosts.py`), started by the commands of docs/guides/cluster.md."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from app.client.connection import FleetError, bearer
+from benchmarks.hosts import DASHBOARD_PORT, START_S, Host, Hosts, NotPossible, enter_network, require
+from tests.documents import commands_of
+from tests.environment import users_environment
+from tests.fleet.deployed import Fleet, settings
+from tests.fleet.talk import (
+    PROMPT,
+    Reference,
+    complete,
+    on_every_replica,
+    stored,
+    succeeded,
+    train,
+    train_and_publish,
+    trainer_publishes,
+    wait_for,
+)
+from tests.tiny_models import save_tiny_llama
+from tests.waiting import until
+
+PAGE = "docs/guides/cluster.md"
+COUNT = 3
+PORT = 8000
+TOKEN = "a-token-of-these-hosts"
+UP_S = 400.0
+STOP_S = 90.0
+SLOW, FAST = "2mbit", "1gbit"  # a version has 1.4 MB
+ASKED_S = 6.0
+WHOLE_S = 200.0  # an engine may start
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("hosts"), pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A fleet and the hosts that it runs on."""
+
+    hosts: Hosts
+    fleet: Fleet
+    environment: Mapping[str, str]
+
+    def client(self, timeout_s: float = 60.0) -> httpx.Client:
+        return httpx.Client(
+            base_url=self.fleet.url, timeout=timeout_s, headers=bearer(TOKEN), trust_env=False
+        )
+
+    def places(self, deployment: str) -> list[str]:
+        """The hosts' addresses of the replicas of a deployment that run."""
+        dashboard = f"http://{self.hosts[0].address}:{DASHBOARD_PORT}/api/serve/applications/"
+        application = httpx.get(dashboard, trust_env=False).json()["applications"]["slipstream"]
+        found = application["deployments"][deployment]["replicas"]
+        return [each["node_ip"] for each in found if each["state"] == "RUNNING"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    try:
+        require()
+    except NotPossible as error:
+        pytest.skip(str(error))
+    root = tmp_path_factory.mktemp("hosts")
+    with Hosts.made(COUNT, [root]) as hosts, _served(hosts, root) as cluster:
+        yield cluster
+
+
+@contextmanager
+def _served(hosts: Hosts, root: Path) -> Iterator[Cluster]:
+    model = save_tiny_llama(root / "model", seed=1)
+    # Small chunks, so that a round on slow links has many.
+    changes = {
+        "engine": {"num_replicas": COUNT},
+        "weights": {"transport": "gloo", "chunk_bytes": 1 << 16},
+        "router": {"num_replicas": COUNT},
+    }
+    # What the tests need is on the first host, beside Ray's head.
+    first = {"num_cpus": 0, "resources": {f"node:{hosts[0].address}": 0.001}}
+    pinned = [{"name": name, "ray_actor_options": first} for name in ("controller", "trainer")]
+    application = {"name": "slipstream", "import_path": "app.main:build", "deployments": pinned}
+    document = {
+        "http_options": {"host": "0.0.0.0", "port": PORT},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": [{**application, "args": settings(model, root / "state", changes)}],
+    }
+    (root / "cluster.yaml").write_text(yaml.safe_dump(document))
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = users_environment(PATH=programs, SLIPSTREAM_TOKEN=TOKEN, RAY_AUTH_MODE="disabled")
+    for host in hosts:
+        command = _command(hosts, "ray start --head" if host is hosts[0] else "ray start --address")
+        command = command.replace(hosts[1].address, host.address)
+        host.run("bash", "-c", command, env=environment, timeout_s=START_S)
+    output = root / "output"
+    with output.open("wb") as stream:
+        command = _command(hosts, "slipstream serve")
+        serve = subprocess.Popen(
+            ["bash", "-c", f"exec {command}"], cwd=root, env=environment, stdout=stream, stderr=stream
+        )
+    fleet = Fleet(url=f"http://{hosts[0].address}:{PORT}", checkpoint=model, store=root / "state" / "store")
+    try:
+        up = f"Slipstream is up: {fleet.url} "
+        until(lambda: serve.poll() is not None or up in output.read_text(), UP_S, f"a fleet, see {output}")
+        assert serve.poll() is None, output.read_text()
+        yield Cluster(hosts=hosts, fleet=fleet, environment=environment)
+    finally:
+        serve.send_signal(signal.SIGINT)
+        assert serve.wait(STOP_S) == 0, output.read_text()
+
+
+def _command(hosts: Hosts, program: str) -> str:
+    """The page's, with the addresses of these hosts."""
+    (found,) = commands_of(PAGE, program)
+    network = hosts[0].address.rpartition(".")[0]
+    return found.replace("10.0.0.", f"{network}.")
+
+
+def test_each_host_has_a_replica_and_a_round_reaches_all_of_them(cluster: Cluster) -> None:
+    assert sorted(cluster.places("rollout")) == [host.address for host in cluster.hosts]
+    assert cluster.places("trainer") == [cluster.hosts[0].address], "where the file puts it"
+    assert sorted(cluster.places("router")) == [host.address for host in cluster.hosts]
+    with cluster.client() as client:
+        before = complete(client, max_tokens=24).token_ids
+        version = train_and_publish(client)
+        expected = Reference(wait_for(stored(cluster.fleet, version)))(PROMPT, 24)
+        assert expected != before
+        for answer in on_every_replica(client, COUNT, max_tokens=24).values():
+            assert (answer.version, answer.token_ids) == (version, expected)
+    for host in cluster.hosts:  # a proxy on each
+        answer = httpx.get(f"http://{host.address}:{PORT}/fleet", headers=bearer(TOKEN), trust_env=False)
+        assert answer.json()["committed_version"] == version
+
+
+CHECKED = """
+import json, ray
+from pathlib import Path
+from deployments.serve.hosts import check_hosts
+ray.init(address="auto", log_to_driver=False)
+print(json.dumps(check_hosts(Path("/tmp/own"), "/tmp/own")))
+"""
+
+
+def test_a_directory_that_only_one_host_has_is_missed_on_each_of_the_others(cluster: Cluster) -> None:
+    first, *others = cluster.hosts
+    output = first.run(sys.executable, "-c", CHECKED, env=cluster.environment, timeout_s=START_S)
+    found = json.loads(output.splitlines()[-1])
+    for host in others:
+        state, model = [each for each in found if each.startswith(f"{host.name} ({host.address}): ")]
+        assert "'state_dir': expected /tmp/own to be the same directory on all hosts" in state
+        assert "'model': expected /tmp/own, and it is not there" in model
+    assert len(found) == 2 * len(others), found
+
+
+def test_a_host_that_is_cut_off_in_a_round_answers_with_no_older_version_and_comes_back(
+    cluster: Cluster,
+) -> None:
+    """The round is committed by the others or by nobody. The host's replica refuses what asks for the newest
+    version, also when it is asked there, and soon everything."""
+    hosts, victim = cluster.hosts, cluster.hosts[-1]
+    with cluster.client(timeout_s=200.0) as client, ThreadPoolExecutor() as pool:
+        before = train_and_publish(client)
+        train(client)
+        for host in hosts:
+            host.shape(SLOW)
+        publishing = pool.submit(trainer_publishes, client)
+        until(lambda: status(cluster)["round"] is not None, 30, "a round")
+        victim.cut()
+        for host in hosts:
+            host.shape(FAST)
+        answer = publishing.result(200)
+        if answer.is_error:
+            assert status(cluster)["committed_version"] == before, "it is committed by nobody"
+            assert "send" in answer.json()["error"]["message"], answer.text
+            succeeded(trainer_publishes(client))
+        newest = status(cluster)["committed_version"]
+        assert newest == before + 1
+        wanted = {"x-min-weight-version": str(newest)}
+        assert {complete(client, headers=wanted).version for _ in range(20)} == {newest}
+        assert asked_there(victim, wanted) is None
+        assert asked_there(victim, {}) != before, "its replica has refused since before the others committed"
+        victim.join()
+
+        def is_whole() -> bool:
+            serving = [each["version"] for each in status(cluster)["members"] if each["admitted"]]
+            return serving == [newest] * COUNT
+
+        until(is_whole, WHOLE_S, "full strength")
+        version = train_and_publish(client)
+        for answered in on_every_replica(client, COUNT).values():
+            assert answered.version == version
+
+
+def status(cluster: Cluster) -> dict[str, Any]:
+    """Of the fleet, from a host that is not cut off."""
+    for _ in range(10):
+        for host in cluster.hosts:
+            with suppress(httpx.HTTPError), cluster.client(timeout_s=5.0) as client:
+                answer = client.get(f"http://{host.address}:{PORT}/fleet")
+                if answer.is_success:
+                    found: dict[str, Any] = answer.json()
+                    return found
+        time.sleep(1)
+    raise AssertionError("no host answers")
+
+
+def asked_there(host: Host, headers: Mapping[str, str]) -> int | None:
+    """The version of the answer to a request that is made on the host, to its own address; None: there is no
+    answer."""
+
+    def ask() -> int | None:
+        enter_network(host.pid)
+        url = f"http://{host.address}:{PORT}"
+        with httpx.Client(base_url=url, timeout=ASKED_S, headers=bearer(TOKEN), trust_env=False) as client:
+            try:
+                return complete(client, headers={"x-weight-timeout": "2", **headers}).version
+            except FleetError:
+                return None
+
+    with ThreadPoolExecutor(1) as pool:  # the thread stays in that network
+        return pool.submit(ask).result()
