@@ -99,9 +99,9 @@ def run_position(run: str) -> Call[responses.RunPosition]:
     return Call(method="GET", path=f"/rollouts/runs/{run}", read=typed(responses.RunPosition))
 
 
-def begin_group(run: str, number: int, timeout_s: float) -> Call[str]:
+def begin_group(run: str, number: int) -> Call[str]:
     """Open a group of a run; the answer is its name."""
-    body = {"run": run, "number": number, "timeout_s": timeout_s}
+    body = {"run": run, "number": number}
     read = _then(typed(responses.BegunGroup), lambda made: made.group)
     return Call(method="POST", path="/rollouts/begin", body=body, read=read)
 

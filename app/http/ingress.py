@@ -32,7 +32,7 @@ from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol import errors
 from deployments.protocol.passed_routes import require_passed, route_path
-from deployments.protocol.rollouts import GENERATING, ID_HEADER
+from deployments.protocol.rollouts import GENERATING, ID_HEADER, ROLLOUT_URL
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
 
@@ -181,6 +181,10 @@ class _PassedOn:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope["path"], scope.get("root_path", ""))
+        if (found := ROLLOUT_URL.fullmatch(path)) is not None:
+            rollout, path = found.groups()
+            headers = [*scope["headers"], (ID_HEADER.encode(), rollout.encode())]
+            scope = {**scope, "path": scope.get("root_path", "") + path, "headers": headers}
         route = self._own.get(path)
         if route is not None and scope["method"] in route.allowed:
             scope["route"] = route

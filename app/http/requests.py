@@ -20,7 +20,6 @@ from pydantic import (
 )
 
 from deployments.protocol.engine_state import InFlight, SleepTag
-from deployments.protocol.rollouts import MAX_DEADLINE_S
 from trainers.settings import StepSettings
 from trainers.trajectory import Trajectory
 
@@ -81,8 +80,6 @@ class BeginBody(OwnBody):
     """The job's name."""
     number: int = Field(ge=0)
     """The group's; all before it have begun."""
-    timeout_s: float | None = Field(default=None, ge=0, le=MAX_DEADLINE_S)
-    """After so long the group ends without a reward; null: `rollouts.group_timeout_s`."""
 
 
 class SettleBody(OwnBody):

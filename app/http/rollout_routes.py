@@ -70,7 +70,7 @@ class RolloutRoutes:
 
     async def begin(self, body: BeginBody) -> BegunGroup:
         """Open the next group of a job, for requests with its name in `x-rollout-group`."""
-        return BegunGroup(group=await self._call("begin", body.run, body.number, body.timeout_s))
+        return BegunGroup(group=await self._call("begin", body.run, body.number))
 
     async def settle(self, body: SettleBody) -> Status:
         """Reward members of a group, discard the others, and close it. The same call again is harmless."""

@@ -18,7 +18,6 @@ from app.jobs.policy import Policy, Unanswered
 
 LEFT_OUT = 50  # batches of unanswered problems, at most
 FRUITLESS = 50  # batches of groups without signal, at most
-GROUP_S = 30 * 86400.0  # after so long without this run the ledger leaves its open groups out
 
 
 @dataclass
@@ -77,7 +76,7 @@ class Run:
                 await self.changed.wait_for(lambda: self.ready < self.options.groups_per_step)
             if self.again:
                 return self.again.pop(0)
-            await self.policy.client.send(calls.begin_group(self.name, self.next_problem, GROUP_S))
+            await self.policy.client.send(calls.begin_group(self.name, self.next_problem))
             self.next_problem += 1
             return self.next_problem - 1
 

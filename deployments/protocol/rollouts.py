@@ -24,6 +24,7 @@ CAPTURED = (  # paths
 )
 NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat")
 GENERATING = (*CAPTURED, *NOT_CAPTURED)  # on other routes, such as /tokenize, the headers mean nothing
+ROLLOUT_URL = re.compile(r"/t/([^/]+)(/v1/.+)")  # in place of `ID_HEADER`
 MAX_SIZE, MAX_DEADLINE_S = 1 << 16, 10**7
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}")  # clients resolve `.` and `..` in paths
 

@@ -6,7 +6,8 @@
 
 A rollout without a group is a group of one. A group is closed by `settle`, when `size` members are rewarded
 or discarded, or at its deadline. A step takes closed groups, whole, and gets the same ones again by its name.
-A run is a job that numbers its groups: all before its `next` have ended, are ready, or are open.
+A run is a job that numbers its groups: all before its `next` have ended, are ready, or are open. What it has
+not finished, its newest step included, is kept for `RUN_KEPT_S` without it.
 
 Records are frozen: the store writes the changed ones in one transaction, or undoes them. Times are seconds
 since 1970, because records outlive a process.
@@ -24,6 +25,7 @@ from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidReque
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
 MAX_TAKEN = 1 << 23  # tokens: some 200 MB of JSON
+RUN_KEPT_S = 30 * 86400.0
 ALONE = "~"  # begins the group of a rollout without one; no id has it
 
 
@@ -90,6 +92,7 @@ class Run:
     KIND: ClassVar[str] = "run"
     key: str
     next: int = 0  # all numbers before it were begun
+    step: str = ""  # the newest one
     ends: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
 
 
@@ -312,7 +315,7 @@ class RolloutLedger:
 
     # -- jobs ---------------------------------------------------------------------------------
 
-    def begin(self, run: str, number: int, timeout_s: float | None, now: float) -> str:
+    def begin(self, run: str, number: int, now: float) -> str:
         """Open the group of this number of a run; returns its name. Repeated calls are harmless, as are calls
         for earlier numbers. Raises Conflict: an agent has begun a group of that name."""
         self.tick(now)
@@ -322,8 +325,7 @@ class RolloutLedger:
             return key
         if key in self._groups:
             raise Conflict(f"group {key!r} was begun by a request: expected another name of the run")
-        due = now + (self._limits.group_timeout_s if timeout_s is None else timeout_s)
-        self._put(Group(key=key, owner="", size=0, members=(), due=due, run=run))
+        self._put(Group(key=key, owner="", size=0, members=(), due=now + RUN_KEPT_S, run=run))
         self._put(replace(known, next=number + 1))
         return key
 
@@ -407,9 +409,12 @@ class RolloutLedger:
             )
         for group in chosen:
             self._end(group, State.CONSUMED, "consumed", now)
-        names, due = tuple(each.key for each in chosen), now + self._limits.keep_s
+        self._finish_step(run, now)
+        names, due = tuple(each.key for each in chosen), now + self._kept_s(run)
         taken = Step(key=step, run=run, groups=names, note=note, due=due)
         self._put(taken)
+        if run:
+            self._put(replace(self._run(run), step=step))
         return taken, len(stale)
 
     def rewarded(self, group: str) -> list[Rollout]:
@@ -461,7 +466,7 @@ class RolloutLedger:
             if rollout.state is State.OPEN:
                 self._put(replace(rollout, state=State.DISCARDED))
         if self.rewarded(group.key):
-            self._put(replace(group, state=State.REWARDED, due=now + self._limits.keep_s))
+            self._put(replace(group, state=State.REWARDED, due=now + self._kept_s(group.run)))
         else:
             self._end(group, State.DISCARDED, reason, now)
 
@@ -469,9 +474,19 @@ class RolloutLedger:
         if state is State.DISCARDED:
             for rollout in self.rewarded(group.key):
                 self._put(replace(rollout, state=state))
-        self._put(replace(group, state=state, due=now + self._limits.keep_s))
+        kept_s = self._limits.keep_s if state is State.DISCARDED else self._kept_s(group.run)
+        self._put(replace(group, state=state, due=now + kept_s))
         run = self._run(group.run)
         self._put(replace(run, ends={**run.ends, reason: run.ends.get(reason, 0) + 1}))
+
+    def _finish_step(self, run: str, now: float) -> None:
+        """The run's newest step is made: the run asks for the next one."""
+        former, due = self._steps.get(self._run(run).step), now + self._limits.keep_s
+        if former is not None:
+            self._put(replace(former, due=due))
+            for key in former.groups:
+                if (group := self._groups.get(key)) is not None:
+                    self._put(replace(group, due=due))
 
     def _forget(self, group: str) -> None:
         for rollout in self._members(self._groups[group]):
@@ -496,6 +511,9 @@ class RolloutLedger:
 
     def _run(self, run: str) -> Run:
         return self._runs.get(run) or Run(key=run)
+
+    def _kept_s(self, run: str) -> float:
+        return max(RUN_KEPT_S, self._limits.keep_s) if run else self._limits.keep_s
 
     def _members(self, group: Group) -> list[Rollout]:
         return [self._rollouts[key] for key in group.members]

@@ -141,10 +141,10 @@ class RolloutStore:
         with self._transaction():
             self._ledger.discard(rollout_id, owner, self._clock())
 
-    def begin(self, run: str, number: int, timeout_s: float | None) -> str:
+    def begin(self, run: str, number: int) -> str:
         """See `RolloutLedger.begin`."""
         with self._transaction(0):
-            return self._ledger.begin(run, number, timeout_s, self._clock())
+            return self._ledger.begin(run, number, self._clock())
 
     def settle(self, group: str, rewards: Mapping[str, tuple[Reward, str]], reason: str) -> None:
         """See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the rollout."""

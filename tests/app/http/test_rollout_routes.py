@@ -143,7 +143,7 @@ async def test_an_agent_is_learned_from(scene: Scene) -> None:
 async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> None:
     scene.client.headers.update(OPERATOR)
     send = AsyncFleetClient(scene.client).send
-    assert [await send(calls.begin_group("r", number, 50.0)) for number in range(3)] == ["r.0", "r.1", "r.2"]
+    assert [await send(calls.begin_group("r", number)) for number in range(3)] == ["r.0", "r.1", "r.2"]
     for rollout in ("a", "b"):
         await scene.chat(rollout, [1], [2], group="r.0")
     for _ in range(2):
@@ -174,6 +174,16 @@ async def test_a_request_without_the_header_asks_the_controller_nothing(scene: S
     body = {"prompt": [1], "answer": [2]}
     assert (await scene.client.post(CHAT, json=body, headers=spoofed)).status_code == 200
     assert scene.controller.calls == []
+
+
+async def test_an_agent_may_have_its_id_in_its_base_url(scene: Scene) -> None:
+    body = {"prompt": [1], "answer": [2]}
+    for path, status in ((f"/t/a{CHAT}", 200), (f"/t/a b{CHAT}", 400), ("/t/a/v1/nothing", 404)):
+        assert (await scene.client.post(path, json=body, headers=OPERATOR)).status_code == status
+        assert (await scene.client.post(path, json=body)).status_code == 401
+    twice = await scene.client.post(f"/t/a{CHAT}", json=body, headers={"x-rollout-id": "a", **OPERATOR})
+    refused(twice, 400, "x-rollout-id must come once")
+    assert (await scene.post("a/reward", reward=[1.0])).status_code == 200
 
 
 async def test_the_header_means_nothing_where_nothing_is_generated(scene: Scene) -> None:

@@ -167,7 +167,7 @@ class FakeFleet:
             match path.removeprefix("/rollouts/"):
                 case "begin":
                     begin = BeginBody.model_validate_json(content)
-                    found = {"group": self.store.begin(begin.run, begin.number, begin.timeout_s)}
+                    found = {"group": self.store.begin(begin.run, begin.number)}
                 case "settle":
                     settle = SettleBody.model_validate_json(content)
                     rewards: Any = {each.id: (each.reward, each.info) for each in settle.rollouts}

@@ -1,7 +1,5 @@
-import asyncio
 import json
 import re
-import time
 from pathlib import Path
 
 import httpx
@@ -10,7 +8,7 @@ import pytest
 from app.client.connection import FleetError
 from app.jobs import metrics
 from tests.app.fake_answers import refusal
-from tests.app.jobs.fake_fleet import LIMITS, FakeFleet, run_job
+from tests.app.jobs.fake_fleet import FakeFleet, run_job
 
 
 @pytest.mark.parametrize("call", ["step", "publish"])
@@ -216,22 +214,3 @@ async def test_a_fleet_without_a_ledger_is_refused_with_the_settings_name(tmp_pa
 
     with pytest.raises(FleetError, match="expected the section 'rollouts' in its settings"):
         await run_job(Without(), tmp_path / "m.jsonl", "--steps", "1")
-
-
-async def test_ready_groups_that_the_ledger_no_longer_has_are_not_waited_for(tmp_path: Path) -> None:
-    """As after an evaluation of more than `rollouts.keep_s`."""
-
-    class Forgetful(FakeFleet):
-        expired = False
-
-        async def answer(self, request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/train/publish" and not self.expired:
-                self.expired = True
-                await asyncio.sleep(0.1)  # others are ready
-                began = time.time()
-                self.store._clock = lambda: began + 2 * LIMITS.keep_s
-            return await super().answer(request)
-
-    fleet = Forgetful()
-    assert len(await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")) == 2
-    assert fleet.ends()["expired"] > 0

@@ -106,8 +106,8 @@ def test_a_group_that_never_completes_closes_at_its_deadline() -> None:
 def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
     ledger = RolloutLedger(LIMITS)
     for number in range(4):
-        assert ledger.begin("r", number, None, 0) == f"r.{number}"
-    assert ledger.begin("r", 2, None, 0) == "r.2", "the call is repeated"
+        assert ledger.begin("r", number, 0) == f"r.{number}"
+    assert ledger.begin("r", 2, 0) == "r.2", "the call is repeated"
     for name in ("a", "b"):
         ledger.open(request(name, group="r.0"), 0)
         ledger.append(name, "", new_turn())
@@ -129,7 +129,26 @@ def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
         ledger.settle("r.9", {}, "", 0)
     ledger.open(request("d", group="r.4"), 0)
     with pytest.raises(Conflict, match=r"'r\.4' was begun by a request"):
-        ledger.begin("r", 4, None, 0)
+        ledger.begin("r", 4, 0)
+
+
+def test_a_job_that_is_away_finds_what_it_has_not_finished() -> None:
+    """What was taken, and perhaps not learned from, is not finished before the next step."""
+    ledger = RolloutLedger(LIMITS)
+    for number in range(4):
+        ledger.begin("r", number, 0)
+    for number in range(3):
+        ledger.open(request(f"a{number}", group=f"r.{number}"), 0)
+        ledger.append(f"a{number}", "", new_turn())
+        ledger.settle(f"r.{number}", {f"a{number}": 1.0}, "", 0)
+    assert taken(ledger, "r/1", run="r") == ["r.0"] and taken(ledger, "r/2", run="r") == ["r.1"]
+    later = rollout_ledger.RUN_KEPT_S - 1
+    assert taken(ledger, "r/2", run="r", now=later) == ["r.1"]
+    with pytest.raises(NotFound):
+        ledger.state("a0")
+    assert taken(ledger, "r/3", run="r", now=later) == ["r.2"]
+    run, opened, ready = ledger.position("r", later + 2)
+    assert (opened, ready, run.ends) == ([], 0, {"consumed": 3, "unrewarded": 1})
 
 
 def test_what_belongs_to_another_user_is_refused() -> None:

@@ -73,7 +73,7 @@ def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> No
 def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: Clock) -> None:
     played(store, "b", "a", "c")
     store.open(request("open", owner="ann", group="g", size=2))
-    store.begin("r", 0, None)
+    store.begin("r", 0)
     store.open(request("d", group="r.0"))
     store.append("d", "", captured("k/0", [1], [2]))
     store.settle("r.0", {"d": (1.0, "said")}, "")

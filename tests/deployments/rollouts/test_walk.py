@@ -40,6 +40,7 @@ class KnownGroup:
     closed_at: float = math.inf
     ended_at: float = math.inf
     step: str | None = None
+    forget_at: float = math.inf
     members: list[str] = field(default_factory=list)
 
     @property
@@ -55,17 +56,18 @@ class Oracle:
         self.groups: dict[str, KnownGroup] = {}
         self.steps: dict[str, float] = {}  # until
         self.begun = {"r": 0}
+        self.newest = ""  # of the run's steps
         self.ends = {"": 0, "r": 0}
 
     def second(self, now: float) -> None:
         for name, group in list(self.groups.items()):
             if group.closed_at == math.inf and group.deadline <= now:
                 self.close(group, now)
-            if group.is_ready and group.closed_at + LIMITS.keep_s <= now:
+            if group.is_ready and not group.run and group.closed_at + LIMITS.keep_s <= now:
                 for member in self.learned(group):
                     self.rollouts[member].state = State.DISCARDED
                 self.end(group, now)
-            if group.ended_at + LIMITS.keep_s <= now:
+            if group.forget_at <= now:
                 del self.groups[name]
                 for member in group.members:
                     del self.rollouts[member]
@@ -91,7 +93,20 @@ class Oracle:
 
     def end(self, group: KnownGroup, now: float) -> None:
         group.ended_at = now
+        group.forget_at = math.inf if group.run and group.step else now + LIMITS.keep_s
         self.ends[group.run] += 1
+
+    def took(self, step: str, run: str, now: float) -> None:
+        """The run's former step is finished."""
+        until = now + LIMITS.keep_s
+        if run and self.newest in self.steps:
+            self.steps[self.newest] = until
+            for group in self.groups.values():
+                if group.step == self.newest:
+                    group.forget_at = until
+        self.steps[step] = math.inf if run else until
+        if run:
+            self.newest = step
 
     def state(self, rollout: str) -> State:
         known = self.rollouts[rollout]
@@ -168,13 +183,13 @@ class Walk(RuleBasedStateMachine):
     @rule(undone=st.booleans())
     def begin(self, undone: bool) -> None:
         number = self.oracle.begun["r"]
-        self.ledger.begin("r", number, 30, self.now)
+        self.ledger.begin("r", number, self.now)
         if undone:
             self.ledger.undo()
             return
         self.save()
         self.oracle.begun["r"] += 1
-        self.oracle.groups[f"r.{number}"] = KnownGroup(size=0, deadline=self.now + 30, run="r")
+        self.oracle.groups[f"r.{number}"] = KnownGroup(size=0, deadline=math.inf, run="r")
 
     @rule(number=st.integers(0, 3), data=st.data(), undone=st.booleans())
     def close(self, number: int, data: st.DataObject, undone: bool) -> None:
@@ -283,7 +298,7 @@ class Walk(RuleBasedStateMachine):
         for key in taken.groups:
             groups[key].step = step
             self.oracle.end(groups[key], self.now)
-        self.oracle.steps[step] = self.now + LIMITS.keep_s
+        self.oracle.took(step, run, self.now)
 
     @invariant()
     def no_rollout_is_learned_from_twice(self) -> None:
