@@ -18,7 +18,6 @@ def main() -> int:
     parser.add_argument("--until-failure", action="store_true")
     parser.add_argument("--mutant", choices=sorted(mutants.BY_NAME), help="with a fault put in on purpose")
     parser.add_argument("--situation", help="only this one (see situations.py)")
-    parser.add_argument("--adapters", action="store_true", help="in fleets that serve adapters")
     args = parser.parse_args()
     if args.mutant is not None:
         mutants.install(args.mutant)
@@ -32,14 +31,14 @@ def search(args: argparse.Namespace) -> int:
     from tests.simulation.schedule import run
 
     for seed in args.seeds:
-        outcome = run(seed, trace=True, situation=args.situation, adapters=args.adapters)
+        outcome = run(seed, trace=True, situation=args.situation)
         print(*outcome.trace, sep="\n")
         print(f"seed {seed}: {outcome.problem or 'nothing wrong'}")
     began, cpu = time.perf_counter(), time.process_time()
     failed = steps = messages = answers = committed = ran = 0
     virtual_s = 0.0
     for seed in range(args.first, args.first + args.count):
-        outcome = run(seed, situation=args.situation, adapters=args.adapters)
+        outcome = run(seed, situation=args.situation)
         ran += 1
         steps, messages = steps + outcome.steps, messages + outcome.messages
         answers, committed = answers + outcome.answers, committed + outcome.committed

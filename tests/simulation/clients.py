@@ -3,7 +3,7 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from deployments.protocol.errors import Conflict, NotFound, ReplicaUnavailable
+from deployments.protocol.errors import Conflict, ReplicaUnavailable
 from deployments.protocol.routing import Demand
 from deployments.router.replica_policy import Candidate, order_candidates
 from tests.simulation.network import Unreachable
@@ -17,14 +17,9 @@ ATTEMPT_S = 8.0
 MAX_LOSSES = 2
 
 
-async def one_request(world: "World", adapter: str | None = None) -> None:
-    """What the router does with a request, as `Forwarder.forward` does it.
-
-    Args:
-        adapter: the one that it names.
-    """
+async def one_request(world: "World") -> None:
+    """What the router does with a request, as `Forwarder.forward` does it."""
     began = world.loop.now
-    asked = None if adapter is None or world.adapters is None else world.adapters.oracle.asks(adapter)
     wants = world.oracle.newest_answer if world.rng.random() < 0.3 else 0
     refused: tuple[str, ...] = ()
     losses, why = 0, "no replica is ready"
@@ -47,14 +42,9 @@ async def one_request(world: "World", adapter: str | None = None) -> None:
                 "answer",
                 demand,
                 seconds,
-                adapter,
                 reliable=True,
             )
             answer: Answer = await asyncio.wait_for(call, ATTEMPT_S + 2)
-        except NotFound:
-            if asked is not None and world.adapters is not None:
-                world.adapters.oracle.not_found(asked, name)
-            return
         except (ReplicaUnavailable, Conflict) as error:
             why = str(error)
         except (Unreachable, EngineFailed, TimeoutError) as error:
@@ -64,8 +54,6 @@ async def one_request(world: "World", adapter: str | None = None) -> None:
                 return
         else:
             world.oracle.answered(name, began, answer.first, answer.last)
-            if asked is not None and world.adapters is not None:
-                world.adapters.oracle.answered(asked, name, answer)
             return
         refused = (*refused, name)[-8:]
         await asyncio.sleep(0.05)

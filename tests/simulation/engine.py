@@ -6,18 +6,10 @@ two attempts, or too few parts, are no weights.
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from deployments.protocol.adapters import (
-    NO_ADAPTERS,
-    LoadAdapter,
-    SetAdapters,
-)
 from deployments.protocol.engine_state import (
     InFlight,
-    SleepTag,
     asleep,
     is_paused,
 )
@@ -38,9 +30,6 @@ from deployments.protocol.poll import (
 )
 from tests.deployments.ledger.fake_engine import FakeEngine
 from tests.simulation.work import Answer, EngineFailed, Mortal, Work
-
-if TYPE_CHECKING:  # it imports vLLM
-    from tests.simulation.adapters.engine import SimAdapters
 
 
 class _Engine(FakeEngine):
@@ -68,13 +57,11 @@ class SimMember(Mortal):
         went_live: Callable[[int, str], None],
         write: Callable[[int, str], str],
         read: Callable[[str, int], str],
-        lora: "SimAdapters | None" = None,
     ) -> None:
         super().__init__()
         self.engine = _Engine(version=version, writes_at_once=False)
         self.partially_updated = False
         self.admitted = False
-        self.lora = lora
         self.fenced: str | None = None
         self.changed = asyncio.Condition()
         self.hangs = False
@@ -105,9 +92,7 @@ class SimMember(Mortal):
         return not (engine.held or user or self.hangs or self.stopped)
 
     def report(self, replica_id: str, incarnation: str) -> Report:
-        return self.engine.report_as(
-            replica_id, incarnation, adapters=NO_ADAPTERS if self.lora is None else self.lora.state
-        )
+        return self.engine.report_as(replica_id, incarnation)
 
     # -- MemberProtocol -----------------------------------------------------------------------------
 
@@ -152,7 +137,7 @@ class SimMember(Mortal):
         if work.hang and work.rng.random() < work.hang:
             if work.rng.random() < 0.3:
                 self.hangs = True
-            if self.hangs or isinstance(body, LoadAdapter | SetAdapters):  # nothing interrupts these
+            if self.hangs:
                 await asyncio.Event().wait()
             self._interrupted.clear()
             await self._interrupted.wait()
@@ -170,10 +155,6 @@ class SimMember(Mortal):
                 return None
             case CatchUp():
                 await self._catch_up(body)
-                return None
-            case LoadAdapter() | SetAdapters():
-                assert self.lora is not None
-                await self.lora.carry_out(body, asleep=SleepTag.WEIGHTS in engine.memory.asleep)
                 return None
             case Verify():
                 await work.do(0.02)
@@ -241,24 +222,19 @@ class SimMember(Mortal):
 
     def _live_now(self, weights: str) -> None:
         self._went_live(self.version, weights)
-        if self.lora is not None:
-            self.lora.forget()
 
     # -- requests -----------------------------------------------------------------------------
 
-    async def generate(self, seconds: float, name: str | None = None) -> Answer:
-        """Raises NotFound if no adapter has this name."""
-        with nullcontext() if name is None or self.lora is None else self.lora.using(name) as compute:
-            await self._until(lambda: self.generates)
-            self.engine.running += 1
-            try:
-                first, tokens = self.version, [compute()] if compute else []
-                await asyncio.sleep(seconds)
-                await self._until(lambda: self._continues)
-                tokens += [compute()] if compute else []
-                return Answer(first=first, last=self.version, tokens=tuple(tokens))
-            finally:
-                self.engine.running -= 1
+    async def generate(self, seconds: float) -> Answer:
+        await self._until(lambda: self.generates)
+        self.engine.running += 1
+        try:
+            first = self.version
+            await asyncio.sleep(seconds)
+            await self._until(lambda: self._continues)
+            return Answer(first=first, last=self.version)
+        finally:
+            self.engine.running -= 1
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         async with self.running:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from random import Random
 
-from tests.simulation.adapters.situations import ADAPTER_SITUATIONS
 from tests.simulation.loop import Process
 from tests.simulation.situations import SITUATIONS
 from tests.simulation.world import World
@@ -29,14 +28,13 @@ class Faults:
             situation: this one; otherwise it is drawn whether there is one, and which.
         """
         drawn = Random(f"{self._world.seed} situation")
-        situations = SITUATIONS if self._world.adapters is None else ADAPTER_SITUATIONS | SITUATIONS
         if situation is None and drawn.random() < SITUATION:
-            situation = drawn.choice(sorted(situations))
+            situation = drawn.choice(sorted(SITUATIONS))
         if situation is None:
             self._plan_many()
             return CALM_S
         self._world.log("situation: {}", situation)
-        calm_s = situations[situation](self._world, drawn)
+        calm_s = SITUATIONS[situation](self._world, drawn)
         self._world.loop.call_at(calm_s, self.end)
         return calm_s
 

@@ -27,7 +27,6 @@ class Mutant:
     old: str
     new: str
     situation: str | None = None
-    adapters: bool = False  # found in fleets that serve adapters
 
     @property
     def path(self) -> Path:
@@ -158,54 +157,6 @@ MUTANTS = [
         "state.committed_version, state.label = current.version, current.label",
         "state.committed_version, state.label = current.version + 1, current.label",
     ),
-    *(
-        Mutant(*each, adapters=True)
-        for each in (
-            (
-                "loaded_somewhere",
-                LEDGER + "adapter_loads",
-                "if load.decided and _is_everywhere(state, load.adapter):",
-                "if load.decided:",
-                "slow_loads",
-            ),
-            (
-                "answered_beside_an_unheard_fence",
-                LEDGER + "adapter_loads",
-                "if state.uncertain():",
-                "if state.returning():",
-                "adapter_fails_unheard",
-            ),
-            (
-                "joiner_without_adapters",
-                LEDGER + "admission",
-                "adapter_loads.converged(state, member)",
-                "True",
-                "slow_joiner",
-            ),
-            (
-                "retired_and_kept",
-                LEDGER + "adapter_loads",
-                "superfluous = held - keep - {",
-                "keep |= {each.adapter_id for each in adapters.catalog.retired}\n"
-                "    superfluous = held - keep - {",
-                None,
-            ),
-            (
-                "files_go_with_retirement",
-                LEDGER + "adapter_loads",
-                "for each in (*catalog.live, *catalog.retired)}\n\n\ndef settled",
-                "for each in catalog.live}\n\n\ndef settled",
-                "slow_loads",
-            ),
-            (
-                "full_disk_is_the_callers_fault",
-                CONTROLLER + "store_keeper",
-                "raise _no_space(error) from error",
-                "raise InvalidRequest(str(error)) from error",
-                "full_disk",
-            ),
-        )
-    ),
 ]
 # Not among them, because it changes nothing: that the follower runs an instruction which it has run already
 # (`if instruction.seq not in self._seen`). A directive is made after the report that it answers was taken in,
@@ -256,8 +207,6 @@ def search(name: str, count: int, timeout_s: float) -> str:
         str(count),
         "--until-failure",
     ]
-    if BY_NAME[name].adapters:
-        command.append("--adapters")
     if BY_NAME[name].situation is not None:
         command += ["--situation", str(BY_NAME[name].situation)]
     try:

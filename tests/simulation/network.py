@@ -10,7 +10,6 @@ from ray.exceptions import RayActorError
 
 from tests.simulation.loop import PROCESS, Loop, Process
 
-ONCE = ("load_adapter", "unload_adapter")  # Ray repeats no call by itself; a repetition is another load
 Resolve = Callable[[], tuple[Process, Any] | None]  # who has a name now, and the object that is called
 
 
@@ -135,7 +134,7 @@ class Network:
             self._break(future)
             return
         copies = 1
-        if fate < self.lose + self.double and what not in ONCE:
+        if fate < self.lose + self.double:
             self._log("doubled: {} from {}", what, source)
             copies = 2
         for _ in range(copies):

@@ -70,7 +70,6 @@ class Replica:
             lambda version, attempt: world.oracle.went_live(self.name, version, attempt),
             world.write,
             world.read,
-            None if world.adapters is None else world.adapters.new_engine(),
         )
         self.follower = Follower(
             replica_id=self.name,
@@ -102,12 +101,12 @@ class Replica:
             self._world.violation = Violation(f"{report.incarnation} is admitted, the disk says it is fenced")
         return directive
 
-    async def answer(self, demand: Demand, seconds: float, adapter: str | None = None) -> Answer:
+    async def answer(self, demand: Demand, seconds: float) -> Answer:
         """A request that came over HTTP."""
         if self.admission is None or self.member is None:
             raise ReplicaUnavailable("not started")
         await self.admission.wait(demand)
-        return await self.member.generate(seconds, adapter)
+        return await self.member.generate(seconds)
 
     @property
     def admits(self) -> bool:

@@ -11,7 +11,7 @@ from tests.simulation.oracle import Violation
 from tests.simulation.world import World, quiet
 
 RECOVERY_S = 60.0  # virtual, from the end of the faults to full strength and another round
-REPLAY = "python -m tests.simulation {options}{seed}"
+REPLAY = "python -m tests.simulation {seed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +23,11 @@ class Outcome:
     virtual_s: float
     committed: int
     answers: int
-    adapters: bool
     trace: tuple[str, ...] = ()
 
     @property
     def replay(self) -> str:
-        return REPLAY.format(seed=self.seed, options="--adapters " if self.adapters else "")
+        return REPLAY.format(seed=self.seed)
 
 
 @contextmanager
@@ -53,10 +52,10 @@ def undisturbed() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def run(seed: int, *, trace: bool = False, situation: str | None = None, adapters: bool = False) -> Outcome:
+def run(seed: int, *, trace: bool = False, situation: str | None = None) -> Outcome:
     """Run one schedule. The same seed gives the same outcome, whatever ran before it."""
     quiet()
-    world = World(seed, trace=trace, adapters=adapters)
+    world = World(seed, trace=trace)
     problem = None
     try:
         calm_s = Faults(world).plan(situation)
@@ -64,9 +63,7 @@ def run(seed: int, *, trace: bool = False, situation: str | None = None, adapter
         world.run(lambda: False, calm_s + 0.001)
         before = world.oracle.durable
         recovered = world.run(lambda: world.at_full_strength(before + 1), calm_s + RECOVERY_S)
-        if recovered and world.adapters is not None:
-            problem = world.adapters.recover(calm_s, RECOVERY_S)
-        elif not recovered:
+        if not recovered:
             problem = f"not at full strength {RECOVERY_S:g} s after the last fault: {world.describe()}"
     except Violation as violation:
         problem = str(violation)
@@ -80,6 +77,5 @@ def run(seed: int, *, trace: bool = False, situation: str | None = None, adapter
         virtual_s=world.loop.now,
         committed=world.oracle.durable,
         answers=world.oracle.answers,
-        adapters=adapters,
         trace=tuple(world.trace or ()),
     )

@@ -7,7 +7,6 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from deployments.controller.controller import Controller
-from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.errors import FleetUnavailable
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
@@ -78,15 +77,12 @@ class Serve:
     async def _run_controller(self, process: Process) -> None:
         world = self._world
         if world.store_dir is None:
-            # In memory a sync costs nothing; with this process's name, whoever comes after it removes it.
-            place = DIRECTORY if world.adapters else None
-            world.store_dir = Path(tempfile.mkdtemp(prefix=owner().name("simulation-"), dir=place))
+            world.store_dir = Path(tempfile.mkdtemp(prefix="simulation-"))
         try:
             controller = Controller(
                 config=world.config,
                 state_dir=STATE,
                 store_dir=str(world.store_dir),
-                **({} if world.adapters is None else world.adapters.settings()),
                 is_alive=world.is_alive,
                 kill=world.end,
                 max_versions=2,

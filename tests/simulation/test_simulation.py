@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.mutants import FEW, MUTANTS, search
 from tests.simulation.schedule import Outcome, run, undisturbed
 
-SAMPLE, ADAPTERS = 100, 10  # schedules in `make test`, without adapters and with them
+SAMPLE = 100  # schedules in `make test`
 BLOCK = 150  # schedules; some twenty seconds of one core
 BLOCKS, MANY = 4, 80  # in `make test-all`, in `make chaos`
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
@@ -36,10 +36,10 @@ def other_tests_hear_serves_logger() -> Iterator[None]:
     serve.setLevel(level)
 
 
-def check(seeds: Iterable[int], *, adapters: bool = False) -> None:
+def check(seeds: Iterable[int]) -> None:
     for seed in seeds:
-        if run(seed, adapters=adapters).problem is not None:
-            pytest.fail(described(run(seed, trace=True, adapters=adapters)), pytrace=False)
+        if run(seed).problem is not None:
+            pytest.fail(described(run(seed, trace=True)), pytrace=False)
 
 
 def described(outcome: Outcome) -> str:
@@ -58,20 +58,10 @@ def test_whatever_goes_wrong_the_fleet_is_never_wrong_and_recovers() -> None:
     check(range(SAMPLE))
 
 
-@pytest.mark.slow
-def test_adapters_are_everywhere_or_nowhere_whatever_goes_wrong() -> None:
-    check(range(ADAPTERS), adapters=True)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_other_schedules(block: int) -> None:
     check(fresh(BLOCK))
-
-
-@pytest.mark.long
-def test_other_schedules_with_adapters() -> None:
-    check(fresh(3 * ADAPTERS), adapters=True)
 
 
 @pytest.mark.chaos
@@ -79,18 +69,6 @@ def test_other_schedules_with_adapters() -> None:
 @pytest.mark.parametrize("block", range(MANY))
 def test_many_schedules(block: int) -> None:
     check(fresh(BLOCK))
-
-
-@pytest.mark.chaos
-@pytest.mark.long
-@pytest.mark.parametrize("block", range(MANY // 4))
-def test_many_schedules_with_adapters(block: int) -> None:
-    check(fresh(BLOCK), adapters=True)
-
-
-@pytest.mark.slow
-def test_a_seed_is_one_schedule_with_adapters() -> None:
-    assert run(3, trace=True, adapters=True) == run(3, trace=True, adapters=True)
 
 
 @pytest.mark.slow
@@ -124,13 +102,13 @@ def test_the_text_of_a_fault_is_still_in_its_module() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.situation or each.adapters])
+@pytest.mark.parametrize("name", [each.name for each in MUTANTS if each.situation])
 def test_a_fault_that_is_put_in_is_found_in_its_situation(name: str) -> None:
     assert "seed " in search(name, FEW, 600.0)
 
 
 @pytest.mark.chaos
 @pytest.mark.long
-@pytest.mark.parametrize("name", [each.name for each in MUTANTS if not (each.situation or each.adapters)])
+@pytest.mark.parametrize("name", [each.name for each in MUTANTS if not each.situation])
 def test_a_fault_that_is_put_in_is_found(name: str) -> None:
     assert "seed " in search(name, 2000, 600.0)

@@ -19,7 +19,6 @@ class Answer:
 
     first: int  # versions of the base
     last: int
-    tokens: tuple[tuple[str, str], ...] = ()  # (adapter's full name, what its files held)
 
 
 @dataclass(slots=True)

@@ -14,7 +14,6 @@ from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import CommitMode
 from deployments.weights.store.versions import MANIFEST, VersionManifest
-from tests.simulation.adapters.scene import AdapterScene
 from tests.simulation.clients import one_request
 from tests.simulation.disk import SimDisk
 from tests.simulation.loop import OUTSIDE, Loop, Process
@@ -31,12 +30,9 @@ class World:
     Args:
         seed: decides everything.
         trace: collects what happened, in words.
-        adapters: whether the fleet serves adapters, and users load them.
     """
 
-    def __init__(
-        self, seed: int, *, trace: bool = False, replicas: int | None = None, adapters: bool = False
-    ) -> None:
+    def __init__(self, seed: int, *, trace: bool = False, replicas: int | None = None) -> None:
         self.seed = seed
         self.trace: list[str] | None = [] if trace else None
         random.seed(seed)  # the router's policy draws from it
@@ -79,7 +75,6 @@ class World:
         self.store_dir: Path | None = None
         self.stored: dict[str, tuple[int, str]] = {}
         self.tampered: set[str] = set()  # paths that somebody else removed
-        self.adapters = AdapterScene(self) if adapters else None
 
     def log(self, text: str, *args: Any) -> None:
         if self.trace is not None:
@@ -94,8 +89,6 @@ class World:
     def start(self) -> None:
         self.guard(self.loop.spawn(OUTSIDE, Serve(self).run()))
         self.loop.spawn(Process("client", watched=False), self._requests())
-        if self.adapters is not None:
-            self.adapters.start()
 
     def close(self) -> None:
         self.loop.close()
@@ -104,8 +97,6 @@ class World:
 
     def _check(self) -> None:
         self.oracle.check()
-        if self.adapters is not None:
-            self.adapters.oracle.check()
         if self.violation is not None:
             raise self.violation
         if self.loop.errors:
@@ -133,7 +124,7 @@ class World:
         if jobs and self.rng.random() < 0.5:  # in the middle of a write
             self.disk.dying = True
             try:
-                jobs[0]() if self.adapters is None else self.adapters.dying(jobs[0])
+                jobs[0]()
             except Exception as error:
                 self.log("{} dies while it writes: {}", process, error)
             self.disk.dying = False
@@ -188,7 +179,7 @@ class World:
                 return
             self.disk_jobs.remove(job)
             try:
-                result, error = action() if self.adapters is None else self.adapters.on_disk(action), None
+                result, error = action(), None
             except Exception as raised:
                 result, error = None, raised
             if not future.done():
@@ -246,8 +237,7 @@ class World:
     async def _requests(self) -> None:
         while True:
             await asyncio.sleep(0.05 + self.rng.random() * 0.9)
-            adapter = None if self.adapters is None else self.adapters.some_name()
-            self.guard(asyncio.get_running_loop().create_task(one_request(self, adapter)))
+            self.guard(asyncio.get_running_loop().create_task(one_request(self)))
 
 
 def quiet() -> None:

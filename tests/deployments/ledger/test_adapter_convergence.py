@@ -89,6 +89,20 @@ def test_an_unload_waits_for_a_replica_that_an_earlier_controller_told_to_make_i
     assert call.done and live(late) == []
 
 
+def test_an_unload_waits_for_a_replica_that_has_not_heard_of_its_fence() -> None:
+    scene = AdapterScene(3)
+    scene.load("math")
+    unheard = scene.replicas[2]
+    unheard.outcomes[SetAdapters] = Outcome.REPLICA_FAILED
+    call = scene.unload("math", polls=0)
+    unheard.take(scene.ledger.poll(unheard.report(), scene.now))
+    scene.ledger.poll(unheard.report(), scene.now)  # the answer, with the fence, is lost
+    scene.poll(6, only=scene.replicas[:2])
+    assert scene.state_of(unheard) == "fenced" and unheard.admitted and not call.done
+    scene.poll(3)
+    assert unheard.fenced is not None and ended(call) is None
+
+
 @pytest.mark.slow
 def test_hundreds_of_adapters_leave_nothing_behind() -> None:
     scene = AdapterScene(2)
