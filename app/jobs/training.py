@@ -65,7 +65,8 @@ async def train(
         status = await idle(client)
         try:
             if status.step == steps + 1:
-                metrics: dict[str, JsonValue] = dict(status.last_step)
+                # A trainer that was restarted knows no figures of it.
+                metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
             else:
                 steps = status.step
                 metrics = await client.send(calls.step(batch, settings))

@@ -74,6 +74,7 @@ class FakeFleet:
         self.metrics: dict[str, float] = {"loss": 0.5}  # of each step
         self.restarts = 0  # steps in which the trainer dies
         self.dies_before_publishing = 0  # rounds: its successor resumes from the step before
+        self.restarted = False  # the trainer, which knows neither the figures of its last step nor its round
         self.busy = 0  # answers of its status after a lost one in which it still does what it was asked for
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.reports: list[dict[str, Any]] = []  # of steps, for the page
@@ -100,7 +101,8 @@ class FakeFleet:
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "tiny"}]})
             case "/train/status":
-                done = [asdict(report(self.version, self.version, self.labels[-1]))] if self.labels else []
+                known = self.labels and not self.restarted
+                done = [asdict(report(self.version, self.version, self.labels[-1]))] if known else []
                 self.busy, doing = max(0, self.busy - 1), "step" if self.busy else None
                 steps = self.steps - 1 if doing else self.steps
                 current = {
@@ -108,7 +110,7 @@ class FakeFleet:
                     "version": self.version if self.trainer_version is None else self.trainer_version,
                     "missed": self.missed,
                     "doing": doing,
-                    "last_step": {**self.metrics, "step": steps},
+                    "last_step": {} if self.restarted else {**self.metrics, "step": steps},
                     "last_round": done[0] if done else None,
                 }
                 return httpx.Response(200, json=asdict(STATUS) | current)
@@ -129,6 +131,7 @@ class FakeFleet:
                     self.restarts -= 1
                     self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
                     return refusal(503, "fleet_unavailable", "another one is being started")
+                self.restarted = False
                 self.batches.append(from_bytes(request.content))
                 self.settings.append(settings_of(request.content))
                 self.steps += 1

@@ -165,6 +165,16 @@ async def test_the_step_of_a_killed_job_is_recorded_with_its_figures(path: str, 
     assert records[0].elapsed_s < resumed.elapsed_s < records[2].elapsed_s
 
 
+async def test_a_job_and_its_trainer_may_be_killed_together(tmp_path: Path) -> None:
+    fleet = KillingFleet("/train/publish", done=True)
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3")
+    fleet.restarted = True
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
+    assert [record.step for record in records] == [1, 2, 3] and len(fleet.batches) == 3
+    assert [record.trainer["step"] for record in records] == [4, 5, 6]
+
+
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize(
     "path", ["/rollouts/begin", "/v1/chat/completions", "/rollouts/settle", "/rollouts/take"]
