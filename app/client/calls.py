@@ -123,13 +123,17 @@ def take(step: str, run: str, groups: int, max_staleness: int | None, note: str)
 # -- the trainer -----------------------------------------------------------------------------------
 
 
-def step(trajectories: Sequence[Trajectory], settings: str | None = None) -> Call[Object]:
-    """One optimizer step; `settings` is JSON of `trainers.settings.StepSettings`."""
+def step(
+    trajectories: Sequence[Trajectory], settings: str | None = None, done: int | None = None
+) -> Call[Object]:
+    """One optimizer step; `settings` is JSON of `trainers.settings.StepSettings`. Refused unless the trainer
+    has done `done` optimizer steps."""
     from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy is slow to import
 
     return Call(
         method="POST",
         path="/train/step",
+        query={} if done is None else {"done": str(done)},
         content=to_bytes(trajectories, settings),
         headers={"content-type": MEDIA_TYPE},
         read=typed(Object),

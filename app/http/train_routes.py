@@ -29,12 +29,18 @@ class TrainRoutes:
             GuardedRoute("POST", "/train/report", self.report),
         ]
 
-    async def step(self, body: StepBody) -> responses.StepMetrics:
+    async def step(
+        self,
+        body: StepBody,
+        done: Annotated[
+            int | None, Query(description="learn only if the trainer has done so many optimizer steps")
+        ] = None,
+    ) -> responses.StepMetrics:
         """One optimizer step on a batch of trajectories; answers its metrics.
 
         The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
         """
-        return await self._handle().step.remote(body.trajectories, body.settings)
+        return await self._handle().step.remote(body.trajectories, body.settings, done)
 
     async def publish(self, body: PublishBody) -> RoundReport | responses.AdapterReport:
         """Publish the trainer's weights; returns the round's report.

@@ -69,7 +69,7 @@ async def train(
                 metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
             else:
                 steps = status.step
-                metrics = await client.send(calls.step(batch, settings))
+                metrics = await client.send(calls.step(batch, settings, steps))
             trained = time.monotonic()
             version = _published(status, label, before["version"]) if status.step == steps + 1 else None
             if version is None:

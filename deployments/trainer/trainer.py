@@ -226,20 +226,26 @@ class Trainer:
             )
 
     async def step(
-        self, trajectories: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None = None
+        self,
+        trajectories: Sequence[JsonValue] | bytes,
+        settings: Mapping[str, JsonValue] | None = None,
+        done: int | None = None,
     ) -> StepMetrics:
         """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`; returns its
         metrics.
 
         Args:
             settings: `trainers.settings.StepSettings` of this step; arrays have them in their metadata.
+            done: optimizer steps expected to be done; None: any number. A call that comes late, after it was
+                sent again, learns nothing.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
+            OtherStep: another number was done.
             Conflict: the trainer has an older version than the fleet.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
-        return await self._queue.run("step", lambda: self._learn(trajectories, settings))
+        return await self._queue.run("step", lambda: self._learn(trajectories, settings, done))
 
     async def publish(
         self, label: str | None = None, step: int | None = None, after: int | None = None
@@ -262,12 +268,7 @@ class Trainer:
         """
 
         async def work() -> RoundReport | AdapterReport:
-            if step is not None and step != self._step:
-                raise OtherStep(
-                    f"expected a trainer after step {step}, got one after step {self._step}: nothing was "
-                    "published",
-                    {"expected": step, "actual": self._step},
-                )
+            self._require_done(step)
             if self._rounds.version == 0 and after is None:
                 check_version_0(await retried(self._controller, "fleet"), self._loaded)
             if self._lora is not None:
@@ -348,9 +349,20 @@ class Trainer:
             await group.flush(FLUSH_TIMEOUT_S)
         group.kill()
 
+    def _require_done(self, step: int | None) -> None:
+        if step not in (None, self._step):
+            raise OtherStep(
+                f"expected a trainer after step {step}, got one after step {self._step}: nothing was done",
+                {"expected": step, "actual": self._step},
+            )
+
     async def _learn(
-        self, trajectories: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None
+        self,
+        trajectories: Sequence[JsonValue] | bytes,
+        settings: Mapping[str, JsonValue] | None,
+        done: int | None,
     ) -> StepMetrics:
+        self._require_done(done)
         await self._rounds.outcome()
         self._rounds.require_committed()
         published = self._rounds.version if self._lora is None else self._adapter_version

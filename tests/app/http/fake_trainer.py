@@ -53,8 +53,10 @@ class FakeTrainer:
         self.received: list[Any] = []
 
     async def step(
-        self, batch: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None
+        self, batch: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None, done: int | None
     ) -> dict[str, float]:
+        if done not in (None, 3):
+            raise OtherStep(f"expected a trainer after step {done}, got one after step 3", {"actual": 3})
         self.received.append(batch if settings is None else (batch, settings))
         if not batch:
             raise InvalidRequest("trajectories must be a non-empty list, got an empty list")

@@ -22,7 +22,8 @@ def to_json(told: RoundReport | TrainerStatus) -> Any:
 async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
     trainer = FakeTrainer()
     async with client(FakeController(), trainer=trainer) as fleet:
-        step = await fleet.post("/train/step", json={"trajectories": [TRAJECTORY]})
+        step = await fleet.post("/train/step?done=3", json={"trajectories": [TRAJECTORY]})
+        late = await fleet.post("/train/step?done=2", json={"trajectories": [TRAJECTORY]})
         answers = [
             step,
             await fleet.post("/train/publish", json={"label": "step 1"}),
@@ -31,6 +32,7 @@ async def test_steps_publishes_and_saves_reach_the_trainer() -> None:
             await fleet.post("/train/save", content=b" "),
             await fleet.get("/train/status"),
         ]
+    assert late.status_code == 409 and late.json()["error"]["type"] == "other_step"
     assert [answer.status_code for answer in answers] == [200] * 6
     assert [answer.json() for answer in answers] == [
         {"loss": 0.5},

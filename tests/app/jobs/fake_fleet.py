@@ -131,10 +131,12 @@ class FakeFleet:
                     self.restarts -= 1
                     self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
                     return refusal(503, "fleet_unavailable", "another one is being started")
+                if int(request.url.params.get("done", self.steps)) != self.steps:
+                    return refusal(409, "other_step", f"got one after step {self.steps}")
                 self.restarted = False
                 self.batches.append(from_bytes(request.content))
                 self.settings.append(settings_of(request.content))
-                self.steps += 1
+                self.steps += not self.metrics.get("skipped")
                 self.lose("step", request)
                 return httpx.Response(200, json={**self.metrics, "step": self.steps})
             case "/train/publish":

@@ -23,6 +23,25 @@ async def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     assert capsys.readouterr().out.count("asking the trainer whether it was done") == 1
 
 
+async def test_a_step_that_arrives_after_it_was_sent_again_is_not_learned_from_twice(tmp_path: Path) -> None:
+    """A router that waits for a new trainer does not know that its client has gone."""
+
+    class LateFleet(FakeFleet):
+        late: httpx.Request | None = None
+
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/train/step" and not self.batches:
+                if self.late is None:
+                    self.late = request
+                    raise httpx.RemoteProtocolError("the server disconnected", request=request)
+                await super().answer(self.late)
+            return await super().answer(request)
+
+    fleet = LateFleet()
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert len(fleet.batches) == 2 and [record.trainer["step"] for record in records] == [4, 5]
+
+
 async def test_a_restarting_trainer_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = FakeFleet()
     fleet.restarts = 2
@@ -51,9 +70,11 @@ async def test_a_trainer_that_comes_back_older_is_noticed(
     """It was told to replace the version that it had published, and has not got."""
 
     class Older(FakeFleet):
+        is_new = True
+
         async def answer(self, request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/train/step" and self.labels == ["step 1"]:
-                self.steps -= 1
+            if request.url.path == "/train/step" and self.labels == ["step 1"] and self.is_new:
+                self.steps, self.is_new = self.steps - 1, False
             return await super().answer(request)
 
     await run_job(Older(), tmp_path / "m.jsonl", "--steps", "2")
