@@ -75,9 +75,7 @@ def group_of(taken: TakenGroup, options: JobOptions) -> Group:
 
 def _rollout(taken: TakenRollout, options: JobOptions) -> Rollout:
     trajectories = [_trajectory(each) for each in taken.sequences]
-    turns: dict[int, Mapping[str, Any]] = {
-        turn["turn"]: turn for each in taken.sequences for turn in _turns(each)
-    }
+    turns = {turn["turn"]: turn for each in taken.sequences for turn in each["turns"]}
     assert isinstance(taken.reward, float), "the job rewards whole rollouts"
     made = Rollout(
         id=taken.id,
@@ -89,11 +87,6 @@ def _rollout(taken: TakenRollout, options: JobOptions) -> Rollout:
         **json.loads(taken.info),
     )
     return penalised(made, options)
-
-
-def _turns(sequence: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    turns: Sequence[Mapping[str, Any]] = sequence["turns"]
-    return turns
 
 
 def _trajectory(sequence: Mapping[str, Any]) -> Trajectory:

@@ -8,7 +8,7 @@ trainer whether it has learned from them.
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -21,8 +21,8 @@ from app.jobs.metrics import StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Run
 from app.jobs.trackers import Trackers
-from app.jobs.training import idle, train
-from deployments.protocol.responses import TakenStep
+from app.jobs.training import Before, idle, train
+from deployments.protocol.responses import TakenGroup
 from trainers.trajectory import Trajectory
 
 SHOWN = 3  # rollouts of a step on the page
@@ -54,8 +54,8 @@ async def show(run: Run, record: StepRecord) -> None:
 async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
-    taken = await take(run)
-    groups = [group_of(each, run.options) for each in taken.groups]
+    taken, before = await take(run)
+    groups = [group_of(each, run.options) for each in taken]
     batch = trajectories(groups, run.options.advantage)
     sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
     record = recorded(run, groups, sampled, waited_s)
@@ -63,7 +63,7 @@ async def learn_once(run: Run) -> StepRecord:
     metrics.append_rollouts(run.path, run.rows)
     run.filtered, run.stale, run.unanswered = [], 0, 0
     if batch:  # else nothing to learn
-        record = await trained(run, batch, record, json.loads(taken.note))
+        record = await trained(run, batch, record, before)
     if record.step >= run.options.steps:
         run.sampling.clear()
     evaluation_began = time.monotonic()
@@ -81,17 +81,18 @@ async def learn_once(run: Run) -> StepRecord:
     )
 
 
-async def take(run: Run) -> TakenStep:
+async def take(run: Run) -> tuple[Sequence[TakenGroup], Before]:
     """What the next step learns from: what the step of a killed job has consumed, or the oldest groups."""
     client, wanted = run.policy.client, run.options.groups_per_step
     while True:
-        note = {"trainer_step": (await idle(client)).step, "version": run.version}
+        now = {"trainer_step": (await idle(client)).step, "version": run.version}
         step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
-        taken = await client.send(calls.take(step, run.name, wanted, staleness, json.dumps(note)))
+        taken = await client.send(calls.take(step, run.name, wanted, staleness, json.dumps(now)))
         run.stale += taken.stale_groups
         await run.count_ready(taken.ready_groups)
         if taken.step is not None:
-            return taken
+            then = json.loads(taken.note)
+            return taken.groups, Before(**then) if then != now else replace(Before(**now), trainer_step=None)
         async with run.changed:
             await run.changed.wait_for(lambda: run.ready >= wanted)
 
@@ -122,9 +123,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
     )
 
 
-async def trained(
-    run: Run, batch: Sequence[Trajectory], record: StepRecord, before: Mapping[str, int]
-) -> StepRecord:
+async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, before: Before) -> StepRecord:
     """The record after a step and a publish."""
     run.doing = f"the trainer learns from {len(batch)} answers"
     acceptance = await draft_acceptance(run)

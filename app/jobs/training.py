@@ -26,6 +26,19 @@ REPEATED = ("answer_lost", "other_step", "round_aborted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Before:
+    """What was when a batch was taken.
+
+    Attributes:
+        trainer_step: optimizer steps, if a job that was killed has taken it, and may have sent it.
+        version: the fleet's.
+    """
+
+    trainer_step: int | None
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     """A step of the trainer, and the version that it became."""
 
@@ -46,7 +59,7 @@ async def train(
     batch: Sequence[Trajectory],
     label: str,
     settings: str | None,
-    before: Mapping[str, int],
+    before: Before,
     say: Callable[[str], object],
 ) -> Made:
     """One optimizer step and its publish, or what a killed job has made of them.
@@ -54,24 +67,25 @@ async def train(
     Args:
         label: of the version.
         settings: as in `calls.step`.
-        before: `trainer_step` and `version` when this batch was taken.
+        before: when this batch was taken.
 
     Raises:
         FleetError: the fleet refuses, or something was lost `ATTEMPTS` times.
     """
-    steps = before["trainer_step"]
+    steps = before.trainer_step
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
         try:
-            if status.step == steps + 1:
+            version: int | None = None
+            if steps is not None and status.step == steps + 1:
                 # A trainer that was restarted knows no figures of it.
                 metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
+                version = _published(status, label, before.version)
             else:
                 steps = status.step
                 metrics = await client.send(calls.step(batch, settings, steps))
             trained = time.monotonic()
-            version = _published(status, label, before["version"]) if status.step == steps + 1 else None
             if version is None:
                 version = await publish(client, label, metrics)
             ended = time.monotonic()

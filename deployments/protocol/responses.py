@@ -221,7 +221,7 @@ class TakenRollout:
     id: str
     reward: float | Sequence[float | Sequence[float]]
     info: str
-    sequences: Sequence[Mapping[str, JsonValue]]
+    sequences: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,3 +245,15 @@ async def test_a_fleet_without_a_ledger_is_refused_with_the_settings_name(tmp_pa
 
     with pytest.raises(FleetError, match="expected the section 'rollouts' in its settings"):
         await run_job(Without(), tmp_path / "m.jsonl", "--steps", "1")
+
+
+async def test_a_step_of_another_program_is_not_taken_for_the_jobs_own(tmp_path: Path) -> None:
+    class Shared(FakeFleet):
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            answer = await super().answer(request)
+            self.steps += request.url.path == "/rollouts/take"
+            return answer
+
+    fleet = Shared()
+    await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert len(fleet.batches) == 2
