@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.http.adapter_routes import AdapterRoutes
 from app.http.auth import Access, Guard, Unauthorized, passed_access, require_guarded
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.engine_routes import EngineRoutes
@@ -90,7 +89,6 @@ def own_routes(
         *FleetRoutes(controller, trainer, directories, scrape).routes(),
         *WeightRoutes(controller, directories, allow_pickled_ipc=allow_pickled_ipc).routes(),
         *EngineRoutes(controller).routes(),
-        *AdapterRoutes(controller).routes(),
         *TrainRoutes(trainer).routes(),
         *RolloutRoutes(controller).routes(),
     ]

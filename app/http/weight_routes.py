@@ -63,31 +63,31 @@ class WeightRoutes:
             GuardedRoute("POST", "/weight_checker", self.weight_checker, large=True),
         ]
 
-    async def init(self, body: InitEngineBody) -> responses.Message:
+    async def init(self, body: InitEngineBody) -> dict[str, str]:
         """Connect every replica to the publisher's transfer group."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"{_open(session)} before the engine is initialized again")
             await session.connect(body.init_info)
-        return responses.Message(message="Weight transfer initialized")
+        return {"message": "Weight transfer initialized"}
 
-    async def start(self) -> responses.Message:
+    async def start(self) -> dict[str, str]:
         """Open a round."""
         async with self._session() as session:
             if session.round_id is not None:
                 raise Conflict(f"start_weight_update was called twice: {_open(session)}")
             # An external program does not write to the store.
             await session.open(RoundOptions(persist=True))
-        return responses.Message(message="Weight update started")
+        return {"message": "Weight update started"}
 
-    async def update(self, body: UpdateWeightsBody) -> responses.Message:
+    async def update(self, body: UpdateWeightsBody) -> dict[str, str]:
         """Send one payload of the open round: one for all workers, or a list with one per worker.
 
         With `weight_dir` it is a whole round from a directory, as `/fleet/publish`.
         """
         if body.weight_dir is not None:
             await self._directories.publish(body.weight_dir, None)
-            return responses.Message(message="Weights updated")
+            return {"message": "Weights updated"}
         # In a thread: thousands of pickled handles take seconds.
         payload = await asyncio.to_thread(
             refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc
@@ -95,9 +95,9 @@ class WeightRoutes:
         async with self._session(of_round=True) as session:
             await self._require_round(session, "update_weights")
             await session.send(payload)
-        return responses.Message(message="Weights updated")
+        return {"message": "Weights updated"}
 
-    async def finish(self, body: FinishUpdateBody) -> responses.Message:
+    async def finish(self, body: FinishUpdateBody) -> dict[str, str]:
         """Close the round: every replica serves the new weights, or none does.
 
         If the controller dies meanwhile, its successor reports the outcome.
@@ -105,17 +105,17 @@ class WeightRoutes:
         async with self._session(of_round=True) as session:
             await self._require_round(session, "finish_weight_update")
             await session.close(body.weight_version)
-        return responses.Message(message="Weight update finished")
+        return {"message": "Weight update finished"}
 
-    async def abort(self, body: AbortUpdateBody) -> responses.Message:
+    async def abort(self, body: AbortUpdateBody) -> dict[str, str]:
         """Give up a round of these routes: its publisher has failed. Not vLLM's."""
         async with self._session() as session:
             if session.round_id != body.round_id:
                 raise Conflict(f"round {body.round_id} is not open")
             await session.abort("its publisher has failed")
-        return responses.Message(message="Weight update aborted")
+        return {"message": "Weight update aborted"}
 
-    async def shutdown(self) -> responses.Message:
+    async def shutdown(self) -> dict[str, str]:
         """Disconnect every replica from the publisher's transfer group."""
         async with self._session() as session:
             if session.round_id is not None:
@@ -123,7 +123,7 @@ class WeightRoutes:
                     f"Cannot release a trainer connection during a weight update: {_open(session)}"
                 )
             await session.disconnect()
-        return responses.Message(message="Weight transfer shut down")
+        return {"message": "Weight transfer shut down"}
 
     async def get_world_size(
         self, include_dp: Annotated[bool, Query(description="count the workers of every replica")] = True
@@ -133,28 +133,28 @@ class WeightRoutes:
         one = max((member.world_size for member in fleet.members), default=0)
         return responses.WorldSize(world_size=fleet.workers if include_dp else one)
 
-    async def weight_info(self) -> responses.WeightInfo:
+    async def weight_info(self) -> dict[str, str]:
         """The label of the committed version, or its number."""
         fleet: responses.FleetStatus = await self._controller.fleet.remote()
         version = str(fleet.committed_version) if fleet.label is None else fleet.label
-        return responses.WeightInfo(weight_version=version)
+        return {"weight_version": version}
 
-    async def update_weight_version(self, body: WeightVersionBody) -> responses.NewWeightVersion:
+    async def update_weight_version(self, body: WeightVersionBody) -> dict[str, str | bool]:
         """Give the committed version another label."""
         await self._controller.set_label.remote(body.new_version)
-        return responses.NewWeightVersion(success=True, new_version=body.new_version)
+        return {"success": True, "new_version": body.new_version}
 
     async def weight_checker(
         self, body: WeightCheckerBody
-    ) -> responses.Checksums | responses.ChecksumComparison:
+    ) -> dict[str, bool | Sequence[str] | Mapping[str, str]]:
         """Checksums of the weights that the replicas hold, or a comparison with a baseline."""
         answers = await self._controller.call.remote(WeightChecksums())
         checksums = agreed(_CHECKSUMS.validate_python(answers))
         if body.action == "checksum" or body.baseline is None:
-            return responses.Checksums(checksums=checksums)
+            return {"checksums": checksums}
         names = checksums.keys() | body.baseline.keys()
         differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
-        return responses.ChecksumComparison(match=not differing, mismatches=differing)
+        return {"match": not differing, "mismatches": differing}
 
     async def _require_round(self, session: PublishSession, call: str) -> None:
         if session.round_id is not None:

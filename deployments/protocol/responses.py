@@ -175,17 +175,20 @@ class Event:
         return {"id": self.event_id, "event": self.name, "at": self.at, **self.fields}
 
 
-# -- vLLM's RL routes: the names are vLLM 0.32's ---------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    message: str
+# -- vLLM's RL routes; what only vLLM's own clients read has no class ------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     status: str  # paused | resumed; ok: an adapter is loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSize:
+    world_size: int
+
+
+# -- /rollouts -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,66 +244,6 @@ class TakenStep:
     stale_groups: int
     ready_groups: int
     groups: Sequence[TakenGroup]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseState:
-    is_paused: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FellAsleep:
-    status: str
-    level: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WokeUp:
-    status: str  # awake: all memory of every replica; else sleeping
-    tags: Sequence[str] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Success:
-    success: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SleepState:
-    is_sleeping: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortedRequests:
-    status: str
-    aborted: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorldSize:
-    world_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightInfo:
-    weight_version: str  # the label of the committed version, or its number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewWeightVersion:
-    success: bool
-    new_version: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checksums:
-    checksums: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChecksumComparison:
-    match: bool
-    mismatches: Sequence[str]
 
 
 # -- /train ----------------------------------------------------------------------------------------

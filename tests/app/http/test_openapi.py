@@ -16,9 +16,9 @@ from deployments.replica.server_info import add_server_info
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import FakeRouter, NoReplica, application, client
 
-MESSAGE = {
+STATUS = {
     "title": "vLLM's own",
-    "anyOf": [{"$ref": "#/components/schemas/Part"}, {"$ref": "#/components/schemas/Message"}],
+    "anyOf": [{"$ref": "#/components/schemas/Part"}, {"$ref": "#/components/schemas/Status"}],
 }
 VLLM: dict[str, Any] = {
     "openapi": "3.1.0",
@@ -28,7 +28,7 @@ VLLM: dict[str, Any] = {
             "post": {
                 "summary": "Completions",
                 "requestBody": {
-                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Message"}}}
+                    "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Status"}}}
                 },
             },
             "get": {"summary": "not passed"},
@@ -36,7 +36,7 @@ VLLM: dict[str, Any] = {
         "/health": {"get": {"summary": "vLLM's own"}, "head": {"summary": "vLLM's own"}},
         "/collective_rpc": {"post": {"summary": "Collective Rpc"}},
     },
-    "components": {"schemas": {"Message": MESSAGE, "Part": {"type": "string"}}},
+    "components": {"schemas": {"Status": STATUS, "Part": {"type": "string"}}},
 }
 
 
@@ -66,9 +66,9 @@ async def test_our_routes_are_added_to_vllms() -> None:
         "they do not pass"
     )
     schemas = made["components"]["schemas"]
-    assert schemas["Message"] == MESSAGE
+    assert schemas["Status"] == STATUS
     assert schemas["Part"] == {"type": "string"}
-    assert schemas["SlipstreamMessage"]["required"] == ["message"]
+    assert schemas["SlipstreamStatus"]["required"] == ["status"]
 
 
 @pytest.mark.parametrize("router", [NoReplica(), FakeRouter(lambda path: [1])])
@@ -155,8 +155,6 @@ async def test_parameters_bodies_and_answers_are_those_of_the_models() -> None:
     answered = rollback["responses"]["200"]["content"]["application/json"]["schema"]
     assert answered == {"$ref": "#/components/schemas/SlipstreamRoundReport"}
     assert paths["/train/publish"]["post"]["requestBody"]["required"] is False
-    slept = paths["/sleep"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert slept == {"$ref": "#/components/schemas/SlipstreamFellAsleep"}
     assert "text/event-stream" in paths["/fleet/events"]["get"]["responses"]["200"]["content"]
     trajectories = schemas["SlipstreamStepBody"]["properties"]["trajectories"]
     assert "advantage" in trajectories["items"]["required"]
