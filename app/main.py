@@ -137,7 +137,7 @@ def _controller(args: AppConfig) -> Application:
         store_dir=str(args.store_path),
         adapters=args.adapter_limits,
         adapter_roots=args.adapter_roots,
-        rollouts=args.rollout_limits,
+        rollouts=args.rollouts,
         max_versions=args.store.keep,
         outside_versions=args.store.outside_versions,
         is_alive=replicas.exists,

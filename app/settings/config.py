@@ -60,23 +60,6 @@ class AdaptersConfig(Section):
     """Live versions of one name. `max_cpu_loras` of them stay in an engine's memory."""
 
 
-class RolloutsConfig(Section):
-    """Capture of requests with `x-rollout-id`. Log-probabilities are then those of the distribution that was
-    sampled from (vLLM's `logprobs_mode: processed_logprobs`), for every request."""
-
-    max_rollouts: PositiveInt = 20_000
-    """Rollouts that are kept. Above that those that have ended are forgotten, the oldest first; if none has,
-    new ones get 503."""
-    max_tokens: PositiveInt = 1 << 20
-    """Tokens of one rollout, those of forks included; above that: 413."""
-    max_gib: PositiveFloat = 16.0
-    """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
-    group_timeout_s: PositiveFloat = 3600.0
-    """When a group closes without `x-rollout-deadline`, with the members that are rewarded by then."""
-    keep_s: PositiveFloat = 3600.0
-    """How long a closed group waits for a trainer, and how long a step can get again what it has consumed."""
-
-
 class AppConfig(Section):
     """Argument of `app.main:build`: what is under `args` in a configuration file."""
 
@@ -103,7 +86,7 @@ class AppConfig(Section):
     """Committed versions on disk."""
     adapters: AdaptersConfig = AdaptersConfig()
     """LoRA adapters."""
-    rollouts: RolloutsConfig | None = None
+    rollouts: RolloutLimits | None = None
     """Capture of rollouts. None: requests with `x-rollout-id` are refused."""
     security: SecurityConfig = SecurityConfig()
     """Tokens, and directories that may be published."""
@@ -127,10 +110,6 @@ class AppConfig(Section):
             base_model=self.public_model_name,
             refusal=None if self.engine.serves_adapters else "set 'engine.extra.enable_lora' to true",
         )
-
-    @property
-    def rollout_limits(self) -> RolloutLimits | None:
-        return None if self.rollouts is None else RolloutLimits(**self.rollouts.model_dump())
 
     @property
     def store_path(self) -> Path:

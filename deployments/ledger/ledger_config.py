@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest
@@ -70,21 +70,43 @@ class ProofConfig(BaseModel):
     most of those that scored agree, trainer included."""
 
 
-class LedgerConfig(BaseModel):
-    """How long each step may take, and how a round commits; an operator sets `WeightsConfig`."""
+class RoundConfig(BaseModel):
+    """How a round commits, and how long each of its steps may take: a part of the section `weights`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     commit: CommitMode = CommitMode.TOGETHER
+    """`together`: no two replicas ever serve different versions. `rolling`: `max_unavailable` swap at a
+    time."""
     kv_cache: KvCache = KvCache.RECOMPUTE
+    """What running requests do at a commit. `recompute`: they compute their cache again with the new weights.
+    `keep`: they keep it, and their next tokens attend to keys and values of the version before. The prefix
+    cache is reset either way."""
     in_flight: InFlight = InFlight.KEEP
-    min_replicas: int = Field(default=1, ge=1)
-    max_unavailable: int = Field(default=1, ge=1)
-    heartbeat_timeout_s: float = Field(default=30.0, gt=0)
-    stage_timeout_s: float = Field(default=120.0, gt=0)
-    commit_timeout_s: float = Field(default=60.0, gt=0)
+    """Running requests at a commit. `keep`: they go on with the new weights. `wait`: the round waits for
+    their end. `abort`: they end with what they have."""
+    min_replicas: PositiveInt = 1
+    """A round is aborted if fewer take part."""
+    max_unavailable: PositiveInt = 1
+    """With commit `rolling`: how many replicas swap at a time."""
+    heartbeat_timeout_s: PositiveFloat = 30.0
+    """A replica that has not polled for so long is lost; a publisher that was silent for twice as long loses
+    its lease, and its round is aborted."""
+    stage_timeout_s: PositiveFloat = 120.0
+    """How long a replica may take to receive and verify a version; then it is fenced."""
+    commit_timeout_s: PositiveFloat = 60.0
+    """How long a replica may take to swap; then it is fenced."""
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
+    """How long running requests may continue before an update with `in_flight: wait`, or `/pause` and
+    `/sleep` with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes."""
+
     proof: ProofConfig = ProofConfig()
+    """Proof of policy after each commit."""
+
+
+class LedgerConfig(RoundConfig):
+    """An operator's `RoundConfig`, and what follows from it or is constant."""
+
     lease_s: float = Field(default=60.0, gt=0)
     # Constants; tests make them shorter.
     call_timeout_s: float = Field(default=60.0, gt=0)

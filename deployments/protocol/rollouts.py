@@ -1,11 +1,13 @@
 """What routers, replicas and the controller tell each other about captured rollouts."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+
 from deployments.protocol.errors import InvalidRequest
+from deployments.protocol.routing import number_of
 
 ID_HEADER = "x-rollout-id"
 REQUEST_HEADER = "x-rollout-turn"
@@ -32,15 +34,23 @@ _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}")  # clients resolve `.` a
 Reward = float | tuple[float | tuple[float, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutLimits:
-    """See `RolloutsConfig`, which has the same names."""
+class RolloutLimits(BaseModel):
+    """Capture of requests with `x-rollout-id`. Log-probabilities are then those of the distribution that was
+    sampled from (vLLM's `logprobs_mode: processed_logprobs`), for every request."""
 
-    max_rollouts: int
-    max_tokens: int
-    max_gib: float
-    group_timeout_s: float
-    keep_s: float
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    max_rollouts: PositiveInt = 20_000
+    """Rollouts that are kept. Above that those that have ended are forgotten, the oldest first; if none has,
+    new ones get 503."""
+    max_tokens: PositiveInt = 1 << 20
+    """Tokens of one rollout, those of forks included; above that: 413."""
+    max_gib: PositiveFloat = 16.0
+    """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
+    group_timeout_s: PositiveFloat = 3600.0
+    """When a group closes without `x-rollout-deadline`, with the members that are rewarded by then."""
+    keep_s: PositiveFloat = 3600.0
+    """How long a closed group waits for a trainer, and how long a step can get again what it has consumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,23 +125,13 @@ def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequ
     """The rollout that a client's headers name. Raises InvalidRequest."""
     if path not in CAPTURED:
         raise InvalidRequest(f"{ID_HEADER}: expected a request to one of {', '.join(CAPTURED)}, got {path}")
-    group, limit_s = headers.get(GROUP_HEADER), headers.get(DEADLINE_HEADER)
+    group = headers.get(GROUP_HEADER)
     if (continues := headers.get(CONTINUE_HEADER, "true")) not in ("true", "false"):
         raise InvalidRequest(f"{CONTINUE_HEADER} must be true or false, got {continues[:40]!r}")
     return RolloutRequest(
         rollout_id=check_id(ID_HEADER, headers[ID_HEADER]),
         owner=owner,
         group=None if group is None else check_id(GROUP_HEADER, group),
-        group_size=int(_number(SIZE_HEADER, headers.get(SIZE_HEADER, "0"), MAX_SIZE)),
-        group_timeout_s=None if limit_s is None else _number(DEADLINE_HEADER, limit_s, MAX_DEADLINE_S),
+        group_size=int(number_of(headers, SIZE_HEADER, 0, most=MAX_SIZE, whole=True)),
+        group_timeout_s=number_of(headers, DEADLINE_HEADER, None, most=MAX_DEADLINE_S),
     )
-
-
-def _number(name: str, text: str, most: int) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= most or (name == SIZE_HEADER and not value.is_integer()):
-        raise InvalidRequest(f"{name} must be a number from 0 to {most:,}, got {text[:40]!r}")
-    return value

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from deployments.protocol.errors import InvalidRequest
 
@@ -14,6 +14,7 @@ LOST = b"lost"  # the engine had the request when it failed
 PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
 ROUTER_HEADER = b"x-slipstream-router"  # the sending router, and what the request adds to the load
 MAX_SESSION_ID = 256
+Default = TypeVar("Default", float, None)
 MAX_NUMBER = 10**9  # versions, and seconds (thirty years)
 
 
@@ -118,13 +119,16 @@ def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
             f"x-session-id must have at most {MAX_SESSION_ID} characters, got {len(session_id)}"
         )
     return Demand(
-        min_version=int(_number(headers, "x-min-weight-version", 0)),
-        timeout_s=_number(headers, "x-weight-timeout", weight_timeout_s),
+        min_version=int(number_of(headers, "x-min-weight-version", 0, whole=True)),
+        timeout_s=number_of(headers, "x-weight-timeout", weight_timeout_s),
         session_id=session_id,
     )
 
 
-def _number(headers: Mapping[str, str], name: str, default: float) -> float:
+def number_of(
+    headers: Mapping[str, str], name: str, default: Default, *, most: int = MAX_NUMBER, whole: bool = False
+) -> float | Default:
+    """Raises InvalidRequest: the header is not a number from 0 to `most`."""
     text = headers.get(name)
     if text is None:
         return default
@@ -132,6 +136,6 @@ def _number(headers: Mapping[str, str], name: str, default: float) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= MAX_NUMBER or (name == "x-min-weight-version" and not value.is_integer()):
-        raise InvalidRequest(f"{name} must be a number from 0 to {MAX_NUMBER:,}, got {text[:40]!r}")
+    if not 0 <= value <= most or (whole and not value.is_integer()):
+        raise InvalidRequest(f"{name} must be a number from 0 to {most:,}, got {text[:40]!r}")
     return value

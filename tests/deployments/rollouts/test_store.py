@@ -132,7 +132,7 @@ def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStor
 
 
 def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clock: Clock) -> None:
-    limits = replace(LIMITS, max_gib=1 / 1024, max_rollouts=9999, max_tokens=1 << 20)
+    limits = LIMITS.model_copy(update={"max_gib": 1 / 1024, "max_rollouts": 9999, "max_tokens": 1 << 20})
     with closing(RolloutStore(tmp_path, limits, FLEET, clock=clock)) as small:
 
         def fill() -> list[str]:
