@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -57,19 +57,6 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-class Output(Protocol):
-    def line(self, text: str) -> None: ...
-
-    def status(self, status: RunStatus) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def output(environment: Mapping[str, str] = os.environ) -> Output:
-    """Events for a submitter, or a display."""
-    return Events() if environment.get(EVENTS) else Display()
 
 
 class Events:
@@ -162,3 +149,11 @@ class Display:
         self._bar.update(task, completed=status.step - 1, description=f"{reward}{left}")
         doing = Text(f"{status.doing}; {status.detail}", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(self._bar, doing))
+
+
+Output = Events | Display
+
+
+def output(environment: Mapping[str, str] = os.environ) -> Output:
+    """Events for a submitter, or a display."""
+    return Events() if environment.get(EVENTS) else Display()

@@ -9,7 +9,7 @@ import typer
 from app.client.program_options import LOCAL_URL, Url
 from app.command import jobs
 from app.command.jobs import DASHBOARD_PORT
-from app.command.run_logs import Part, show_logs
+from app.command.runs import Part, show_logs
 
 Json = Annotated[bool, typer.Option("--json", help="the fleet's own answer, for programs")]
 Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, until Ctrl-C")]

@@ -149,14 +149,10 @@ def deploy(config: Path, dashboard_port: int) -> None:
             raise ConfigError(f"no fleet answers at {dashboard} ({error})") from error
         if answer.is_error:
             raise ConfigError(f"Serve refused the configuration: {answer.text[-2000:].strip()}")
-    print(_effect(running.get("deployed_app_config") or {}, file.document["applications"][0]))
-
-
-def _effect(deployed: dict[str, Any], wanted: dict[str, Any]) -> str:
-    names = restarting(deployed.get("args") or {}, wanted["args"])
-    if not names:
-        return "Deployed; nothing restarts"
-    return f"Deployed; the fleet restarts, replica after replica, because of: {', '.join(names)}"
+    deployed = running.get("deployed_app_config") or {}
+    names = restarting(deployed.get("args") or {}, file.document["applications"][0]["args"])
+    because = f"the fleet restarts, replica after replica, because of: {', '.join(names)}"
+    print(f"Deployed; {because if names else 'nothing restarts'}")
 
 
 # -- `slipstream config` ---------------------------------------------------------------------------

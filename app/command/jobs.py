@@ -5,14 +5,17 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, TypeVar
 
 import typer
 
 from app.command.shell import reported
+
+if TYPE_CHECKING:
+    from app.command.tables import FittedTable
 
 DASHBOARD_PORT = 8265  # Ray's, where jobs are submitted
 KIND = "slipstream"  # metadata that marks our jobs among others
@@ -217,19 +220,23 @@ def listed(
     if not found:
         print("No RL job: `slipstream rl` submits one")
         return
-    from app.command import tables
+    from app.command.tables import console
 
-    rows = [
-        {
-            "job": job.job_id,
-            "status": job.status.lower(),
-            "started": tables.clock(job.started),
-            "user": job.metadata.get("user", ""),
-            "options": job.metadata.get("options", ""),
-        }
-        for job in found
-    ]
-    tables.console().print(tables.jobs(rows))
+    console().print(table(found))
+
+
+def table(found: Sequence[Job]) -> "FittedTable[Job]":
+    """One row per job."""
+    from app.command.tables import Column, FittedTable, clock  # rich is slow to import
+
+    return FittedTable(
+        found,
+        Column("job", lambda job: job.job_id),
+        Column("status", lambda job: job.status.lower()),
+        Column("started", lambda job: clock(job.started)),
+        Column("user", lambda job: job.metadata.get("user", "")),
+        Column("options", lambda job: job.metadata.get("options", "")),
+    )
 
 
 @cli.command("stop")

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import itemgetter
 from typing import Generic, TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -204,11 +203,6 @@ def adapters(found: Sequence[AdapterStatus]) -> RenderableType:
 def _load_time(adapter: AdapterStatus) -> str:
     took_s = None if adapter.timings is None else adapter.timings.total_s
     return NONE if took_s is None else _seconds(took_s)
-
-
-def jobs(found: Sequence[Mapping[str, str]]) -> RenderableType:
-    names = ("job", "status", "started", "user", "options")
-    return FittedTable(found, *(Column(name, itemgetter(name)) for name in names))
 
 
 def clock(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:

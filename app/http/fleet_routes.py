@@ -46,7 +46,6 @@ class FleetRoutes:
         self._trainer = trainer
         self._directories = directories
         self._scrape = scrape
-        self._dashboard: str | None = None
 
     def routes(self) -> list[GuardedRoute]:
         return [
@@ -89,11 +88,9 @@ class FleetRoutes:
         """What each replica does now, as its engine counts it."""
         scraped = await self._scrape(LOAD)
         now = time.time()
-        if self._dashboard is None:
-            self._dashboard = await asyncio.to_thread(dashboard)
         loads = {name: load_of(text) for name, text in scraped.replicas.items() if text is not None}
         replicas = {name: load for name, load in loads.items() if load is not None}
-        return responses.FleetLoad(at=now, replicas=replicas, dashboard=self._dashboard)
+        return responses.FleetLoad(at=now, replicas=replicas, dashboard=await asyncio.to_thread(dashboard))
 
     async def events(
         self,

@@ -12,7 +12,6 @@ from fastapi.responses import FileResponse, JSONResponse
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -123,7 +122,6 @@ def build_app(
             ClientDisconnect: answer_disconnected,
             errors.SlipstreamError: answer_error,
             RequestValidationError: answer_wrong_request,
-            HTTPException: answer_http_error,
             RayError: answer_foreign_error,
             RayServeException: answer_foreign_error,
             Exception: answer_foreign_error,
@@ -227,18 +225,6 @@ async def answer_wrong_request(request: Request, error: Exception) -> Response:
 async def answer_disconnected(request: Request, error: Exception) -> Response:
     """The client left before its request had arrived."""
     return Response(status_code=499)
-
-
-async def answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    body: dict[str, Any] = {
-        "error": {
-            "type": "method_not_allowed" if error.status_code == 405 else "http_error",
-            "message": f"{request.method} {request.url.path}: {error.detail}",
-            "detail": {},
-        }
-    }
-    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 async def answer_foreign_error(request: Request, error: Exception) -> Response:

@@ -8,8 +8,17 @@ import pytest
 from typer.testing import CliRunner
 
 from app.command.cli import cli
-from app.command.run_logs import Part, print_logs
-from app.command.runs import KEPT_RUNS, MARK, STARTING_S, keep_logs_only, logs_of, new_run, runs
+from app.command.runs import (
+    KEPT_RUNS,
+    MARK,
+    STARTING_S,
+    Part,
+    keep_logs_only,
+    logs_of,
+    new_run,
+    print_logs,
+    runs,
+)
 
 WORKER = "worker-{:056x}-01000000-{}.err"
 
@@ -128,7 +137,7 @@ def test_the_newest_run_is_shown_and_the_others_are_named(
 ) -> None:
     older, newest = started(tmp_path, 1), started(tmp_path, 2)
     (logs_of(newest) / "job-driver-grpo-1.log").write_text("step 1\n")
-    monkeypatch.setattr("app.command.run_logs.runs", lambda: runs(tmp_path))
+    monkeypatch.setattr("app.command.runs.runs", lambda: runs(tmp_path))
     result = CliRunner().invoke(cli, ["logs"])
     assert (result.exit_code, result.stdout) == (0, "==> job grpo-1 <==\nstep 1\n")
     assert result.stderr.splitlines() == [

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from app.client.program_options import parse
 from app.command import tables
 from app.command.cli import cli
-from app.command.jobs import JobsError, end
+from app.command.jobs import Job, JobsError, end, table
 from app.command.submit import run_job, submission, submit
 from app.jobs.options import JobOptions
 from tests.app.command.fake_jobs import FakeJobs
@@ -225,8 +225,9 @@ def test_jobs_without_a_fleet_says_so(command: list[str], monkeypatch: pytest.Mo
 
 def test_jobs_are_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    job = {"job": "grpo-1", "status": "running", "user": "ann", "options": "--steps=3 --prompts=[x].jsonl"}
-    tables.console().print(tables.jobs([{**job, "started": tables.clock(1.0)}]))
+    metadata = {"user": "ann", "options": "--steps=3 --prompts=[x].jsonl"}
+    job = Job(job_id="grpo-1", status="RUNNING", message="", started=1.0, metadata=metadata)
+    tables.console().print(table([job]))
     head, row = capsys.readouterr().out.splitlines()
     assert head.split() == ["job", "status", "started", "user", "options"]
     assert row.startswith("grpo-1  running") and row.rstrip().endswith("ann   --steps=3 --prompts=[x].jsonl")
