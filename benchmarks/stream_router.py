@@ -53,7 +53,8 @@ async def main() -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     router = Router(InTurn(options.engines), LIMITS)  # type: ignore[arg-type]
     nobody = TokenSource(tokens=(), file=None)
-    app = build_app([], Guard(Tokens(operator=nobody, user=nobody)), router)
+    no_controller: Any = None  # only requests that pass are sent
+    app = build_app(Guard(Tokens(operator=nobody, user=nobody)), router, no_controller, scrape=router.metrics)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listening.bind(("127.0.0.1", options.port))

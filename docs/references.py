@@ -185,11 +185,11 @@ _ACCESS = {
 def own_application() -> Any:
     """The router's application, which answers nothing here."""
     from app.http.auth import Guard
-    from app.http.ingress import build_app, own_routes
+    from app.http.ingress import build_app
     from app.settings.security import Tokens
 
     absent: Any = None
-    return build_app(own_routes(absent, absent, (), False, absent), Guard(Tokens()), absent)
+    return build_app(Guard(Tokens()), absent, absent, scrape=absent)
 
 
 def _parameters(operation: Schema, schemas: Schema) -> Iterator[tuple[str, ...]]:

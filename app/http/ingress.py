@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,13 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app.http import engine_routes, fleet_routes, rollout_routes, train_routes, weight_routes
 from app.http.auth import Access, Guard, Unauthorized, passed_access, require_guarded
 from app.http.directory_publisher import DirectoryPublisher
-from app.http.engine_routes import EngineRoutes
-from app.http.fleet_routes import FleetRoutes, Scrape
+from app.http.fleet_routes import Scrape
 from app.http.openapi import Description
-from app.http.rollout_routes import RolloutRoutes, begin_rollout
-from app.http.route import MAX_BODY_BYTES, GuardedRoute, explain
-from app.http.train_routes import TrainRoutes
-from app.http.weight_routes import WeightRoutes
+from app.http.rollout_routes import begin_rollout
+from app.http.route import MAX_BODY_BYTES, GuardedRoute, Routes, explain
 from app.settings.security import Tokens
 from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
@@ -42,6 +39,27 @@ PAGE_FILES = {
 }
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
+OWN = Routes()  # in the order in which the reference has them
+
+
+@OWN("GET", "/openapi.json", access=Access.USER, include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    return JSONResponse(await request.app.state.description.document(request.app))
+
+
+def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
+    async def send() -> FileResponse:
+        return FileResponse(file, headers={"cache-control": "no-cache"})
+
+    return send
+
+
+for path, name in PAGE_FILES.items():
+    OWN("GET", path, access=Access.OPEN, response_class=FileResponse, include_in_schema=False)(
+        _sender(PAGE / name)
+    )
+for module in (fleet_routes, weight_routes, engine_routes, train_routes, rollout_routes):
+    OWN += module.routes
 
 
 class Ingress:
@@ -58,66 +76,50 @@ class Ingress:
         checkpoint_roots: Sequence[Path] = (),
     ) -> None:
         self._router, self._limits = Router(rollout, limits), limits
-        self._controller = fleet = CallHandle(controller)
-        training = None if trainer is None else CallHandle(trainer)
-        self._guard = Guard(tokens)
-        await require_guarded(has_token=self._guard.asks(Access.OPERATOR))
-        self._routes = own_routes(fleet, training, checkpoint_roots, allow_pickled_ipc, self._router.metrics)
+        guard = Guard(tokens)
+        await require_guarded(has_token=guard.asks(Access.OPERATOR))
+        self._app = build_app(
+            guard,
+            self._router,
+            CallHandle(controller),
+            None if trainer is None else CallHandle(trainer),
+            scrape=self._router.metrics,
+            checkpoint_roots=checkpoint_roots,
+            allow_pickled_ipc=allow_pickled_ipc,
+            max_body_bytes=limits.max_body_bytes,
+        )
 
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Serve's hook for new settings of the section `router`."""
         self._router.limits = replace(self._limits, **settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        max_bytes = self._limits.max_body_bytes
-        return build_app(self._routes, self._guard, self._router, max_bytes, self._controller)
+        return self._app
 
     async def __del__(self) -> None:  # Serve awaits it
         await self._router.close()
 
 
-def own_routes(
-    controller: CallHandle,
-    trainer: CallHandle | None,
-    checkpoint_roots: Sequence[Path],
-    allow_pickled_ipc: bool,
-    scrape: Scrape,
-) -> list[GuardedRoute]:
-    directories = DirectoryPublisher(controller, checkpoint_roots)
-    return [
-        *FleetRoutes(controller, trainer, directories, scrape).routes(),
-        *WeightRoutes(controller, directories, allow_pickled_ipc=allow_pickled_ipc).routes(),
-        *EngineRoutes(controller).routes(),
-        *TrainRoutes(trainer).routes(),
-        *RolloutRoutes(controller).routes(),
-    ]
-
-
 def build_app(
-    routes: Sequence[GuardedRoute],
     guard: Guard,
     router: ASGIApp,
+    controller: CallHandle,
+    trainer: CallHandle | None = None,
+    *,
+    scrape: Scrape,
+    checkpoint_roots: Sequence[Path] = (),
+    allow_pickled_ipc: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
-    controller: CallHandle | None = None,
 ) -> FastAPI:
-    description = Description(router, guard.asks)
-
-    async def openapi(request: Request) -> JSONResponse:
-        return JSONResponse(await description.document(request.app))
-
-    own = [
-        *page_routes(),
-        GuardedRoute("GET", "/openapi.json", openapi, access=Access.USER, include_in_schema=False),
-        *routes,
-    ]
-    passed_on = _PassedOn(router, guard, own, controller)
+    """The router's application. `trainer` is None for an external trainer."""
+    passed_on = _PassedOn(router, guard, controller)
     app = FastAPI(
         title="Slipstream",
         version="1",
         openapi_url=None,  # ours includes vLLM's routes
         docs_url=None,
         # Serve and Starlette match routes in order: frequent ones first.
-        routes=[*[Route(path, passed_on) for path in FREQUENT], *own, Route("/{path:path}", passed_on)],
+        routes=[*[Route(path, passed_on) for path in FREQUENT], *OWN, Route("/{path:path}", passed_on)],
         exception_handlers={
             ClientDisconnect: answer_disconnected,
             errors.SlipstreamError: answer_error,
@@ -127,30 +129,12 @@ def build_app(
             Exception: answer_foreign_error,
         },
     )
-    app.state.guard, app.state.max_body_bytes = guard, max_body_bytes
+    state = app.state
+    state.guard, state.max_body_bytes, state.allow_pickled_ipc = guard, max_body_bytes, allow_pickled_ipc
+    state.controller, state.trainer, state.scrape = controller, trainer, scrape
+    state.directories = DirectoryPublisher(controller, checkpoint_roots)
+    state.description = Description(router, guard.asks)
     return app
-
-
-@cache
-def page_routes() -> tuple[GuardedRoute, ...]:
-    return tuple(
-        GuardedRoute(
-            "GET",
-            path,
-            _sender(PAGE / name),
-            access=Access.OPEN,
-            response_class=FileResponse,
-            include_in_schema=False,
-        )
-        for path, name in PAGE_FILES.items()
-    )
-
-
-def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
-    async def send() -> FileResponse:
-        return FileResponse(file, headers={"cache-control": "no-cache"})
-
-    return send
 
 
 class _PassedOn:
@@ -158,22 +142,15 @@ class _PassedOn:
 
     Checks the token first: without one a caller cannot tell which routes exist.
 
-    Args:
-        own: our routes; a request arrives here if its method is HEAD or not allowed.
-        controller: has the rollouts that requests may name.
+    A request for one of our own routes arrives here if its method is HEAD or not allowed. The controller has
+    the rollouts that requests may name.
     """
 
-    def __init__(
-        self,
-        router: ASGIApp,
-        guard: Guard,
-        own: Sequence[GuardedRoute],
-        controller: CallHandle | None = None,
-    ) -> None:
+    def __init__(self, router: ASGIApp, guard: Guard, controller: CallHandle) -> None:
         self._router = router
         self._controller = controller
         self._guard = guard
-        self._own = {route.path: route for route in own}
+        self._own = {route.path: route for route in OWN}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope["path"], scope.get("root_path", ""))

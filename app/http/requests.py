@@ -84,6 +84,7 @@ class BeginBody(OwnBody):
 
 class SettleBody(OwnBody):
     group: str
+    """As `/rollouts/begin` answered it."""
     rollouts: list[SettledRollout]
     """Those that are learned from. The group's others are discarded."""
     reason: str = Field(default="discarded", min_length=1, max_length=128)

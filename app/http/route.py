@@ -1,22 +1,25 @@
-"""FastAPI's route with an access level and a body limit, checked before parsing."""
+"""FastAPI's route with an access level and a body limit, checked before parsing; what handlers use."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
 from app.http.auth import READING, Access
+from app.http.directory_publisher import DirectoryPublisher
+from deployments.calls.rpc import CallHandle
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.responses import ErrorBody
 from deployments.router.request_inspection import read_body
 
 MAX_BODY_BYTES = 1 << 20
 MAX_SHOWN = 60
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[object]])
 FAILED = {"description": "what was expected and what was given", "model": ErrorBody}
 
 
@@ -82,6 +85,37 @@ class GuardedRoute(APIRoute):
             return await handler(request)
 
         return answer
+
+
+class Routes(list[GuardedRoute]):
+    """The routes of a module; called, it decorates a handler. The arguments are those of `GuardedRoute`."""
+
+    def __call__(self, method: str, path: str, **options: Any) -> Callable[[Handler], Handler]:
+        def added(handler: Handler) -> Handler:
+            self.append(GuardedRoute(method, path, handler, **options))
+            return handler
+
+        return added
+
+
+def of_app(name: str) -> Any:
+    """Makes a parameter of a handler an attribute of `app.state`, which `ingress.build_app` sets."""
+
+    async def found(request: Request) -> Any:
+        return getattr(request.app.state, name)
+
+    return Depends(found)
+
+
+async def _trainer(request: Request) -> CallHandle:
+    if request.app.state.trainer is None:
+        raise InvalidRequest("this fleet has no trainer deployment: set `trainer` in its configuration")
+    return request.app.state.trainer
+
+
+Controller = Annotated[CallHandle, of_app("controller")]
+Trainer = Annotated[CallHandle, Depends(_trainer)]
+Directories = Annotated[DirectoryPublisher, of_app("directories")]
 
 
 class _Read(Request):

@@ -8,13 +8,11 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Annotated
 
 from fastapi import Query
 from pydantic import TypeAdapter
 
-from app.http.directory_publisher import DirectoryPublisher
 from app.http.ipc_handles import refuse_or_restrict
 from app.http.requests import (
     AbortUpdateBody,
@@ -24,7 +22,7 @@ from app.http.requests import (
     WeightCheckerBody,
     WeightVersionBody,
 )
-from app.http.route import GuardedRoute
+from app.http.route import Controller, Directories, Routes, of_app
 from deployments.calls.publish_session import PublishSession, joined
 from deployments.calls.rpc import CallHandle
 from deployments.protocol import responses
@@ -36,135 +34,133 @@ PUBLISHER = "http"  # shared by all clients of these routes, which carry no leas
 _CHECKSUMS = TypeAdapter(dict[str, list[dict[str, str]]])  # per replica, worker and tensor name
 
 
-class WeightRoutes:
-    def __init__(
-        self,
-        controller: CallHandle,
-        directories: DirectoryPublisher,
-        *,
-        allow_pickled_ipc: bool,
-    ) -> None:
-        self._controller = controller
-        self._directories = directories
-        self._session = partial(joined, controller, PUBLISHER)
-        self._allow_pickled_ipc = allow_pickled_ipc
+routes = Routes()
 
-    def routes(self) -> list[GuardedRoute]:
-        return [
-            GuardedRoute("POST", "/init_weight_transfer_engine", self.init, large=True),
-            GuardedRoute("POST", "/start_weight_update", self.start),
-            GuardedRoute("POST", "/update_weights", self.update, large=True),
-            GuardedRoute("POST", "/finish_weight_update", self.finish, large=True),
-            GuardedRoute("POST", "/abort_weight_update", self.abort),
-            GuardedRoute("POST", "/shutdown_weight_transfer_engine", self.shutdown),
-            GuardedRoute("GET", "/get_world_size", self.get_world_size),
-            GuardedRoute("GET", "/weight_info", self.weight_info),
-            GuardedRoute("POST", "/update_weight_version", self.update_weight_version, large=True),
-            GuardedRoute("POST", "/weight_checker", self.weight_checker, large=True),
-        ]
 
-    async def init(self, body: InitEngineBody) -> dict[str, str]:
-        """Connect every replica to the publisher's transfer group."""
-        async with self._session() as session:
-            if session.round_id is not None:
-                raise Conflict(f"{_open(session)} before the engine is initialized again")
-            await session.connect(body.init_info)
-        return {"message": "Weight transfer initialized"}
-
-    async def start(self) -> dict[str, str]:
-        """Open a round."""
-        async with self._session() as session:
-            if session.round_id is not None:
-                raise Conflict(f"start_weight_update was called twice: {_open(session)}")
-            # An external program does not write to the store.
-            await session.open(RoundOptions(persist=True))
-        return {"message": "Weight update started"}
-
-    async def update(self, body: UpdateWeightsBody) -> dict[str, str]:
-        """Send one payload of the open round: one for all workers, or a list with one per worker.
-
-        With `weight_dir` it is a whole round from a directory, as `/fleet/publish`.
-        """
-        if body.weight_dir is not None:
-            await self._directories.publish(body.weight_dir, None)
-            return {"message": "Weights updated"}
-        # In a thread: thousands of pickled handles take seconds.
-        payload = await asyncio.to_thread(
-            refuse_or_restrict, body.update_info, allowed=self._allow_pickled_ipc
-        )
-        async with self._session(of_round=True) as session:
-            await self._require_round(session, "update_weights")
-            await session.send(payload)
-        return {"message": "Weights updated"}
-
-    async def finish(self, body: FinishUpdateBody) -> dict[str, str]:
-        """Close the round: every replica serves the new weights, or none does.
-
-        If the controller dies meanwhile, its successor reports the outcome.
-        """
-        async with self._session(of_round=True) as session:
-            await self._require_round(session, "finish_weight_update")
-            await session.close(body.weight_version)
-        return {"message": "Weight update finished"}
-
-    async def abort(self, body: AbortUpdateBody) -> dict[str, str]:
-        """Give up a round of these routes: its publisher has failed. Not vLLM's."""
-        async with self._session() as session:
-            if session.round_id != body.round_id:
-                raise Conflict(f"round {body.round_id} is not open")
-            await session.abort("its publisher has failed")
-        return {"message": "Weight update aborted"}
-
-    async def shutdown(self) -> dict[str, str]:
-        """Disconnect every replica from the publisher's transfer group."""
-        async with self._session() as session:
-            if session.round_id is not None:
-                raise Conflict(
-                    f"Cannot release a trainer connection during a weight update: {_open(session)}"
-                )
-            await session.disconnect()
-        return {"message": "Weight transfer shut down"}
-
-    async def get_world_size(
-        self, include_dp: Annotated[bool, Query(description="count the workers of every replica")] = True
-    ) -> responses.WorldSize:
-        """The workers of the whole fleet, or of one replica."""
-        fleet: responses.FleetStatus = await self._controller.fleet.remote()
-        one = max((member.world_size for member in fleet.members), default=0)
-        return responses.WorldSize(world_size=fleet.workers if include_dp else one)
-
-    async def weight_info(self) -> dict[str, str]:
-        """The label of the committed version, or its number."""
-        fleet: responses.FleetStatus = await self._controller.fleet.remote()
-        version = str(fleet.committed_version) if fleet.label is None else fleet.label
-        return {"weight_version": version}
-
-    async def update_weight_version(self, body: WeightVersionBody) -> dict[str, str | bool]:
-        """Give the committed version another label."""
-        await self._controller.set_label.remote(body.new_version)
-        return {"success": True, "new_version": body.new_version}
-
-    async def weight_checker(
-        self, body: WeightCheckerBody
-    ) -> dict[str, bool | Sequence[str] | Mapping[str, str]]:
-        """Checksums of the weights that the replicas hold, or a comparison with a baseline."""
-        answers = await self._controller.call.remote(WeightChecksums())
-        checksums = agreed(_CHECKSUMS.validate_python(answers))
-        if body.action == "checksum" or body.baseline is None:
-            return {"checksums": checksums}
-        names = checksums.keys() | body.baseline.keys()
-        differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
-        return {"match": not differing, "mismatches": differing}
-
-    async def _require_round(self, session: PublishSession, call: str) -> None:
+@routes("POST", "/init_weight_transfer_engine", large=True)
+async def init(controller: Controller, body: InitEngineBody) -> dict[str, str]:
+    """Connect every replica to the publisher's transfer group."""
+    async with joined(controller, PUBLISHER) as session:
         if session.round_id is not None:
-            return
-        rounds = await self._controller.rounds.remote()
-        last = ""
-        if rounds:  # the call came late or twice
-            last = f"; the last one, round {rounds[-1].round_id}, is {rounds[-1].phase}"
-            last += f": {rounds[-1].reason}" if rounds[-1].reason else f" as version {rounds[-1].version}"
-        raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")
+            raise Conflict(f"{_open(session)} before the engine is initialized again")
+        await session.connect(body.init_info)
+    return {"message": "Weight transfer initialized"}
+
+
+@routes("POST", "/start_weight_update")
+async def start(controller: Controller) -> dict[str, str]:
+    """Open a round."""
+    async with joined(controller, PUBLISHER) as session:
+        if session.round_id is not None:
+            raise Conflict(f"start_weight_update was called twice: {_open(session)}")
+        # An external program does not write to the store.
+        await session.open(RoundOptions(persist=True))
+    return {"message": "Weight update started"}
+
+
+@routes("POST", "/update_weights", large=True)
+async def update(
+    controller: Controller,
+    directories: Directories,
+    allow_pickled_ipc: Annotated[bool, of_app("allow_pickled_ipc")],
+    body: UpdateWeightsBody,
+) -> dict[str, str]:
+    """Send one payload of the open round: one for all workers, or a list with one per worker.
+
+    With `weight_dir` it is a whole round from a directory, as `/fleet/publish`.
+    """
+    if body.weight_dir is not None:
+        await directories.publish(body.weight_dir, None)
+        return {"message": "Weights updated"}
+    # In a thread: thousands of pickled handles take seconds.
+    payload = await asyncio.to_thread(refuse_or_restrict, body.update_info, allowed=allow_pickled_ipc)
+    async with joined(controller, PUBLISHER, of_round=True) as session:
+        await _require_round(controller, session, "update_weights")
+        await session.send(payload)
+    return {"message": "Weights updated"}
+
+
+@routes("POST", "/finish_weight_update", large=True)
+async def finish(controller: Controller, body: FinishUpdateBody) -> dict[str, str]:
+    """Close the round: every replica serves the new weights, or none does.
+
+    If the controller dies meanwhile, its successor reports the outcome.
+    """
+    async with joined(controller, PUBLISHER, of_round=True) as session:
+        await _require_round(controller, session, "finish_weight_update")
+        await session.close(body.weight_version)
+    return {"message": "Weight update finished"}
+
+
+@routes("POST", "/abort_weight_update")
+async def abort(controller: Controller, body: AbortUpdateBody) -> dict[str, str]:
+    """Give up a round of these routes: its publisher has failed. Not vLLM's."""
+    async with joined(controller, PUBLISHER) as session:
+        if session.round_id != body.round_id:
+            raise Conflict(f"round {body.round_id} is not open")
+        await session.abort("its publisher has failed")
+    return {"message": "Weight update aborted"}
+
+
+@routes("POST", "/shutdown_weight_transfer_engine")
+async def shutdown(controller: Controller) -> dict[str, str]:
+    """Disconnect every replica from the publisher's transfer group."""
+    async with joined(controller, PUBLISHER) as session:
+        if session.round_id is not None:
+            raise Conflict(f"Cannot release a trainer connection during a weight update: {_open(session)}")
+        await session.disconnect()
+    return {"message": "Weight transfer shut down"}
+
+
+@routes("GET", "/get_world_size")
+async def get_world_size(
+    controller: Controller,
+    include_dp: Annotated[bool, Query(description="count the workers of every replica")] = True,
+) -> responses.WorldSize:
+    """The workers of the whole fleet, or of one replica."""
+    fleet: responses.FleetStatus = await controller.fleet.remote()
+    one = max((member.world_size for member in fleet.members), default=0)
+    return responses.WorldSize(world_size=fleet.workers if include_dp else one)
+
+
+@routes("GET", "/weight_info")
+async def weight_info(controller: Controller) -> dict[str, str]:
+    """The label of the committed version, or its number."""
+    fleet: responses.FleetStatus = await controller.fleet.remote()
+    version = str(fleet.committed_version) if fleet.label is None else fleet.label
+    return {"weight_version": version}
+
+
+@routes("POST", "/update_weight_version", large=True)
+async def update_weight_version(controller: Controller, body: WeightVersionBody) -> dict[str, str | bool]:
+    """Give the committed version another label."""
+    await controller.set_label.remote(body.new_version)
+    return {"success": True, "new_version": body.new_version}
+
+
+@routes("POST", "/weight_checker", large=True)
+async def weight_checker(
+    controller: Controller, body: WeightCheckerBody
+) -> dict[str, bool | Sequence[str] | Mapping[str, str]]:
+    """Checksums of the weights that the replicas hold, or a comparison with a baseline."""
+    answers = await controller.call.remote(WeightChecksums())
+    checksums = agreed(_CHECKSUMS.validate_python(answers))
+    if body.action == "checksum" or body.baseline is None:
+        return {"checksums": checksums}
+    names = checksums.keys() | body.baseline.keys()
+    differing = sorted(name for name in names if checksums.get(name) != body.baseline.get(name))
+    return {"match": not differing, "mismatches": differing}
+
+
+async def _require_round(controller: CallHandle, session: PublishSession, call: str) -> None:
+    if session.round_id is not None:
+        return
+    rounds = await controller.rounds.remote()
+    last = ""
+    if rounds:  # the call came late or twice
+        last = f"; the last one, round {rounds[-1].round_id}, is {rounds[-1].phase}"
+        last += f": {rounds[-1].reason}" if rounds[-1].reason else f" as version {rounds[-1].version}"
+    raise Conflict(f"{call} was called before start_weight_update: no round is open{last}")
 
 
 def _open(session: PublishSession) -> str:

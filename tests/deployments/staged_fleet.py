@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from app.http.auth import Guard
-from app.http.ingress import build_app, own_routes
+from app.http.ingress import build_app
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger_config import LedgerConfig
 from deployments.replica.follower import Follower
@@ -98,8 +98,14 @@ class StagedFleet:
             tick_s=0.02,
         )
         handle: Any = Handle(self.controller)
-        routes = own_routes(handle, None, [directory], True, no_metrics)
-        app = build_app(routes, Guard(tokens()), FakeRouter())
+        app = build_app(
+            Guard(tokens()),
+            FakeRouter(),
+            handle,
+            scrape=no_metrics,
+            checkpoint_roots=[directory],
+            allow_pickled_ipc=True,
+        )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://fleet",

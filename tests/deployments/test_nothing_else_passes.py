@@ -52,7 +52,7 @@ async def ports() -> AsyncIterator[Ports]:
         handle.metadata["r"] = {"address": replica.address, "key": front.key}
         router = Router(handle, LIMITS)
         stack.push_async_callback(router.close)
-        ingress = HttpServer(build_app([], Guard(Tokens()), router), "127.0.0.1")
+        ingress = HttpServer(build_app(Guard(Tokens()), router, None, scrape=router.metrics), "127.0.0.1")
         stack.push_async_callback(ingress.close)
         yield Ports(engine=engine, router=ingress.address, replica=replica.address, key=front.key)
 

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.auth import Guard
-from app.http.ingress import build_app, own_routes
+from app.http.ingress import build_app
 from app.http.prometheus import GENERATED, KV_CACHE, RUNNING, WAITING
 from deployments.calls.http_server import HttpServer
 from deployments.ledger.ledger_config import LedgerConfig
@@ -78,14 +78,14 @@ class PageFleet:
         self._fleet = self._made(directory)
         self._log, self._steps = list[StepEntry](), 0
         self._random = random.Random(0)
-        routes = own_routes(
-            Handle(self),
-            Handle(self.Trainer(self)),
-            [directory],
-            False,
-            self._scrape,  # type: ignore[arg-type]
+        app: ASGIApp = build_app(
+            Guard(tokens(token)),
+            _Model(),
+            Handle(self),  # type: ignore[arg-type]
+            Handle(self.Trainer(self)),  # type: ignore[arg-type]
+            scrape=self._scrape,
+            checkpoint_roots=[directory],
         )
-        app: ASGIApp = build_app(routes, Guard(tokens(token)), _Model())
         if prefix:
             app = _Prefixed(app, prefix)
         self._server = HttpServer(app, "127.0.0.1")

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.http.auth import Guard
-from app.http.ingress import build_app, own_routes
+from app.http.ingress import build_app
 from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import FleetUnavailable
@@ -62,39 +60,17 @@ def application(
     checkpoint_roots: Sequence[Path] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    routes = _routes(trainer is not None, tuple(checkpoint_roots), allow_pickled_ipc)
-    guard = Guard(tokens(token, user_token))
-    app = build_app(routes, guard, FakeRouter() if router is None else router, max_body_bytes)
-    app.add_middleware(_CalledBehind, controller=controller, trainer=trainer)
-    return app
-
-
-_behind: ContextVar[dict[str, Any]] = ContextVar("_behind")  # the handles of the application that is asked
-
-
-@cache  # their models take an eighth of a second
-def _routes(has_trainer: bool, checkpoint_roots: Sequence[Path], allow_pickled_ipc: bool) -> Any:
-    controller, trainer = _Behind("controller"), _Behind("trainer") if has_trainer else None
-    return own_routes(controller, trainer, checkpoint_roots, allow_pickled_ipc, no_metrics)  # type: ignore[arg-type]
-
-
-class _Behind:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, method: str) -> Any:
-        return getattr(_behind.get()[self._name], method)
-
-
-class _CalledBehind:
-    def __init__(self, app: ASGIApp, controller: Any, trainer: Any) -> None:
-        if not isinstance(controller, ControllerInProcess):
-            controller = Handle(controller)
-        self._app, self._handles = app, {"controller": controller, "trainer": Handle(trainer)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        _behind.set(self._handles)
-        await self._app(scope, receive, send)
+    behind = controller if isinstance(controller, ControllerInProcess) else Handle(controller)
+    return build_app(
+        Guard(tokens(token, user_token)),
+        FakeRouter() if router is None else router,
+        behind,  # type: ignore[arg-type]
+        None if trainer is None else Handle(trainer),  # type: ignore[arg-type]
+        scrape=no_metrics,
+        checkpoint_roots=checkpoint_roots,
+        allow_pickled_ipc=allow_pickled_ipc,
+        max_body_bytes=max_body_bytes,
+    )
 
 
 def client(

@@ -11,8 +11,7 @@ from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import RequestCancelledError
 from safetensors.torch import save_file
 
-from app.http.directory_publisher import DirectoryPublisher
-from app.http.fleet_routes import FleetRoutes
+from app.http import fleet_routes
 from app.http.prometheus import LOAD, RUNNING
 from deployments.protocol.errors import FleetUnavailable, RoundAborted
 from deployments.protocol.poll import FilePart
@@ -20,7 +19,7 @@ from deployments.protocol.responses import ACCEPTED, DRAFTED, Event, ReplicaLoad
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.fake_trainer import FakeTrainer
-from tests.app.http.serving import client, no_metrics
+from tests.app.http.serving import client
 
 
 async def test_health_is_503_until_one_replica_serves() -> None:
@@ -70,8 +69,7 @@ async def test_load_is_what_the_engines_of_each_replica_count() -> None:
             engines += f'{ACCEPTED}{{version="{version}"}} {accepted}\n'
         return Scraped(replicas={"a": engines, "late": None, "odd": "{", "lost": f"{RUNNING} NaN\n"})
 
-    handle = Handle(FakeController())
-    load = await FleetRoutes(handle, None, DirectoryPublisher(handle, ()), scrape).load()
+    load = await fleet_routes.load(scrape)
     two = ReplicaLoad(
         generated_tokens=200,
         running=4,
@@ -140,8 +138,7 @@ async def test_operator_sets_the_number_of_replicas() -> None:
 
 
 def events(controller: FakeController, since: int = 0, last_event_id: int | None = None) -> Any:
-    handle = Handle(controller)
-    return FleetRoutes(handle, None, DirectoryPublisher(handle, ()), no_metrics).events(since, last_event_id)
+    return fleet_routes.events(Handle(controller), since, last_event_id)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from app.client import calls
 from app.client.connection import AsyncFleetClient
 from app.http.auth import Guard
 from app.http.ingress import build_app
-from app.http.rollout_routes import RolloutRoutes
 from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
 from deployments.controller.rollout_calls import Rollouts
@@ -93,7 +92,7 @@ async def serving(
     handle: Any = Handle(controller)
     operator, *users = (name * 8 for name in NAMES)
     guard = Guard(Tokens(operator=TokenSource(tokens=(operator,)), user=TokenSource(tokens=tuple(users))))
-    app = build_app(RolloutRoutes(handle).routes(), guard, router, controller=handle)
+    app = build_app(guard, router, handle, scrape=router.metrics)
     front = HttpServer(app, "127.0.0.1")  # type: ignore[arg-type]
     try:
         async with httpx.AsyncClient(base_url=f"http://{front.address}", timeout=10) as client:
