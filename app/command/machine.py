@@ -21,8 +21,8 @@ from pathlib import Path
 
 CPU, GPU = "cpu", "gpu"
 BUILD_FILE = ".build"  # in the environment: names its packages
-MIN_DRIVER = (580, 65, 6)  # CUDA 13.0, for torch 2.13 and vLLM 0.32
-MIN_CAPABILITY = (7, 5)  # the oldest for CUDA 13
+MIN_DRIVER = "580.65.06"  # CUDA 13.0, for torch 2.13 and vLLM 0.32
+MIN_CAPABILITY = "7.5"  # the oldest for CUDA 13
 TIMEOUT_S = 30.0
 QUERY = ("--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
 _DEVICE = re.compile(r"""(?:^|[\s{,])["']?device["']?\s*:\s*["']?(cuda|cpu)\b""")
@@ -80,14 +80,14 @@ def check_gpus(answer: str) -> None:
         name, driver, capability = [cell.strip() for cell in cells] if len(cells) == 3 else ("", "", "")
         if not _numbers(driver) or not _numbers(capability):
             raise NotEnough(f"expected name, driver and capability from nvidia-smi, got {answer[:200]!r}")
-        if _numbers(driver) < MIN_DRIVER:
+        if _numbers(driver) < _numbers(MIN_DRIVER):
             raise NotEnough(
-                f"vLLM 0.32.0 and its torch need an NVIDIA driver of {_text(MIN_DRIVER)} or newer "
+                f"vLLM 0.32.0 and its torch need an NVIDIA driver of {MIN_DRIVER} or newer "
                 f"(CUDA 13.0), got {driver}"
             )
-        if _numbers(capability) < MIN_CAPABILITY:
+        if _numbers(capability) < _numbers(MIN_CAPABILITY):
             raise NotEnough(
-                f"vLLM 0.32.0 and its torch need GPUs of compute capability {_text(MIN_CAPABILITY)} or "
+                f"vLLM 0.32.0 and its torch need GPUs of compute capability {MIN_CAPABILITY} or "
                 f"higher, got {name} with {capability}"
             )
 
@@ -155,10 +155,6 @@ def ask_pip() -> str:
 def _numbers(text: str) -> tuple[int, ...]:
     """The numbers of a version; empty if it is none."""
     return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+)*", text) else ()
-
-
-def _text(version: Sequence[int]) -> str:
-    return ".".join(f"{number:02d}" if index == 2 else str(number) for index, number in enumerate(version))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ import base64
 import binascii
 import hmac
 import ipaddress
-import os
 import time
 from enum import Enum, auto
 from hashlib import sha256
@@ -113,7 +112,7 @@ class _Known:
         self._file = source.file
         self._whose = whose
         self._digests = [_digest(token) for token in source.tokens]
-        self._state = self._file_state()
+        self._problem = ""  # of the last reading
         self._next_check = time.monotonic() + FILE_PERIOD_S
 
     def __bool__(self) -> bool:
@@ -130,26 +129,20 @@ class _Known:
         if self._file is None or time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + FILE_PERIOD_S
-        state = self._file_state()
-        if state in (None, self._state):
-            return
-        self._state = state
+        digests, problem = self._digests, ""
         try:
-            self._digests = [_digest(token) for token in read_token_file(self._file)]
-            logger.warning("the file of %s tokens was reloaded: %d tokens", self._whose, len(self._digests))
+            digests = [_digest(token) for token in read_token_file(self._file)]
         except ValueError as error:
+            problem = str(error)
+        if problem not in ("", self._problem):
             logger.error(
-                "the file of %s tokens cannot be read; the previous tokens stay valid: %s", self._whose, error
+                "the file of %s tokens cannot be read; the previous tokens stay valid: %s",
+                self._whose,
+                problem,
             )
-
-    def _file_state(self) -> tuple[int, int, int] | None:
-        if self._file is None:
-            return None
-        try:
-            found = os.stat(self._file)
-        except OSError:  # missing or being replaced: keep the previous tokens
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        if digests != self._digests:
+            logger.warning("the file of %s tokens was reloaded: %d tokens", self._whose, len(digests))
+        self._digests, self._problem = digests, problem
 
 
 def _given(request: Request) -> str:

@@ -26,6 +26,7 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -123,14 +124,6 @@ async def _body(receive: Any) -> bytes:
             return bytes(body)
 
 
-class CallMethod:
-    def __init__(self, handle: "CallHandle", name: str) -> None:
-        self._handle, self._name = handle, name
-
-    def remote(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        return asyncio.create_task(self._handle._call(self._name, args, kwargs))
-
-
 class CallHandle:
     """Calls a deployment of one replica that has `call_address`, with a `DeploymentHandle`'s syntax:
     `handle.method.remote(...)`. `where`: the deployment, or the address of a process that has no
@@ -140,12 +133,14 @@ class CallHandle:
         self._where = where
         self._address: CallAddress | None = None  # the last process that answered
 
-    def __getattr__(self, name: str) -> CallMethod:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # pickle looks for special methods
             raise AttributeError(name)
-        method = CallMethod(self, name)
-        setattr(self, name, method)
-        return method
+
+        def remote(*args: Any, **kwargs: Any) -> asyncio.Task[Any]:
+            return asyncio.create_task(self._call(name, args, kwargs))
+
+        return SimpleNamespace(remote=remote)
 
     def __reduce__(self) -> tuple[type["CallHandle"], tuple[DeploymentHandle | CallAddress]]:
         return CallHandle, (self._where,)

@@ -50,4 +50,4 @@ def test_in_a_terminal_one_line_is_redrawn_and_does_not_wrap(monkeypatch: pytest
         time.sleep(0.5)
     first, *redrawn, last = terminal.getvalue().removeprefix("\r\x1b[2K").split("\r\x1b[2K")
     assert first == "loading\n", "over what Ctrl-C has printed"
-    assert {*redrawn[1:]} == {"  3 of 9 tensors of\r"} and last == "", "nothing of it is left"
+    assert {*redrawn[1:]} == {"  3 of 9 tensors of\r"} and last == "\r", "nothing of it is left"
