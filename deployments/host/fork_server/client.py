@@ -10,7 +10,6 @@ Without a server the client replaces itself by an ordinary interpreter, whose en
 (`REASON`). This file runs without site-packages: the standard library only.
 """
 
-import array
 import contextlib
 import fcntl
 import hashlib
@@ -162,20 +161,25 @@ def _run(directory: str, options: int, command: list[str]) -> int:
     with open(f"{directory}/{RESERVED}") as file:
         if taken := set(json.load(file)) & set(descriptors):
             raise NoServer(f"the imports have opened the descriptors {sorted(taken)} too")
+    with open("/proc/self/oom_score_adj") as file:
+        oom_score_adj = file.read()
     request = {
         "command": command,
         "options": options,
         "environment": dict(os.environ),
         "cwd": os.getcwd(),
         "umask": _umask(),
-        "oom_score_adj": _oom_score_adj(),
+        "oom_score_adj": oom_score_adj.strip(),
         "descriptors": descriptors,
     }
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(ANSWER_S)
         server.connect(f"{directory}/{SOCKET}")
         try:
-            _send(server, request, [lifeline, *descriptors])
+            body = json.dumps(request).encode()
+            fork_has = [lifeline, *descriptors]
+            socket.send_fds(server, [struct.pack("qq", len(body), len(fork_has))], fork_has)
+            server.sendall(body)
             _, (process,), _, _ = socket.recv_fds(server, 8, 1)
         except TimeoutError:
             _kill_peer(server)  # the next client starts a new one
@@ -187,10 +191,9 @@ def _run(directory: str, options: int, command: list[str]) -> int:
             signal.signal(number, lambda number, _: signal.pidfd_send_signal(process, number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         select.select([process], [], [])
-        try:
-            return int(struct.unpack("q", _receive(server, 8))[0])
-        except (OSError, EOFError):  # the server, which alone knows the status, is gone
-            return 255
+        with contextlib.suppress(OSError, struct.error), server.makefile("rb") as answer:
+            return int(struct.unpack("q", answer.read(8))[0])
+        return 255  # the server, which alone knows the status, is gone
 
 
 def _is_inherited(descriptor: int) -> bool:
@@ -204,29 +207,6 @@ def _umask() -> int:
     current = os.umask(0o077)
     os.umask(current)
     return current
-
-
-def _oom_score_adj() -> str:
-    with open("/proc/self/oom_score_adj") as file:
-        return file.read().strip()
-
-
-def _send(server: socket.socket, request: dict[str, object], descriptors: list[int]) -> None:
-    body = json.dumps(request).encode()
-    head = struct.pack("qq", len(body), len(descriptors))
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-    server.sendmsg([head], [rights])
-    server.sendall(body)
-
-
-def _receive(server: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = server.recv(count - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data
 
 
 def _kill_peer(server: socket.socket) -> None:

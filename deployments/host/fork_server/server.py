@@ -7,7 +7,6 @@ of the host's raylet), or after `IDLE_S` without a fork. It imports no module of
 application which is deployed again has its new code.
 """
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -230,23 +229,15 @@ def _report_exits(reaped: int, clients: dict[int, socket.socket]) -> None:
 
 
 def _receive_request(client: socket.socket) -> Request:
-    size = struct.calcsize("qq")
-    space = socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
-    head, ancillary, _, _ = client.recvmsg(size, space)
+    head, received, _, _ = socket.recv_fds(client, struct.calcsize("qq"), MOST_DESCRIPTORS)
     length, count = struct.unpack("qq", head)
-    received = array.array("i")
-    for _, _, data in ancillary:
-        received.frombytes(data[: len(data) - len(data) % received.itemsize])
     assert len(received) == count, f"expected {count} descriptors, got {len(received)}"
-    body = b""
-    while len(body) < length:
-        piece = client.recv(length - len(body))
-        if not piece:
-            os._exit(1)
-        body += piece
-    client.close()
+    with client, client.makefile("rb") as stream:
+        body = stream.read(length)
+    if len(body) < length:  # the client is gone
+        os._exit(1)
     request: Request = json.loads(body)
-    _take_descriptors(request["descriptors"], list(received))
+    _take_descriptors(request["descriptors"], received)
     return request
 
 
