@@ -159,7 +159,9 @@ def connected(url: str, timeout_s: float | None) -> Iterator[FleetClient]:
 def explained(url: str, error: FleetError) -> str:
     """The fleet's message, and a remedy if the fleet cannot know one."""
     if error.status is None:
-        return f"{error.message}: --url or SLIPSTREAM_URL gives its address"
+        return f"{error.message}: start one, or give its address with --url or SLIPSTREAM_URL"
+    if error.status == 503 and not error.type:  # what /health answers before a replica serves
+        return f"the fleet at {without_credentials(url)[0]} is not ready: {error.message}"
     if not error.type or (error.status == 404 and error.type != NotFound.type):
         said = " ".join(str(error).split())
         return (

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from app.client.program_options import LOCAL_URL, arguments_of, parse
 from app.client.run_display import EVENTS, STATUS_S, WORKING_DIR, Display
 from app.command.jobs import Job, Jobs, JobsError, RayJobs, dashboard, end
-from app.command.shell import stop_signals
+from app.command.shell import reported, stop_signals
 from app.jobs.options import JobOptions
 
 _JOB = (sys.executable, "-P", "-m", "app.jobs")  # -P: modules of the job's directory do not shadow ours
@@ -38,21 +38,6 @@ RETRY_S = 1.0
 _LAST_LINES_S = 1.5  # deadline for the rest of a log after the job's end
 
 Show = Callable[[str], object]  # prints one line
-
-
-def why_not(url: str) -> str | None:
-    """Why no job can be submitted; None if the fleet is up."""
-    from app.client import calls
-    from app.client.connection import FleetClient, FleetError
-
-    try:
-        with FleetClient.connect(url, timeout_s=10.0) as fleet:
-            fleet.send(calls.health())
-    except FleetError as error:
-        if error.status is None:
-            return f"no fleet answers at {url}: start one with `make serve`, and wait until it is up"
-        return f"the fleet at {url} is not ready ({error.status}): {error.message}"
-    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +89,14 @@ def _user() -> str:
 
 def submit(arguments: Sequence[str]) -> int:
     """Run the job until it ends or a signal arrives; returns the exit status."""
-    try:
+    with reported(ValueError):
         options = parse(JobOptions, arguments, "slipstream rl")
         options.check()
-    except ValueError as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        return 1
     if options.dry_run:
         return subprocess.call([*_JOB, *arguments])
-    from app.client.connection import without_credentials  # httpx is slow to import
+    from app.client import calls  # httpx is slow to import
+    from app.client.connection import without_credentials
+    from app.command.asking import ANSWER_S, connected
 
     url, password = without_credentials(options.url)
     if password is not None:
@@ -124,12 +108,10 @@ def submit(arguments: Sequence[str]) -> int:
         return 1
     print(f"Asking the fleet at {url} whether it is up", flush=True)
     try:
-        reason = why_not(url)
+        with connected(url, ANSWER_S) as fleet:
+            fleet.send(calls.health())
     except KeyboardInterrupt:
         return 130
-    if reason is not None:
-        print(f"slipstream: {reason}", file=sys.stderr)
-        return 1
     ray = dashboard()
     made = submission(
         replace(options, url=url), dashboard=ray, token_file=os.environ.get("SLIPSTREAM_TOKEN_FILE")

@@ -15,7 +15,9 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from app.command.cli import cli
 from app.command.cluster import (
     ClusterError,
     LocalCluster,
@@ -23,7 +25,6 @@ from app.command.cluster import (
 )
 from app.command.launch import WRITE_S, await_writes, changes, environment, read_status, why_not_started
 from app.command.runs import MARK, marked_processes
-from app.command.submit import why_not
 from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.versions import Store
@@ -134,10 +135,13 @@ def test_marked_processes_are_found_and_only_they() -> None:
 
 
 def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
+    environment = {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{free_ports(1)[0]}"}
     with answering(503, {"status": "starting"}) as url:
-        assert why_not(url) == f'the fleet at {url} is not ready (503): {{"status": "starting"}}'
+        result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
+        assert result.stderr == f'slipstream: the fleet at {url} is not ready: {{"status": "starting"}}\n'
     with answering(200, {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}) as url:
-        assert why_not(url) is None
+        result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
+        assert result.stderr.startswith("slipstream: Ray's dashboard does not answer")
 
 
 @contextmanager

@@ -166,7 +166,7 @@ class FakeFleet:
             raise httpx.RemoteProtocolError("the server disconnected", request=request)
 
     def rollouts(self, path: str, content: bytes) -> httpx.Response:
-        """As `RolloutRoutes` has it."""
+        """As `rollout_routes` has it."""
         found: Any = {"status": "settled"}
         try:
             match path.removeprefix("/rollouts/"):
