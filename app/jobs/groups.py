@@ -12,6 +12,8 @@ from trainers.advantages import OF_BATCHES, batch_advantages, has_signal, overlo
 from trainers.estimators import AdvantageEstimator
 from trainers.trajectory import Trajectory
 
+MAX_TEXT = 80_000  # characters, of up to 12 each in JSON: the ledger takes 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -39,7 +41,7 @@ class Rollout:
 
     def settled(self) -> dict[str, Any]:
         """For `calls.settle_group`."""
-        info = json.dumps({"text": self.text, "source": self.source})
+        info = json.dumps({"text": self.text[:MAX_TEXT], "source": self.source})
         return {"id": self.id, "reward": self.reward, "info": info}
 
 

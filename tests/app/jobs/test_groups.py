@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from app.http.requests import SettledRollout
 from app.jobs.groups import Group, Rollout, group_of, trajectories
 from app.jobs.options import JobOptions
 from deployments.protocol.responses import TakenGroup, TakenRollout
@@ -21,6 +22,11 @@ def group(number: int, *versions: int, rewards: tuple[float, ...] = (0.0, 1.0)) 
     )
     made = [Rollout(trajectories=[trajectory], reward=reward, text="") for reward in rewards]
     return Group(number=number, rollouts=made)
+
+
+def test_the_ledger_takes_a_rollout_with_any_text() -> None:
+    settled = Rollout(id="a", reward=1.0, text="\U0001f600" * 200_000).settled()
+    assert SettledRollout.model_validate(settled).info == settled["info"]
 
 
 def test_a_group_of_the_ledger_has_its_tokens_and_figures() -> None:
