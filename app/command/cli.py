@@ -30,6 +30,11 @@ Config = Annotated[
     ),
 ]
 
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="of the dashboard of a Ray cluster; none: one on this machine"),
+]
+
 cli = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # twice as fast
@@ -68,10 +73,7 @@ def options(
 def serve(
     config: Config,
     dashboard_port: Annotated[int, typer.Option(help="where jobs are submitted")] = DASHBOARD_PORT,
-    address: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="of the dashboard of a Ray cluster; none: one on this machine"),
-    ] = None,
+    address: Address = None,
 ) -> None:
     """Start a fleet in the foreground: on this machine, or in a Ray cluster that runs."""
     from app.command import launch
@@ -83,11 +85,12 @@ def serve(
 def deploy(
     config: Config,
     dashboard_port: Annotated[int, typer.Option(help="of the running fleet")] = DASHBOARD_PORT,
+    address: Address = None,
 ) -> None:
     """Give the running fleet another configuration."""
     from app.command import deploy as deployment
 
-    deployment.deploy(config, dashboard_port)
+    deployment.deploy(config, f"http://127.0.0.1:{dashboard_port}" if address is None else address)
 
 
 @cli.command("doctor")

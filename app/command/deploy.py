@@ -133,9 +133,8 @@ def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
     return names
 
 
-def deploy(config: Path, dashboard_port: int) -> None:
-    """Send a config file to Serve and print which settings restart the fleet."""
-    dashboard = f"http://127.0.0.1:{dashboard_port}"
+def deploy(config: Path, dashboard: str) -> None:
+    """Send a config file to Serve, at its dashboard's URL, and print which settings restart the fleet."""
     with reported(ValueError):
         file = read_serve_file(config)
         try:

@@ -80,10 +80,10 @@ class Dashboard(JsonHandler):
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def url() -> Iterator[str]:
     Dashboard.deployed = None
     with serving(Dashboard) as port:
-        yield port
+        yield f"http://127.0.0.1:{port}"
 
 
 def file(directory: Path, **settings: Any) -> Path:
@@ -94,31 +94,31 @@ def file(directory: Path, **settings: Any) -> Path:
 
 
 def test_deploy_names_the_settings_that_restart_the_fleet(
-    tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Dashboard.deployed = read_serve_file(file(tmp_path)).document["applications"][0]
-    deploy(file(tmp_path, weights={"commit": "rolling"}), port)
+    deploy(file(tmp_path, weights={"commit": "rolling"}), url)
     assert capsys.readouterr().out == "Deployed; nothing restarts\n"
-    deploy(file(tmp_path, engine={"seed": 3}), port)
+    deploy(file(tmp_path, engine={"seed": 3}), url)
     assert capsys.readouterr().out == (
         "Deployed; the fleet restarts, replica after replica, because of: engine\n"
     )
 
 
-def test_there_must_be_a_fleet(tmp_path: Path, port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_must_be_a_fleet(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit, match="1"):
-        deploy(file(tmp_path), port)
+        deploy(file(tmp_path), url)
     assert "no application 'slipstream' runs at http://127.0.0.1:" in capsys.readouterr().err
     with pytest.raises(typer.Exit, match="1"):
-        deploy(file(tmp_path), 1)
+        deploy(file(tmp_path), "http://127.0.0.1:1")
     assert "no fleet answers at http://127.0.0.1:1 (" in capsys.readouterr().err
 
 
-def test_a_cluster_whose_applications_would_be_replaced_is_not_joined(tmp_path: Path, port: int) -> None:
+def test_a_cluster_whose_applications_would_be_replaced_is_not_joined(tmp_path: Path, url: str) -> None:
     Dashboard.deployed = {}
     mine = read(tmp_path, {"applications": [application() | {"name": "mine"}]})
     with pytest.raises(ClusterError, match=r"without other Serve applications.*, got one with slipstream"):
-        join(mine, f"http://127.0.0.1:{port}")
+        join(mine, url)
     assert Dashboard.deployed == {}
 
 
