@@ -1,6 +1,8 @@
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import httpx
 import pytest
@@ -196,19 +198,43 @@ async def test_a_job_and_its_trainer_may_be_killed_together(tmp_path: Path) -> N
     assert [record.trainer["step"] for record in records] == [4, 5, 6]
 
 
-@pytest.mark.parametrize("done", [True, False])
+class OftenKilled(FakeFleet):
+    """The job is killed at any of its calls, done or not, again and again."""
+
+    def __init__(self, draw: Random) -> None:
+        super().__init__()
+        self.draw = draw
+        self.calls = 0  # until the next kill
+
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        self.calls -= 1
+        if self.calls != 0:
+            return await super().answer(request)
+        if self.draw.random() < 0.5:
+            await super().answer(request)
+        raise Killed
+
+
 @pytest.mark.parametrize(
-    "path", ["/rollouts/begin", "/v1/chat/completions", "/rollouts/settle", "/rollouts/take"]
+    "seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.long)], ids=["some", "many"]
 )
-async def test_a_job_that_was_killed_while_it_sampled_learns_from_each_problem_once(
-    path: str, done: bool, tmp_path: Path
+@pytest.mark.slow
+async def test_a_job_that_is_killed_at_any_moment_learns_from_each_problem_once(
+    seeds: range, tmp_path: Path
 ) -> None:
-    fleet = KillingFleet(path, done=done)
-    with pytest.raises(Killed):
-        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4")
-    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", "--resume")
-    assert [record.step for record in records] == [1, 2, 3, 4] and len(fleet.batches) == 4
-    assert_all_accounted_for(fleet, tmp_path / "m.jsonl", steps=4)
+    for seed in seeds:
+        fleet, path = OftenKilled(Random(seed)), tmp_path / f"{seed}.jsonl"
+        lives = 0
+        while len(fleet.labels) < 4 or len(metrics.records(path)) < 4:
+            lives += 1
+            fleet.calls = fleet.draw.randint(1, 40)
+            resume = ["--resume"] if path.exists() else []
+            with suppress(Killed):
+                await run_job(fleet, path, "--steps", "4", *resume)
+        assert lives > 1
+        assert [record.step for record in metrics.records(path)] == [1, 2, 3, 4]
+        assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"] and len(fleet.batches) == 4
+        assert_all_accounted_for(fleet, path, steps=4)
 
 
 def assert_all_accounted_for(fleet: FakeFleet, path: Path, steps: int) -> None:
