@@ -11,6 +11,7 @@ from transformers import (
     Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from tests.made_once import made_once
+from trainers.sources import MTP
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -158,6 +160,14 @@ def save_tiny_mtp(directory: Path, seed: int) -> Path:
     return directory
 
 
+def random_mtp(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
+    """The multi-token prediction of a Qwen3.5, as its checkpoint names it."""
+    from trainers.mtp import MtpHead  # imports in a second
+
+    shapes = {name: tensor.shape for name, tensor in MtpHead(config).state_dict().items()}
+    return {f"{MTP}{name}": torch.randn(shape) * 0.1 for name, shape in shapes.items()}
+
+
 @made_once
 def save_tiny_vision_language(directory: Path, seed: int) -> Path:
     """A language model that also sees: transformers' causal model of it is the language part alone."""
@@ -189,7 +199,7 @@ def save_tiny_vision_language(directory: Path, seed: int) -> Path:
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
     Qwen3_5ForConditionalGeneration(config).eval().save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
-    tensors["mtp.fc.weight"] = torch.randn(128, 256)
+    tensors |= random_mtp(config.text_config)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
     return directory

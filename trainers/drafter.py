@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from trainers.batching import TokenBatch
-from trainers.eagle3 import Eagle3Head, default_layers, read_head, write_head
+from trainers.eagle3 import Eagle3Head, default_layers, write_head
+from trainers.eagle3 import read_head as read_eagle3
 from trainers.layers import decoder_layers
+from trainers.mtp import MtpHead
+from trainers.mtp import read_head as read_mtp
 from trainers.output_head import in_parts, math_of, positions_at_once
 from trainers.settings import DrafterConfig
-from trainers.sources import DRAFTER, full_tensor
+from trainers.sources import DRAFTER, MTP, full_tensor
 from trainers.step_metrics import Metrics
 
 _EMBEDDINGS = 0  # layers that they have passed
@@ -29,21 +33,47 @@ _SUMS = ("loss", "agreed", "tokens")
 
 
 class TrainedDrafter:
-    """An EAGLE-3 head of a model; every rank has all of it.
+    """An EAGLE-3 head, or the multi-token prediction in the model's checkpoint; every rank has all of it.
+
+    Args:
+        checkpoint: the model's, of which a head of its own is read.
+
+    Attributes:
+        prefix: of its published names.
+        has_own_checkpoint: it is no part of the model's.
 
     Raises:
         ValueError: the directory holds none, or one of another model.
     """
 
     def __init__(
-        self, config: DrafterConfig, model: PreTrainedModel, *, compiled: bool = False, packed: bool = False
+        self,
+        config: DrafterConfig,
+        model: PreTrainedModel,
+        checkpoint: Path,
+        *,
+        compiled: bool = False,
+        packed: bool = False,
     ) -> None:
         self.config = config
-        directory = Path(config.model)
-        self.head = read_head(directory)
-        hooked = {_EMBEDDINGS: model.get_input_embeddings(), **dict(enumerate(decoder_layers(model), 1))}
-        self._layers = self.head.layers or default_layers(len(hooked) - 1)
-        _check_fits(self.head, self._layers, model, directory)
+        self.has_own_checkpoint = config.model is not None
+        _check_embeddings(model)
+        layers = decoder_layers(model)
+        hooked = {_EMBEDDINGS: model.get_input_embeddings(), **dict(enumerate(layers, 1))}
+        self.head: Eagle3Head | MtpHead
+        if config.model is None:
+            self.prefix, self._layers = MTP, [len(layers) + 1]
+            self.head = read_mtp(model.config.get_text_config(), checkpoint)
+            hooked[len(layers) + 1] = model.base_model.norm
+            ids = torch.arange(self.head.config.vocab_size)
+        else:
+            directory = Path(config.model)
+            head = self.head = read_eagle3(directory)
+            self.prefix, self._layers = DRAFTER, head.layers or default_layers(len(layers))
+            _check_fits(head, self._layers, model, directory)
+            ids = head.token_ids()
+        self._own_output = self.head.lm_head if isinstance(self.head, Eagle3Head) else None
+        self._models_output = model.get_output_embeddings()
         self._recorded: dict[int, torch.Tensor] = {}  # by layers passed
         self._is_recording = False
         for passed in (_EMBEDDINGS, *self._layers):
@@ -54,30 +84,31 @@ class TrainedDrafter:
         for parameter in self.head.parameters():  # not its buffers, such as frequencies
             parameter.data = parameter.data.to(model.dtype)
         if compiled:
-            self.head.midlayer.compile()
-        ids = self.head.token_ids()
+            self.head.decoder.compile()
         self._draft_ids = torch.full((self.head.config.vocab_size,), -1, device=device)
         self._draft_ids[ids] = torch.arange(len(ids), device=device)
         self._math = math_of(compiled)
         self._at_once = positions_at_once(len(ids), compiled=compiled)
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._output = torch.empty(0)  # the model's output matrix, in the updates of a step
 
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.head.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.head.named_parameters(DRAFTER.removesuffix("."))
+        return self.head.named_parameters(self.prefix.removesuffix("."))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of its checkpoint, by published names; not copied."""
-        return {DRAFTER + name: tensor for name, tensor in self.head.state_dict().items()}
+        return {self.prefix + name: tensor for name, tensor in self.head.state_dict().items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
         """Copy published tensors in place. Raises ValueError and changes nothing if they are of another."""
-        self.head.load({name.removeprefix(DRAFTER): tensor for name, tensor in tensors.items()}, source)
+        self.head.load({name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}, source)
 
     def write(self, directory: Path) -> None:
-        """Write its checkpoint, under its own names. Raises OSError."""
+        """Write its own checkpoint, under its own names. Raises OSError."""
+        assert isinstance(self.head, Eagle3Head), "a head of the model's checkpoint is saved with it"
         directory.mkdir(parents=True, exist_ok=True)
         write_head(self.head, directory)
 
@@ -91,15 +122,17 @@ class TrainedDrafter:
             self._is_recording = False  # checkpointed layers run again in the backward pass
 
     def begin(self) -> None:
-        """Before each update."""
+        """Before each update, on all ranks."""
         self._sums.zero_()
         self._recorded.clear()
+        if self._own_output is None:
+            self._output = full_tensor(self._models_output.weight).detach()
 
     def loss(self, batch: TokenBatch, total_tokens: int, *, counts: bool) -> torch.Tensor:
         """Of the micro-batch whose pass was recorded, divided by the learned tokens of all micro-batches; in
         the metrics if it counts."""
         positions, targets = batch.position_ids, self._draft_ids[batch.targets]
-        fused = self.head.fc(torch.cat([self._recorded[passed] for passed in self._layers], dim=-1))
+        fused = self.head.fuse([self._recorded[passed] for passed in self._layers])
         hidden = self.head(
             self._recorded[_EMBEDDINGS],
             fused.flatten(0, 1)[batch.parents],
@@ -109,7 +142,7 @@ class TrainedDrafter:
         best: list[torch.Tensor] = []
 
         def part(hidden: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
-            logits = self.head.lm_head(hidden)
+            logits = self._logits(hidden)
             if number == len(best):  # not in recomputation
                 best.append(logits.detach().argmax(-1))
             return self._math.chosen(logits, targets)
@@ -140,6 +173,12 @@ class TrainedDrafter:
         if not math.isfinite(norm):
             self.head.zero_grad(set_to_none=True)
         return norm
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._own_output is None:
+            return nn.functional.linear(hidden, self._output)
+        made: torch.Tensor = self._own_output(hidden)
+        return made
 
     def _record(self, passed: int) -> Callable[[torch.nn.Module, Any, Any], None]:
         def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
@@ -186,8 +225,11 @@ def _check_fits(head: Eagle3Head, layers: list[int], model: PreTrainedModel, dir
             f"{directory}: expected a drafter with an output matrix of its own, got the model's (vLLM would "
             "share it)"
         )
+
+
+def _check_embeddings(model: PreTrainedModel) -> None:
     embeddings = model.get_input_embeddings()
     if type(embeddings).forward is not torch.nn.Embedding.forward:
         raise ValueError(
-            f"expected a model with plain embeddings for an EAGLE-3 head, got {type(embeddings).__name__}"
+            f"expected a model with plain embeddings for a drafter, got {type(embeddings).__name__}"
         )

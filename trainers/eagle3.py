@@ -5,7 +5,7 @@ hidden states of position i and the embedding of token i + 1, and predicts token
 model's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -34,7 +34,7 @@ _PLAIN = {
     "logit_scale": 1.0,
     "quantization_config": None,
 }
-_Mask: TypeAlias = torch.Tensor | BlockMask
+Mask: TypeAlias = torch.Tensor | BlockMask
 
 
 class Eagle3Layer(nn.Module):
@@ -58,7 +58,7 @@ class Eagle3Layer(nn.Module):
         embeddings: torch.Tensor,
         hidden: torch.Tensor,
         rotations: tuple[torch.Tensor, torch.Tensor],
-        mask: _Mask,
+        mask: Mask,
     ) -> torch.Tensor:
         normed = self.hidden_norm(hidden)
         attended, _ = self.self_attn(
@@ -98,11 +98,20 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if has_t2d else None)
         self._rotations = LlamaRotaryEmbedding(config)
 
+    @property
+    def decoder(self) -> nn.Module:
+        return self.midlayer
+
+    def fuse(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What `forward` reads of the model's hidden states, each [R, L, H]."""
+        made: torch.Tensor = self.fc(torch.cat([*hidden], dim=-1))
+        return made
+
     def forward(
-        self, embeddings: torch.Tensor, fused: torch.Tensor, positions: torch.Tensor, mask: _Mask
+        self, embeddings: torch.Tensor, fused: torch.Tensor, positions: torch.Tensor, mask: Mask
     ) -> torch.Tensor:
-        """What `lm_head` reads, [R, L, H]. `embeddings` and `fused`, `fc` of hidden states, are [R, L, H],
-        `positions` int64 [R, L]; the mask is as for a model of transformers."""
+        """What `lm_head` reads, [R, L, H]. `embeddings` and `fused` are [R, L, H], `positions` int64 [R, L];
+        the mask is as for a model of transformers."""
         rotations = self._rotations(fused, position_ids=positions)
         return self.norm(self.midlayer(embeddings, fused, rotations, mask))
 
@@ -111,19 +120,24 @@ class Eagle3Head(nn.Module):
         ids = torch.arange(self.lm_head.out_features, device=self.lm_head.weight.device)
         return ids if self.d2t is None else ids + self.d2t
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
         """Copy a checkpoint's tensors in place. Raises ValueError and changes nothing unless they are all of
         the head's."""
-        own = self.state_dict()
-        for name in sorted(own.keys() | tensors.keys()):
-            wanted, got = (
-                f"shape {list(each[name].shape)}" if name in each else "none" for each in (own, tensors)
-            )
-            if wanted != got:
-                raise ValueError(f"{source}: the drafter's {name!r}: expected {wanted}, got {got}")
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+        load_in_place(self, tensors, source)
+
+
+@torch.no_grad()
+def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+    """`Eagle3Head.load`."""
+    own = head.state_dict()
+    for name in sorted(own.keys() | tensors.keys()):
+        wanted, got = (
+            f"shape {list(each[name].shape)}" if name in each else "none" for each in (own, tensors)
+        )
+        if wanted != got:
+            raise ValueError(f"{source}: the drafter's {name!r}: expected {wanted}, got {got}")
+    for name, tensor in own.items():
+        tensor.copy_(tensors[name])
 
 
 def read_head(directory: Path) -> Eagle3Head:

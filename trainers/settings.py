@@ -255,9 +255,9 @@ class LoraConfig(_Settings):
 class DrafterConfig(_Settings):
     """A drafter of speculative decoding that is trained beside the policy, and published with it."""
 
-    model: str = Field(min_length=1)
+    model: str | None = Field(default=None, min_length=1)
     """The directory of an EAGLE-3 head, the one that the engines draft with. `slipstream drafter new` writes
-    one."""
+    one. None: the multi-token prediction in the model's checkpoint."""
     learning_rate: PositiveFloat = 1e-4
     """AdamW's, the same in all steps."""
     clip: PositiveFloat = 1.0

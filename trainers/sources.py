@@ -81,6 +81,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 DRAFTER = "drafter."  # prefix of the published names of a drafter with a checkpoint of its own
+MTP = "mtp."  # of one in the model's checkpoint
+DRAFTERS = (DRAFTER, MTP)
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 

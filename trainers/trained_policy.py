@@ -147,7 +147,9 @@ class TrainedPolicy:
         of this model."""
         from trainers.drafter import TrainedDrafter  # imports in a second
 
-        self.drafter = TrainedDrafter(config, self.model, compiled=self._compiled, packed=self.is_packed)
+        self.drafter = TrainedDrafter(
+            config, self.model, self.directory, compiled=self._compiled, packed=self.is_packed
+        )
         return self.drafter
 
     def trained(self) -> dict[str, torch.Tensor]:

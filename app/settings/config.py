@@ -346,8 +346,12 @@ def _drafter_rules(config: AppConfig) -> Iterator[str]:
     if drafter is None:
         return
     drafts = config.engine.extra.get("speculative_config")
-    model = drafts.get("model") if isinstance(drafts, Mapping) else None
-    if model != drafter.model:
+    drafts = drafts if isinstance(drafts, Mapping) else {}
+    model, method = drafts.get("model"), drafts.get("method")
+    if drafter.model is None and method != "mtp":
+        wanted = "'mtp' with 'trainer.drafter' without a 'model'"
+        yield expected("engine.extra.speculative_config.method", wanted, repr(method) if method else "none")
+    elif drafter.model is not None and model != drafter.model:
         wanted = f"'trainer.drafter.model', {drafter.model!r}"
         reason = "engines draft with the head that is trained"
         yield expected(

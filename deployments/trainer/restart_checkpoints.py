@@ -49,7 +49,7 @@ from trainers.learner_state import (
     round_to_model,
 )
 from trainers.settings import Dtype
-from trainers.sources import DRAFTER
+from trainers.sources import DRAFTERS
 from trainers.trained_policy import DTYPES
 
 META = "checkpoint.json"
@@ -283,8 +283,8 @@ def restore(
     dtype = None if meta.wire_dtype is None else DTYPES[meta.wire_dtype]
     if exact and (is_adapter or dtype is not None):
         rounded = master_weights(learner.policy, dtype)
-        if not any(name.startswith(DRAFTER) for name in target.weights):  # the drafter is new
-            rounded = {name: tensor for name, tensor in rounded.items() if not name.startswith(DRAFTER)}
+        if not any(name.startswith(DRAFTERS) for name in target.weights):  # the drafter is new
+            rounded = {name: tensor for name, tensor in rounded.items() if not name.startswith(DRAFTERS)}
         exact = rounded.keys() == target.weights
         weights = {name: torch.empty_like(tensor) for name, tensor in rounded.items()} if exact else {}
     try:
@@ -326,7 +326,11 @@ def _look(learner: Learner, path: Path) -> _Target | str:
             if isinstance(each, TensorStorageMetadata)
         }
         if learner.policy.drafter is None:  # any more
-            stored = {key: shape for key, shape in stored.items() if f".{DRAFTER}" not in key}
+            stored = {
+                key: shape
+                for key, shape in stored.items()
+                if not any(f".{prefix}" in key for prefix in DRAFTERS)
+            }
         weights = {key.removeprefix(f"{WEIGHTS}.") for key in stored if key.startswith(f"{WEIGHTS}.")}
         stored = {key: shape for key, shape in stored.items() if not key.startswith(f"{WEIGHTS}.")}
         with_moments = {key.removeprefix(f"{STEPS}.") for key in stored}

@@ -354,12 +354,13 @@ class TrainerWorker(TrainerRank):
         directory = directory_to_save(path, default, self._check_owner)
         weights = {}
         drafter = self._policy.drafter
+        is_apart = drafter is not None and drafter.has_own_checkpoint
         for name, tensor in self._source(None):  # every rank gathers, rank 0 writes
-            if self._rank == 0 and not (drafter is not None and name.startswith(DRAFTER)):
+            if self._rank == 0 and not (is_apart and name.startswith(DRAFTER)):
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
             self._base.write(directory, self._policy.model, self._spec.config.dtype, weights)
-            if drafter is not None:
+            if drafter is not None and is_apart:
                 write_drafter(drafter, directory / DRAFTER_DIRECTORY)
         return SavedCheckpoint(
             path=str(directory.absolute()),
@@ -397,7 +398,11 @@ class TrainerWorker(TrainerRank):
     def _load_drafter(self, directory: Path) -> None:
         """The drafter of a stored version; one that is published without leaves it as it is."""
         drafter, below = self._policy.drafter, directory / DRAFTER_DIRECTORY
-        if drafter is not None and below.is_dir():
+        if drafter is None:
+            return
+        if not drafter.has_own_checkpoint:
+            drafter.load(self._base.read(drafter.tensors().keys(), directory), directory)
+        elif below.is_dir():
             drafter.load(read_tensors(below, read_schema(below) or {}), directory)
 
     def _reference(self) -> TrainedPolicy | BaseOf | None:

@@ -247,7 +247,7 @@ def test_what_is_no_head_of_the_model_is_refused_in_a_sentence(
     policy = drafting(tmp_path)
     change(tmp_path / "head")
     with pytest.raises(ValueError, match=re.escape(problem)) as caught:
-        TrainedDrafter(DrafterConfig(model=str(tmp_path / "head")), policy.model)
+        TrainedDrafter(DrafterConfig(model=str(tmp_path / "head")), policy.model, policy.directory)
     assert str(tmp_path / "head") in str(caught.value)
 
 

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
+from tests.tiny_models import random_mtp
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.eagle3 import write_new_head
@@ -17,7 +18,7 @@ from trainers.layers import decoder_layers
 from trainers.learner import Learner
 from trainers.output_head import OutputHead
 from trainers.settings import DrafterConfig, LearnerConfig, OptimizerConfig
-from trainers.sources import ParameterSource
+from trainers.sources import MTP, ParameterSource
 from trainers.trained_policy import TrainedPolicy
 
 CONFIG = LearnerConfig(
@@ -38,12 +39,13 @@ class Case:
     kind: str
     given: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-3
-    drafts: bool = False
+    drafts: Literal["eagle3", "mtp"] | None = None
 
 
 CASES = (
-    Case("llama-tied", drafts=True),
+    Case("llama-tied", drafts="eagle3"),
     Case("qwen3-vl"),
+    Case("qwen3.5", drafts="mtp"),
     Case("qwen3-moe", {"activation_checkpointing": True}),
     # Other micro-batches, so other sums of rounded numbers; AdamW's first steps magnify the small ones.
     Case("llama", {"compute_dtype": "bfloat16", "activation_checkpointing": True}, 0.1),
@@ -55,13 +57,21 @@ def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> Trained
     policy = TrainedPolicy.load(directory, mesh=mesh, **case.given)
     policy._head = OutputHead(policy.model, at_once=3 * 40)
     if case.drafts:
-        policy.attach_drafter(DrafterConfig(model=str(directory / "head"), learning_rate=1e-3))
+        head = str(directory / "head") if case.drafts == "eagle3" else None
+        policy.attach_drafter(DrafterConfig(model=head, learning_rate=1e-3))
     return policy
 
 
 def all_of(policy: TrainedPolicy, dtype: torch.dtype | None = None) -> ParameterSource:
     drafter = None if policy.drafter is None else policy.drafter.tensors()
     return ParameterSource(policy.model, dtype=dtype, drafter=drafter)
+
+
+def head_of(directory: Path, case: Case) -> dict[str, torch.Tensor]:
+    if case.drafts == "eagle3":
+        return load_file(directory / "head" / "model.safetensors")
+    stored = load_file(directory / "model.safetensors")
+    return {name: tensor for name, tensor in stored.items() if name.startswith(MTP)}
 
 
 def sharded_rank(rank: int, directory: Path) -> None:
@@ -85,7 +95,7 @@ def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
     rounded = {name: tensor.clone() for name, tensor in all_of(policy, torch.bfloat16)}
     policy.load_weights(directory)
     if policy.drafter is not None:
-        policy.drafter.load(load_file(directory / "head" / "model.safetensors"), directory)
+        policy.drafter.load(head_of(directory, case), directory)
     restored = {name: tensor.clone() for name, tensor in source}
     return {
         "before": before,
@@ -105,8 +115,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     for case in CASES:
         tiny.policy(directory / case.kind, case.kind)
-        if case.drafts:
+        if case.drafts == "eagle3":
             write_new_head(directory / case.kind, directory / case.kind / "head")
+        if case.drafts == "mtp":
+            file = directory / case.kind / "model.safetensors"
+            save_file(load_file(file) | random_mtp(tiny.model(case.kind).config), file, {"format": "pt"})
     both(sharded_rank, directory)
     return directory
 

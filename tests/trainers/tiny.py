@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -57,6 +59,11 @@ def model(kind: str, seed: int = 0, **changed: int) -> PreTrainedModel:
         case "qwen3-moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
             return Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts | sizes))
+        case "qwen3.5":
+            linear = {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+            linear |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+            kinds = ["linear_attention", "full_attention"]
+            return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **linear, layer_types=kinds))
         case "qwen3-vl":  # its text part says nothing of ties
             vision = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
             text = {**sizes, "rope_parameters": _ROPE}

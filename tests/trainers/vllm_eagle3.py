@@ -26,7 +26,7 @@ def drafted(model: Path, head: Path, scratch: Path, tokens: list[int]) -> Any:
         speculative_config={"method": "eagle3", "model": str(head), "num_speculative_tokens": 1},
     ).create_engine_config()
     init_parallel_state(config, scratch, "gloo")
-    Attention.forward = _attend
+    Attention.forward = attend
     positions = torch.arange(len(tokens))
     drafter_config = config.speculative_config.draft_model_config
     with set_current_vllm_config(config), torch.inference_mode():
@@ -43,7 +43,7 @@ def drafted(model: Path, head: Path, scratch: Path, tokens: list[int]) -> Any:
         return drafter.compute_logits(made).numpy()
 
 
-def _attend(
+def attend(
     self: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
 ) -> torch.Tensor:
     """Causal attention of one sequence, without a KV cache."""

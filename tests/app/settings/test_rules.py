@@ -163,6 +163,14 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "'/heads/b' (engines draft with the head that is trained)",
         ),
         (
+            {
+                "trainer": {"drafter": {}},
+                "engine": {"extra": {"speculative_config": {"method": "eagle3", "model": "/heads/b"}}},
+            },
+            "'engine.extra.speculative_config.method': expected 'mtp' with 'trainer.drafter' without a "
+            "'model', got 'eagle3'",
+        ),
+        (
             {"engine": {"num_replicas": "auto"}},
             "'engine.max_replicas': expected a number with num_replicas 'auto', got none "
             "(each replica needs its GPUs or cores)",

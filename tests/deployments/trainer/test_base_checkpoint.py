@@ -40,7 +40,15 @@ KINDS: list[tuple[Save, list[str]]] = [
     (save_tiny_mtp, ["model.layers.2 (27 tensors)"]),
     (
         save_tiny_vision_language,
-        ["model.visual.blocks.0 (12 tensors)", "model.visual (9 tensors)", "mtp.fc.weight"],
+        [
+            "model.visual.blocks.0 (12 tensors)",
+            "model.visual (9 tensors)",
+            "mtp.fc.weight",
+            "mtp.layers.0 (11 tensors)",
+            "mtp.norm.weight",
+            "mtp.pre_fc_norm_embedding.weight",
+            "mtp.pre_fc_norm_hidden.weight",
+        ],
     ),
 ]
 every_kind = pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.deployments.trainer.one_worker import (
     trained,
 )
 from tests.deployments.trainer.trainer_specs import with_config
+from tests.tiny_models import save_tiny_vision_language
 from trainers.eagle3 import read_head, write_new_head
 
 
@@ -27,6 +29,13 @@ def spec(tmp_path: Path) -> TrainerSpec:
     spec = small_spec(tmp_path)
     write_new_head(Path(spec.model), tmp_path / "head")
     return with_config(spec, drafter={"model": str(tmp_path / "head"), "learning_rate": 1e-3})
+
+
+@pytest.fixture
+def mtp_spec(tmp_path: Path) -> TrainerSpec:
+    """The head is in the model's checkpoint."""
+    spec = replace(small_spec(tmp_path), model=str(save_tiny_vision_language(tmp_path / "qwen", 0)))
+    return with_config(spec, drafter={"learning_rate": 1e-3})
 
 
 def everything(worker: TrainerWorker) -> dict[str, torch.Tensor]:
@@ -81,6 +90,30 @@ def test_a_restarted_trainer_drafts_and_learns_bit_for_bit_as_before(
     assert equal(everything(resumed), everything(straight))
     assert [of_step(resumed), of_step(resumed)] == [of_step(straight), of_step(straight)]
     assert equal(everything(resumed), everything(straight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_multi_token_prediction_is_trained_published_and_restarted_as_a_part_of_the_model(
+    mtp_spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess, wire_dtype: str | None
+) -> None:
+    spec = with_config(mtp_spec, wire_dtype=wire_dtype)
+    straight = trained(spec, controller, steps=1)
+    sent, dtype = dict(controller.received), torch.bfloat16 if wire_dtype else torch.float32
+    first = load_file(Path(spec.model) / "model.safetensors")
+    assert sent.keys() == first.keys()
+    heads = {name for name in first if name.startswith("mtp.")}
+    assert not [name for name in heads if torch.equal(sent[name], first[name].to(dtype))], "it has learned"
+    assert all(sent[name].dtype == dtype for name in heads)
+    (version,) = Path(spec.store_dir).glob("v*")
+    assert equal(load_file(version / "model.safetensors"), sent) and not (version / "drafter").exists()
+    resumed = started(spec, controller)
+    assert equal(everything(resumed), everything(straight))
+    assert of_step(resumed) == of_step(straight)
+    assert equal(everything(resumed), everything(straight))
+    assert equal(saved(resumed, tmp_path / "saved"), everything(resumed))
+    resumed.load_version(1)
+    assert equal({name: tensor.to(sent[name].dtype) for name, tensor in everything(resumed).items()}, sent)
 
 
 @pytest.mark.slow
