@@ -114,9 +114,12 @@ def settle_group(
     return Call(method="POST", path="/rollouts/settle", body=body, read=typed(responses.Status))
 
 
-def take(step: str, run: str, groups: int, max_staleness: int | None, note: str) -> Call[responses.TakenStep]:
-    """The groups that a step consumes; the same ones again for the same step."""
+def take(
+    step: str, run: str, groups: int, max_staleness: int | None, note: str, offset: int = 0
+) -> Call[responses.TakenStep]:
+    """The groups that a step consumes, from `offset` on; the same ones again for the same step."""
     body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness, "note": note}
+    body |= {"offset": offset}
     return Call(method="POST", path="/rollouts/take", body=body, read=typed(responses.TakenStep))
 
 

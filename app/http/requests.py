@@ -102,6 +102,9 @@ class TakeBody(OwnBody):
     """Versions since the oldest token; groups above it are discarded. Null: any."""
     note: str = Field(default="", max_length=4096)
     """The same call again gets the first one's."""
+    offset: int = Field(default=0, ge=0)
+    """Of the first group in the answer. One answer has at most some eight million tokens, and says how many
+    groups are left."""
 
 
 # -- the trainer -----------------------------------------------------------------------------------

@@ -87,12 +87,17 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], Before]:
     while True:
         now = {"trainer_step": (await idle(client)).step, "version": run.version}
         step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
-        taken = await client.send(calls.take(step, run.name, wanted, staleness, json.dumps(now)))
+        asked = (step, run.name, wanted, staleness, json.dumps(now))
+        taken = await client.send(calls.take(*asked))
+        groups, left = list(taken.groups), taken.left_groups
+        while left:
+            more = await client.send(calls.take(*asked, offset=len(groups)))
+            groups, left = [*groups, *more.groups], more.left_groups
         run.stale += taken.stale_groups
         await run.count_ready(taken.ready_groups)
         if taken.step is not None:
             then = json.loads(taken.note)
-            return taken.groups, Before(**then) if then != now else replace(Before(**now), trainer_step=None)
+            return groups, Before(**then) if then != now else replace(Before(**now), trainer_step=None)
         async with run.changed:
             await run.changed.wait_for(lambda: run.ready >= wanted)
 

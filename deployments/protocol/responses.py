@@ -244,6 +244,7 @@ class TakenStep:
     stale_groups: int
     ready_groups: int
     groups: Sequence[TakenGroup]
+    left_groups: int  # that the same call brings with `offset`
 
 
 # -- /train ----------------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
-MAX_TAKEN = 1 << 23  # tokens: some 200 MB of JSON
 RUN_KEPT_S = 30 * 86400.0
 ALONE = "~"  # begins the group of a rollout without one; no id has it
 
@@ -384,7 +383,6 @@ class RolloutLedger:
 
         Raises:
             Conflict: the step is another run's, or what it consumed is no longer kept.
-            PayloadTooLarge: the groups have more than `MAX_TAKEN` tokens.
         """
         self.tick(now)
         known = self._steps.get(step)
@@ -401,12 +399,6 @@ class RolloutLedger:
         chosen = [group for group in ready if group not in stale][:count]
         if len(chosen) < count:
             return None, len(stale)
-        tokens = sum(rollout.tokens for group in chosen for rollout in self.rewarded(group.key))
-        if tokens > MAX_TAKEN:
-            raise PayloadTooLarge(
-                f"step {step!r}: expected at most {MAX_TAKEN} tokens, {count} groups have {tokens}: "
-                "take fewer groups"
-            )
         for group in chosen:
             self._end(group, State.CONSUMED, "consumed", now)
         self._finish_step(run, now)

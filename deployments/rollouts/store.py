@@ -38,6 +38,7 @@ COMMIT;
 """
 
 RESERVE_PAGES = 1 << 14  # 64 MiB
+MAX_TAKEN = 1 << 23  # tokens of an answer: some 200 MB of JSON
 
 # Keeps the row's number: groups are taken in the order in which they began.
 PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
@@ -166,15 +167,22 @@ class RolloutStore:
         count: int,
         max_staleness: int | None,
         note: str,
+        offset: int,
         current: Mapping[str, int],
     ) -> bytes:
-        """The JSON of what a step has consumed, with the groups' sequences; see `RolloutLedger.take`."""
+        """The JSON of what a step has consumed, with the sequences of its groups from `offset` on until they
+        have `MAX_TAKEN` tokens; see `RolloutLedger.take`."""
         with self._transaction():
             taken, stale = self._ledger.take(step, run, count, max_staleness, note, current, self._clock())
-            groups = [
-                {"group": group, "rollouts": [self._rollout(each) for each in self._ledger.rewarded(group)]}
-                for group in (() if taken is None else taken.groups)
-            ]
+            names = () if taken is None else taken.groups[offset:]
+            groups: list[dict[str, object]] = []
+            tokens = 0
+            for name in names:
+                if tokens >= MAX_TAKEN:
+                    break
+                rollouts = self._ledger.rewarded(name)
+                tokens += sum(each.tokens for each in rollouts)
+                groups.append({"group": name, "rollouts": [self._rollout(each) for each in rollouts]})
             _, _, ready = self._ledger.position(run, self._clock())
         found = {
             "step": None if taken is None else step,
@@ -182,6 +190,7 @@ class RolloutStore:
             "stale_groups": stale,
             "ready_groups": ready,
             "groups": groups,
+            "left_groups": len(names) - len(groups),
         }
         return msgspec.json.encode(found)
 

@@ -179,7 +179,7 @@ class FakeFleet:
                     self.store.settle(settle.group, rewards, settle.reason)
                 case "take":
                     take = TakeBody.model_validate_json(content)
-                    asked = (take.step, take.run, take.groups, take.max_staleness, take.note)
+                    asked = (take.step, take.run, take.groups, take.max_staleness, take.note, take.offset)
                     current = {"": self.version, "math": self.version}
                     return httpx.Response(200, content=self.store.take(*asked, current))
                 case run:

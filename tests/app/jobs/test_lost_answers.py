@@ -44,6 +44,15 @@ async def test_a_step_that_arrives_after_it_was_sent_again_is_not_learned_from_t
     assert len(fleet.batches) == 2 and [record.trainer["step"] for record in records] == [4, 5]
 
 
+async def test_a_step_of_many_tokens_is_taken_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.rollouts.store.MAX_TAKEN", 1)
+    fleet = FakeFleet()
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert [record.groups for record in records] == [2, 2] and fleet.ends() == {"consumed": 4}
+
+
 async def test_a_restarting_trainer_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = FakeFleet()
     fleet.restarts = 2

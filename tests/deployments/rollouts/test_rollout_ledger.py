@@ -262,21 +262,13 @@ def test_groups_that_are_too_stale_are_discarded_and_counted() -> None:
 def test_a_settled_group_that_was_too_stale_since_is_settled_again() -> None:
     """The answer of the first call was lost."""
     ledger = RolloutLedger(LIMITS)
-    ledger.begin("r", 0, None, 0)
+    ledger.begin("r", 0, 0)
     ledger.open(request("a", group="r.0"), 0)
     ledger.append("a", "", new_turn(version=3))
     ledger.settle("r.0", {"a": 1.0}, "", 0)
     assert taken(ledger, "step", run="r", max_staleness=0, current={"": 9}) == []
     ledger.settle("r.0", {"a": 1.0}, "", 0)
     assert ledger.position("r", 0)[0].ends == {"stale": 1}
-
-
-def test_a_step_of_too_many_tokens_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_ledger, "MAX_TAKEN", 3)
-    ledger = played("a", "b")
-    with pytest.raises(PayloadTooLarge, match="at most 3 tokens, 2 groups have 4: take fewer groups"):
-        taken(ledger, "step", 2)
-    assert taken(ledger, "step", 1) == ["~a"]
 
 
 def test_bounds() -> None:

@@ -45,8 +45,10 @@ def again(store: RolloutStore, directory: Path, clock: Clock) -> RolloutStore:
     return RolloutStore(directory, LIMITS, FLEET, clock=clock)
 
 
-def taken(store: RolloutStore, step: str = "step", count: int = 1, run: str = "", note: str = "") -> Any:
-    return json.loads(store.take(step, run, count, None, note, {}))
+def taken(
+    store: RolloutStore, step: str = "step", count: int = 1, run: str = "", note: str = "", offset: int = 0
+) -> Any:
+    return json.loads(store.take(step, run, count, None, note, offset, {}))
 
 
 def played(store: RolloutStore, *rollouts: str) -> None:
@@ -160,6 +162,14 @@ def test_a_restart_writes_nothing_to_a_full_disk(tmp_path: Path, store: RolloutS
         store = again(store, tmp_path, clock)
     assert taken(store)["groups"]
     store.close()
+
+
+def test_a_step_of_many_tokens_comes_in_parts(store: RolloutStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.rollouts.store.MAX_TAKEN", 10)
+    played(store, "a", "b", "c")  # of six tokens each
+    parts = [taken(store, count=3, offset=offset) for offset in (0, 2, 0)]
+    found = [([group["group"] for group in part["groups"]], part["left_groups"]) for part in parts]
+    assert found == [(["~a", "~b"], 1), (["~c"], 0), (["~a", "~b"], 1)]
 
 
 def test_what_is_not_finite_is_not_recorded(store: RolloutStore) -> None:
