@@ -85,10 +85,13 @@ def build(args: AppConfig) -> Application:
     if ray.is_initialized():
         require_hosts(args, model, sum(node["Alive"] for node in ray.nodes()))
     controller = _controller(args)
-    slots = _slots(args)
-    trainer = None
+    slots = trainer = None
+    if (plan := slot_plan(args)) is not None:
+        slots = _single("slots", Slots, graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10).bind(plan)
     if args.trainer is not None:
-        trainer = _trainer(trainer_spec(args, args.trainer, model), controller, slots)
+        spec = trainer_spec(args, args.trainer, model)
+        options = {"max_ongoing_requests": UNLIMITED, "graceful_shutdown_timeout_s": TRAINER_STOP_TIMEOUT_S}
+        trainer = _single("trainer", Trainer, **options).bind(spec, controller, slots)
     rollout = _rollout(args, model, controller, slots)
     return _router(args, tokens, rollout=rollout, controller=controller, trainer=trainer)
 
@@ -145,22 +148,6 @@ def _controller(args: AppConfig) -> Application:
         size=args.fleet_size,
         capacity=GpuCapacity(per_replica=replica_gpus(args), others=trainer_gpus(args)),
     )
-
-
-def _trainer(spec: TrainerSpec, controller: Application, slots: Application | None) -> Application:
-    return _single(
-        "trainer",
-        Trainer,
-        max_ongoing_requests=UNLIMITED,
-        graceful_shutdown_timeout_s=TRAINER_STOP_TIMEOUT_S,
-    ).bind(spec, controller, slots)
-
-
-def _slots(args: AppConfig) -> Application | None:
-    plan = slot_plan(args)
-    if plan is None:
-        return None
-    return _single("slots", Slots, graceful_shutdown_timeout_s=FREE_TIMEOUT_S + 10).bind(plan)
 
 
 def slot_plan(args: AppConfig) -> SlotPlan | None:
