@@ -1,4 +1,4 @@
-"""Processor time by folder, printed after the tests: `pytest --cpu-times`, with xdist and --forks too.
+"""Processor time by test and by folder, printed at the end: `pytest --cpu-times`, with xdist and --forks too.
 
 User and system time of the tests' processes and of the children that they have waited for: those of a fleet
 count where it ends. The fork server's imports do not count.
@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests import forked
+
+MOST = 20  # tests that are named
 
 
 def used_s() -> float:
@@ -32,6 +34,7 @@ class CpuTimes:
         self._collection_s: list[float] = []  # of each process
         self._tests: Counter[str] = Counter()
         self._spent_s: Counter[str] = Counter()
+        self._of_test_s: Counter[str] = Counter()
 
     def begin(self) -> None:
         self._before_s = used_s()
@@ -62,10 +65,13 @@ class CpuTimes:
         group = group_of(report.nodeid)
         self._tests[group] += report.when == "call"
         self._spent_s[group] += getattr(report, "cpu_s", 0.0)
+        self._of_test_s[report.nodeid] += getattr(report, "cpu_s", 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total_s = sum(self._spent_s.values()) + sum(self._collection_s)
         terminalreporter.section("processor time")
+        for nodeid, spent_s in self._of_test_s.most_common(MOST):
+            terminalreporter.line(f"{spent_s:8.1f} s {nodeid}")
         for group, spent_s in self._spent_s.most_common():
             terminalreporter.line(f"{spent_s:8.1f} s {self._tests[group]:6} tests  {group}")
         each = ", ".join(f"{each:.1f}" for each in self._collection_s)

@@ -85,13 +85,12 @@ class StagedFleet:
     def __init__(self, directory: Path, wire: str) -> None:
         self._kind: type[Any] = CpuIpc if wire.startswith("ipc") else CpuNccl
         self.checkpoint = write_checkpoint(directory / "model")
-        self._dead: set[str] = set()
         self.replicas: dict[str, StagedReplica] = {}
         self.controller = Controller(
             config=LedgerConfig(min_replicas=1),
             state_dir=str(directory / "state"),
             store_dir=str(directory / "store"),
-            is_alive=lambda replica_id: replica_id not in self._dead,
+            is_alive=lambda replica_id: True,
             kill=lambda replica_id: None,
             poll_s=0.05,
             silent_s=0.5,
@@ -116,11 +115,6 @@ class StagedFleet:
         for name in names:
             self.replicas[name] = StagedReplica(name, self.checkpoint, self._kind, self.controller)
         await reached(lambda: all(replica.member.admitted for replica in self.replicas.values()))
-
-    async def lose(self, name: str) -> None:
-        """Its process is gone."""
-        self._dead.add(name)
-        await self.replicas.pop(name).end()
 
     def client(self) -> HTTPVLLMWeightSyncClient:
         """vLLM's own client. For a thread: it waits."""

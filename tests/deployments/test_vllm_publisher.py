@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,42 +82,3 @@ async def test_a_round_of_vllms_trainer_is_staged_committed_everywhere_and_store
         manifest = tmp_path / "store" / "v00000002" / "manifest.json"
         await reached(manifest.exists)
         assert json.loads(manifest.read_text())["digest"] == last.digest
-
-
-async def refused(fleet: StagedFleet) -> dict[str, Any]:
-    """The details of the refusal of a new update."""
-    answer = await fleet.http.post("/start_weight_update")
-    assert answer.status_code == 409, answer.text
-    detail: dict[str, Any] = answer.json()["error"]["detail"]
-    return detail
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wire", ["nccl", "nccl packed"])
-async def test_a_replica_that_dies_in_mid_broadcast_frees_the_other_and_the_publisher_must_connect_again(
-    wire: str, tmp_path: Path
-) -> None:
-    async with staged_fleet(tmp_path, wire, "a", "b") as fleet:
-        trainer, go_on = await connect(fleet, wire, ListSource(weights(1.0))), threading.Event()
-        trainer.model_update_group.before[1] = go_on
-        sending = asyncio.create_task(asyncio.to_thread(trainer.send_weights))
-        await reached(lambda: trainer.model_update_group.broadcasts == 1)
-        await fleet.lose("b")
-        async with asyncio.timeout(LIMIT_S):
-            while not (rounds := await fleet.controller.rounds()):
-                await asyncio.sleep(0.05)
-        assert rounds[-1].phase == "aborted" and "b" in rounds[-1].reason
-        assert not sending.done(), "nobody can tell vLLM's trainer, which waits in its broadcast"
-        assert_equal(live(fleet)["a"], weights(0.0))
-        async with asyncio.timeout(LIMIT_S):  # refused for another reason until the survivor has let go
-            while "connect_again" not in (await refused(fleet)):
-                await asyncio.sleep(0.05)
-        await fleet.start("c")
-        assert (await fleet.http.post("/start_weight_update")).status_code == 409
-        again = await connect(fleet, wire, ListSource(weights(2.0)))
-        await asyncio.wait_for(asyncio.to_thread(again.send_weights), LIMIT_S)
-        assert live(fleet).keys() == {"a", "c"}
-        for tensors in live(fleet).values():
-            assert_equal(tensors, weights(2.0))
-        go_on.set()
-        await asyncio.gather(sending, return_exceptions=True)

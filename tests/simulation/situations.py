@@ -12,9 +12,9 @@ from deployments.protocol.poll import Body, Receive, Verify
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
 from tests.simulation.serve import start_publisher
-from tests.simulation.unheard import WINDOW_S, plan_unheard_failure
 from tests.simulation.world import World
 
+WINDOW_S = 8.0  # in which a situation happens
 AWAY_S = 20.0  # longer than a deadline, the heartbeat and a round together
 TOLD_S = 0.3  # a report takes so long at most, where nothing else goes wrong
 Situation = Callable[[World, Random], float]  # plans it; when it is over, in seconds
@@ -108,7 +108,28 @@ def returns_after_a_restart(world: World, rng: Random) -> float:
 
 def fails_unheard(world: World, rng: Random) -> float:
     """An instruction of a round fails on a replica, and the fence that follows does not reach it."""
-    plan_unheard_failure(world, rng, (Receive, Verify), skipped=4)
+
+    def prepare() -> None:
+        chosen = world.started_replica(rng)
+        if chosen is None or chosen.member is None:
+            return
+        left = rng.randint(0, 4)
+
+        def fails(body: Body) -> bool:
+            nonlocal left
+            if not isinstance(body, Receive | Verify):
+                return False
+            left -= 1
+            if left >= 0 or world.loop.now > WINDOW_S:
+                return False
+            world.log("{} fails, and hears nothing any more", chosen.name)
+            world.network.deaf.add(chosen.name)
+            world.loop.call_later(rng.uniform(1.0, 6.0), world.network.deaf.discard, chosen.name)
+            return True
+
+        chosen.member.fails = fails
+
+    world.loop.call_at(rng.uniform(2.5, 6.0), prepare)
     return 2 * WINDOW_S
 
 

@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 _KERNELS = [
     "onednn",
-    pytest.param("amx", marks=pytest.mark.skipif(not AMX, reason="this CPU has no amx")),
-    "torch",
+    pytest.param("amx", marks=[pytest.mark.long, pytest.mark.skipif(not AMX, reason="this CPU has no amx")]),
+    pytest.param("torch", marks=pytest.mark.long),
 ]
 _LORA_REFUSED = "staging 'device' is not possible on this CPU: LoRA wraps the live modules; 'host' is"
 # By family, what the reason says.

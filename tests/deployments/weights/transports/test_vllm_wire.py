@@ -70,19 +70,6 @@ def test_vllms_payload_is_staged_and_reports_its_checks(wire: str, fleet: HttpFl
 
 @pytest.mark.slow
 @every_wire
-def test_a_connection_carries_several_rounds(wire: str, fleet: HttpFleet) -> None:
-    source = ListSource(version(1))
-    engine = connect(wire, fleet, source)
-    for seed in (2, 3, 4):
-        source.tensors = version(seed)
-        engine.send_weights()
-        assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
-        for receiver in fleet.receivers:  # as a commit, which ends the update and keeps the group
-            receiver.engine._update = None
-
-
-@pytest.mark.slow
-@every_wire
 @pytest.mark.parametrize(
     ("index", "tensor", "message"),
     [
