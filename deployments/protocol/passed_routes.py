@@ -74,7 +74,8 @@ REFUSED: Mapping[str, str] = {
     "/release_kv_cache_memory": f"{_ONE_ENGINE}: use /sleep",
     "/reset_mm_cache": f"{_ONE_ENGINE}: a round resets it",
     "/reset_encoder_cache": f"{_ONE_ENGINE}: a round resets it",
-    "/start_draft_weight_update": _ONE_ENGINE,
+    "/start_draft_weight_update": "a drafter comes in its policy's round, as drafter.NAME: "
+    "use /start_weight_update",
     "/adapters": _ADAPTERS,
     "/adapters/{adapter_name}": _ADAPTERS,
     "/inference/v1/abort_requests": "it aborts requests of one engine: use /abort_requests",
