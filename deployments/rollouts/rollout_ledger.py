@@ -204,7 +204,11 @@ class RolloutLedger:
                 raise Conflict(f"rollout {key!r} is of the group {rollout.group!r}, not {request.group!r}")
             self._require_open(rollout)
             return
-        while len(self._rollouts) >= self._limits.max_rollouts and self._ended:
+        while len(self._rollouts) >= self._limits.max_rollouts:
+            if not self._ended:
+                if (idle := self._idle(now)) is None:
+                    break
+                self._end(idle, State.DISCARDED, "expired", now)
             self._forget(next(iter(self._ended)))
         if len(self._rollouts) >= self._limits.max_rollouts:
             raise FleetUnavailable(
@@ -503,6 +507,14 @@ class RolloutLedger:
 
     def _run(self, run: str) -> Run:
         return self._runs.get(run) or Run(key=run)
+
+    def _idle(self, now: float) -> Group | None:
+        """The oldest group of a run that has waited for its job for more than `keep_s`."""
+        for group in self._groups.values():
+            due = math.inf if group.due is None else group.due
+            if group.run and now + self._kept_s(group.run) - due > self._limits.keep_s:
+                return group
+        return None
 
     def _kept_s(self, run: str) -> float:
         return max(RUN_KEPT_S, self._limits.keep_s) if run else self._limits.keep_s

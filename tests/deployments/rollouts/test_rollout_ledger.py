@@ -281,6 +281,24 @@ def test_bounds() -> None:
         ledger.append("a0", "", new_turn(prompt="p" * 100))
 
 
+def test_runs_that_were_given_up_take_no_room_from_others() -> None:
+    ledger = RolloutLedger(LIMITS)
+    for number in range(LIMITS.max_rollouts):
+        ledger.begin(f"r{number}", 0, 0)
+        ledger.open(request(f"a{number}", group=f"r{number}.0"), 0)
+    ledger.append("a0", "", new_turn())
+    ledger.settle("r0.0", {"a0": 1.0}, "", 0)
+    with pytest.raises(FleetUnavailable, match="6 rollouts are kept"):
+        ledger.open(request("b"), LIMITS.keep_s)
+    for name in ("b", "c"):
+        ledger.open(request(name), LIMITS.keep_s + 1)
+    assert [ledger.position(f"r{number}", LIMITS.keep_s + 1)[0].ends for number in range(3)] == [
+        {"expired": 1},
+        {"expired": 1},
+        {},
+    ]
+
+
 def test_what_ended_is_removed_after_a_while_and_so_is_what_nobody_takes() -> None:
     ledger = played("a", "b")
     ledger.open(request("c"), 0)
