@@ -41,8 +41,8 @@ class RolloutLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     max_rollouts: PositiveInt = 20_000
-    """Rollouts that are kept. Above that those that have ended are forgotten, the oldest first; if none has,
-    new ones get 503."""
+    """Rollouts that are kept. Above that those that have ended are forgotten, the oldest first; then what has
+    waited for its job for longer than `keep_s`; if there is none, new ones get 503."""
     max_tokens: PositiveInt = 1 << 20
     """Tokens of one rollout, those of forks included; above that: 413."""
     max_gib: PositiveFloat = 16.0
