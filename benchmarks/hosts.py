@@ -138,7 +138,7 @@ class Hosts(list[Host]):
     @contextmanager
     def made(cls, count: int, shared: Sequence[Path] = ()) -> Iterator[Self]:
         """Raises NotPossible. `shared`: directories below /tmp that all see."""
-        require()
+        _require_programs()
         with ExitStack() as stack:
             switch = Namespaces("ip link add switch type bridge\nip link set switch up")
             stack.callback(switch.kill)
@@ -165,8 +165,7 @@ def enter_network(pid: int) -> None:
             raise OSError(ctypes.get_errno(), f"cannot enter the network of process {pid}")
 
 
-def require() -> None:
-    """Raises NotPossible."""
+def _require_programs() -> None:
     if os.geteuid() != 0:
         raise NotPossible("only root may make namespaces and network interfaces")
     missing = [name for name in _PROGRAMS if not _is_installed(name)]

@@ -13,15 +13,17 @@ from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, W
 
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
+from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, FleetUnavailable
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.vllm_plugin import register
-from deployments.weights.transports.registry import TrainerFacts, backend, trainer_init_info
+from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts, backend, trainer_init_info
 from deployments.weights.transports.weight_sender import WeightSender, gather_from_ranks
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
 
+logger = serve_logger()
 _RETURNING = "returning"  # a member that has not polled since the controller restarted
 
 
@@ -147,6 +149,9 @@ class FleetConnection:
                 meta.dtype.itemsize * prod(meta.shape) for meta in self._source.metadata()
             ),
         )
+        if TRANSPORTS[self._spec.transport].rendezvous:
+            at = f"{facts.master_address}:{facts.master_port}"
+            logger.info("%d workers meet at %s for %s", facts.workers, at, self._spec.transport)
         chosen = backend(self._spec.transport, staging="none" if self._spec.native else "host")
         self._engine = WeightTransferTrainerFactory.trainer_init(
             init_info=trainer_init_info(chosen, facts), client=self._client, source=self._source

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from app.client.connection import FleetError, bearer
-from benchmarks.hosts import DASHBOARD_PORT, START_S, Host, Hosts, NotPossible, enter_network, require
+from benchmarks.hosts import DASHBOARD_PORT, START_S, Host, Hosts, NotPossible, enter_network
 from tests.documents import commands_of
 from tests.environment import users_environment
 from tests.fleet.deployed import Fleet, settings
@@ -72,13 +72,13 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    try:
-        require()
-    except NotPossible as error:
-        pytest.skip(str(error))
     root = tmp_path_factory.mktemp("hosts")
-    with Hosts.made(COUNT, [root]) as hosts, _served(hosts, root) as cluster:
-        yield cluster
+    with ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(Hosts.made(COUNT, [root]))
+        except NotPossible as error:
+            pytest.skip(str(error))
+        yield stack.enter_context(_served(hosts, root))
 
 
 @contextmanager
