@@ -8,7 +8,6 @@ that error into a reward of 0 (verl's pull request 5635).
 import asyncio
 import atexit
 import inspect
-import math
 import multiprocessing
 import numbers
 import os
@@ -61,16 +60,20 @@ def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) 
     return reward
 
 
+MAX_REWARD = 1e30
+
+
 def checked(reward: Any, source: str) -> float:
-    """The reward as a number; a scalar of numpy or torch is one. Raises ValueError if it is not finite."""
+    """The reward as a number; a scalar of numpy or torch is one. Raises ValueError if it is not finite, or
+    not as a float32, which advantages are."""
     value = reward
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
             value = item()
     with suppress(OverflowError):  # an integer of 400 digits
-        if isinstance(value, numbers.Real) and math.isfinite(value):
-            return float(value)
-    raise ValueError(f"{source} must return a finite number, got {reward!r:.200}")
+        if isinstance(value, numbers.Real) and abs(number := float(value)) <= MAX_REWARD:  # NaN is not
+            return number
+    raise ValueError(f"{source} must return a finite number of at most {MAX_REWARD:g}, got {reward!r:.200}")
 
 
 async def awaited(
