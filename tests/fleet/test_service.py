@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeou
 
 
 def test_an_answer_with_a_seed_is_the_same_in_however_many_steps_its_prompt_is_computed(fleet: Fleet) -> None:
-    """vLLM's engine died of it (`deployments.replica.cpu_seeds`)."""
+    """vLLM's engine died of it (`deployments.replica.cpu_sampling`)."""
     prompt = [10 + index * 7 % 200 for index in range(900)]  # a step of these engines has 256 tokens
     with fleet.client() as client:
         # Steps of other tests may have left weights that give one token its whole probability.

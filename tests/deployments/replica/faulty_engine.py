@@ -29,7 +29,7 @@ def scale_attention(worker: Any, factor: float) -> None:
 
 
 def compiles_comparison(worker: Any) -> bool:
-    """See `deployments.replica.cpu_seeds`."""
+    """See `deployments.replica.cpu_sampling`."""
     from vllm.v1.sample import sampler
 
     return hasattr(sampler.batched_count_greater_than, "_torchdynamo_orig_callable")
