@@ -1,4 +1,4 @@
-"""The advantages' names. `slipstream rl` lists them, and loads neither pydantic (0.3 s) nor torch for it."""
+"""The advantages' names: `slipstream rl` lists them without the trainer's settings, which take 0.2 s."""
 
 from enum import StrEnum
 
