@@ -8,7 +8,7 @@ after file. Tests with Ray or CUDA need xdist: neither can be used in a fork of 
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import groupby
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -100,6 +100,8 @@ class Forks:
         hook = self._config.hook
         if kind == "at":
             self._running[connection] = content
+        elif kind == "refused":
+            raise pytest.UsageError(content)
         elif kind == "collected":
             session.testscollected += content["tests"]
             if (cpu_times := self._config.pluginmanager.get_plugin("cpu_times")) is not None:
@@ -132,13 +134,27 @@ class Worker:
         capture.stop_global_capturing()
         capture.start_global_capturing()
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self) -> Generator[None, object, object]:
+        try:
+            return (yield)
+        except pytest.UsageError as error:  # an argument that is no test
+            self._send("refused", str(error))
+            raise
+
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         if not collection_path.is_relative_to(TESTS):
-            return True if self._with_vllm and collection_path.suffix else None
+            return None
         path = collection_path.relative_to(TESTS).as_posix() + ("" if collection_path.suffix else "/")
         above = path == "./" or any(each != path and each.startswith(path) for each in WITH_VLLM)
-        inside = path.startswith(WITH_VLLM)
-        return None if above or inside == self._with_vllm else True
+        return None if above or self._is_ours(collection_path) else True
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if self._is_ours(item.path)]  # arguments are not ignored
+
+    def _is_ours(self, path: Path) -> bool:
+        name = path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
+        return (name + "/").startswith(WITH_VLLM) == self._with_vllm
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not report.passed:

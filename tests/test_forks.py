@@ -28,10 +28,10 @@ def outcome(directory: Path, *options: str, **files: str) -> tuple[int, str]:
         [*command, f"--rootdir={directory}", directory],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=110,
         check=False,
     )
-    return run.returncode, run.stdout
+    return run.returncode, run.stdout + run.stderr
 
 
 def test_each_test_runs_once_and_its_outcome_is_reported(tmp_path: Path) -> None:
@@ -44,6 +44,18 @@ def test_each_test_runs_once_and_its_outcome_is_reported(tmp_path: Path) -> None
 def test_a_file_that_cannot_be_collected_is_an_error(tmp_path: Path) -> None:
     code, output = outcome(tmp_path, broken="import nothing_of_this_name")
     assert code != 0 and "ModuleNotFoundError" in output, output
+
+
+def test_an_argument_that_is_no_test_is_named(tmp_path: Path) -> None:
+    code, output = outcome(tmp_path, "nothing_here.py")
+    assert code == pytest.ExitCode.USAGE_ERROR and "nothing_here.py" in output, output
+
+
+def test_a_test_of_this_folder_that_is_named_runs_once(tmp_path: Path) -> None:
+    code, output = outcome(
+        tmp_path, "tests/deployments/ledger/test_proof.py::test_equal_replicas_have_no_difference"
+    )
+    assert code == 0 and "1 passed" in output, output
 
 
 def test_a_process_that_dies_is_named_with_its_test(tmp_path: Path) -> None:
