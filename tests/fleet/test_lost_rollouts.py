@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,14 +13,14 @@ import psutil
 import pytest
 
 from tests.fleet.deployed import Fleet
-from tests.fleet.losing import kill_with_workers, members, wait_for_another
-from tests.fleet.processes import engine_of, title
+from tests.fleet.losing import members, wait_for_another
+from tests.fleet.processes import descendants, title
 from tests.fleet.talk import succeeded
 from tests.fleet.test_rollouts import ROUTES
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(600)]
 
-COUNT = 200
+COUNT = 300
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 INTEGERS = {"type": "array", "items": {"type": "integer"}, "minItems": COUNT}
 CHAT = ROUTES["/v1/chat/completions"] | GREEDY
@@ -52,9 +53,11 @@ class Stream:
         self.path, self.body, self.rollout = path, body | {"stream": True}, uuid.uuid4().hex
         self.replica = ""
         self.content = b""
+        self.began_at = 0.0
         self.heard: list[float] = []
 
     async def read(self, client: httpx.AsyncClient) -> None:
+        self.began_at = time.monotonic()
         headers = {"x-rollout-id": self.rollout, "x-session-id": "one replica"}
         async with client.stream("POST", self.path, json=self.body, headers=headers) as answer:
             assert answer.status_code == 200, await answer.aread()
@@ -90,21 +93,27 @@ def process_of(replica_id: str) -> psutil.Process:
     raise AssertionError(f"no process has a log of {replica_id}")
 
 
-async def streams_of_every_route(fleet: Fleet, *, kill: bool) -> tuple[list[Stream], float]:
+async def streams_of_every_route(
+    fleet: Fleet, replicas: Mapping[str, psutil.Process]
+) -> tuple[list[Stream], float]:
+    """The one of `replicas` that has the streams is killed under them, if it is one."""
     streams, lost_at = [Stream(*each) for each in BODIES], 0.0
     async with httpx.AsyncClient(base_url=fleet.url, timeout=300) as client, asyncio.TaskGroup() as group:
         for stream in streams:
             group.create_task(stream.read(client))
-        while kill and not all(len(stream.heard) > 4 for stream in streams):
+        while replicas and not all(len(stream.heard) > 4 for stream in streams):
             await asyncio.sleep(0.01)
-        if kill:
+        if replicas:
             assert len({stream.replica for stream in streams}) == 1, "a session stays on one replica"
-            victim = await asyncio.to_thread(process_of, streams[0].replica)
-            engine_of(victim).suspend()
+            victim = replicas[streams[0].replica]
+            engine = descendants(victim)
+            for process in engine:
+                process.suspend()
             while max(stream.heard[-1] for stream in streams) > time.monotonic() - 0.3:
                 await asyncio.sleep(0.01)
             lost_at = time.monotonic()  # all that it has made has arrived
-            await asyncio.to_thread(kill_with_workers, victim)
+            for process in (victim, *engine):
+                process.kill()
     return streams, lost_at
 
 
@@ -126,16 +135,17 @@ def test_what_was_said_comes_from_a_router_only(gloo: Fleet) -> None:
 
 
 def test_streams_of_every_route_survive_their_replica(gloo: Fleet) -> None:
-    whole, _ = asyncio.run(streams_of_every_route(gloo, kill=False))
+    whole, _ = asyncio.run(streams_of_every_route(gloo, {}))
     with gloo.client() as client:
         before = members(client)
-        cut, lost_at = asyncio.run(streams_of_every_route(gloo, kill=True))
+        replicas = {replica_id: process_of(replica_id) for replica_id in before}
+        cut, lost_at = asyncio.run(streams_of_every_route(gloo, replicas))
         for stream, unbroken in zip(cut, whole, strict=True):
             assert stream.text == unbroken.text and len(stream.text) > COUNT / 4, stream.path
             known = sum(at < lost_at for at in stream.heard)
             assert 0 < known < len(stream.heard), "the rest is the other replica's"
-            pause_s = stream.heard[known] - lost_at
-            print(f"{stream.path}: {pause_s:.2f} s from the loss to the next event, after {known}")
+            pause_s, first_s = stream.heard[known] - lost_at, unbroken.heard[0] - unbroken.began_at
+            print(f"{stream.path}: next event after {pause_s:.2f} s, first event after {first_s:.2f} s")
         for captured, expected in zip(sequences(client, cut), sequences(client, whole), strict=True):
             assert captured["prompt_token_ids"] == expected["prompt_token_ids"]
             assert captured["token_ids"] == expected["token_ids"]
