@@ -99,11 +99,10 @@ def run_position(run: str) -> Call[responses.RunPosition]:
     return Call(method="GET", path=f"/rollouts/runs/{run}", read=typed(responses.RunPosition))
 
 
-def begin_group(run: str, number: int) -> Call[str]:
-    """Open a group of a run; the answer is its name."""
+def begin_group(run: str, number: int) -> Call[responses.Status]:
+    """Open the group RUN.NUMBER."""
     body = {"run": run, "number": number}
-    read = _then(typed(responses.BegunGroup), lambda made: made.group)
-    return Call(method="POST", path="/rollouts/begin", body=body, read=read)
+    return Call(method="POST", path="/rollouts/begin", body=body, read=typed(responses.Status))
 
 
 def settle_group(

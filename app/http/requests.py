@@ -63,8 +63,6 @@ class ScaleBody(OwnBody):
 class RewardBody(OwnBody):
     reward: FiniteFloat | list[FiniteFloat | list[FiniteFloat]]
     """A number; or a list with one for each turn, or with a list of one for each of its sampled tokens."""
-    key: str | None = Field(default=None, min_length=1, max_length=128)
-    """The same call with the same key again is harmless. Without one it comes once."""
 
 
 class SettledRollout(OwnBody):

@@ -10,10 +10,9 @@ from app.http.requests import BeginBody, RewardBody, SettleBody, TakeBody
 from app.http.route import Controller, Routes, of_app
 from deployments.calls.rpc import CallHandle, retried
 from deployments.protocol.errors import InvalidRequest
-from deployments.protocol.responses import BegunGroup, RolloutCounts, RunPosition, Status
+from deployments.protocol.responses import RolloutCounts, RunPosition, Status
 from deployments.protocol.rollouts import (
     CONTINUE_HEADER,
-    DEADLINE_HEADER,
     GROUP_HEADER,
     ID_HEADER,
     REQUEST_HEADER,
@@ -31,7 +30,7 @@ RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests"
 async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, path: str) -> TurnId:
     """Open the rollout that a request's headers name. Raises SlipstreamError: wrong headers, or the rollout
     takes no turn of this request."""
-    once = (ID_HEADER, GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER, REQUEST_HEADER, CONTINUE_HEADER)
+    once = (ID_HEADER, GROUP_HEADER, SIZE_HEADER, REQUEST_HEADER, CONTINUE_HEADER)
     for name in once:
         if len(values := request.headers.getlist(name)) > 1:
             raise InvalidRequest(f"{name} must come once, got {values}")
@@ -62,9 +61,10 @@ async def position(
 
 
 @routes("POST", "/rollouts/begin", repeatable=True)
-async def begin(controller: Controller, body: BeginBody) -> BegunGroup:
-    """Open the next group of a job, for requests with its name in `x-rollout-group`."""
-    return BegunGroup(group=await _call(controller, "begin", body.run, body.number))
+async def begin(controller: Controller, body: BeginBody) -> Status:
+    """Open the group RUN.NUMBER of a job, for requests with this name in `x-rollout-group`."""
+    await _call(controller, "begin", body.run, body.number)
+    return Status(status="begun")
 
 
 @routes("POST", "/rollouts/settle", large=True, repeatable=True)
@@ -93,7 +93,7 @@ async def reward(
 ) -> Status:
     """Reward a rollout, which then takes no more turns."""
     owner = guard.owner(request)
-    await _call(controller, "reward", rollout_id, owner, _reward(body.reward), body.key)
+    await _call(controller, "reward", rollout_id, owner, _reward(body.reward))
     return Status(status="rewarded")
 
 

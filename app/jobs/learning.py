@@ -132,21 +132,16 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, bef
     """The record after a step and a publish."""
     run.doing = f"the trainer learns from {len(batch)} answers"
     acceptance = await draft_acceptance(run)
-    made = await train(run.policy.client, batch, f"step {record.step}", run.step_settings, before, run.say)
-    if made.step <= run.trained and not made.metrics.get("skipped"):
+    made = await train(run.policy.client, batch, record, run.step_settings, before, run.say)
+    step = made.trainer["step"]
+    assert isinstance(step, int), "the trainer counts its steps"
+    if step <= run.trained and not made.trainer.get("skipped"):
         run.say(
-            f"the trainer was restarted from an older version: this was its step {made.step}, and its "
+            f"the trainer was restarted from an older version: this was its step {step}, and its "
             f"step {run.trained} was published before; what it had learned since is lost"
         )
-    run.trained, run.version = made.step, max(run.version, made.version)
-    return replace(
-        record,
-        version=made.version,
-        trainer=made.metrics,
-        train_s=made.train_s,
-        publish_s=made.publish_s,
-        draft_acceptance=acceptance,
-    )
+    run.trained, run.version = step, max(run.version, made.version)
+    return replace(made, draft_acceptance=acceptance)
 
 
 async def draft_acceptance(run: Run) -> float | None:

@@ -9,12 +9,13 @@ round aborted     publish again
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
 
 from app.client import calls
 from app.client.connection import AsyncFleetClient, FleetError
+from app.jobs.metrics import StepRecord
 from deployments.protocol.responses import TrainerStatus
 from trainers.trajectory import Trajectory
 
@@ -38,41 +39,24 @@ class Before:
     version: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """A step of the trainer, and the version that it became."""
-
-    metrics: Mapping[str, JsonValue]
-    version: int
-    train_s: float
-    publish_s: float
-
-    @property
-    def step(self) -> int:
-        step = self.metrics["step"]
-        assert isinstance(step, int), "the trainer counts its steps"
-        return step
-
-
 async def train(
     client: AsyncFleetClient,
     batch: Sequence[Trajectory],
-    label: str,
+    record: StepRecord,
     settings: str | None,
     before: Before,
     say: Callable[[str], object],
-) -> Made:
-    """One optimizer step and its publish, or what a killed job has made of them.
+) -> StepRecord:
+    """The record after a step and its publish, or after what a killed job has made of them.
 
     Args:
-        label: of the version.
         settings: as in `calls.step`.
         before: when this batch was taken.
 
     Raises:
         FleetError: the fleet refuses, or something was lost `ATTEMPTS` times.
     """
-    steps = before.trainer_step
+    steps, label = before.trainer_step, f"step {record.step}"
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
@@ -89,7 +73,9 @@ async def train(
             if version is None:
                 version = await publish(client, label, metrics)
             ended = time.monotonic()
-            return Made(metrics=metrics, version=version, train_s=trained - began, publish_s=ended - trained)
+            return replace(
+                record, version=version, trainer=metrics, train_s=trained - began, publish_s=ended - trained
+            )
         except FleetError as error:
             is_lost = error.status is None or error.type in REPEATED
             if not is_lost or attempt == ATTEMPTS:

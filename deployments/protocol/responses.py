@@ -210,13 +210,6 @@ class RunPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BegunGroup:
-    """The body of `/rollouts/begin`."""
-
-    group: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TakenRollout:
     """A rollout that a step has consumed. `sequences` have the fields of `trainers.trajectory.Trajectory` but
     `advantage`, and `turns`: the place of each answer, its adapter, finish reason and sampling parameters."""

@@ -11,7 +11,7 @@ from deployments.protocol.routing import number_of
 
 ID_HEADER = "x-rollout-id"
 REQUEST_HEADER = "x-rollout-turn"
-GROUP_HEADER, SIZE_HEADER, DEADLINE_HEADER = "x-rollout-group", "x-rollout-group-size", "x-rollout-deadline"
+GROUP_HEADER, SIZE_HEADER = "x-rollout-group", "x-rollout-group-size"
 CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `TurnId`
 # From router to replica: the client's body has so many bytes; after them comes what was said already. In the
@@ -27,7 +27,7 @@ CAPTURED = (  # paths
 NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat")
 GENERATING = (*CAPTURED, *NOT_CAPTURED)  # on other routes, such as /tokenize, the headers mean nothing
 ROLLOUT_URL = re.compile(r"/t/([^/]+)(/v1/.+)")  # in place of `ID_HEADER`
-MAX_SIZE, MAX_DEADLINE_S = 1 << 16, 10**7
+MAX_SIZE = 1 << 16
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}")  # clients resolve `.` and `..` in paths
 
 # One number; or for each turn one, or one for each of its sampled tokens.
@@ -48,7 +48,7 @@ class RolloutLimits(BaseModel):
     max_gib: PositiveFloat = 16.0
     """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
     group_timeout_s: PositiveFloat = 3600.0
-    """When a group closes without `x-rollout-deadline`, with the members that are rewarded by then."""
+    """When an incomplete group closes, with the members that are rewarded by then."""
     keep_s: PositiveFloat = 3600.0
     """How long a closed group waits for a trainer, and how long a step can get again what it has consumed."""
 
@@ -61,7 +61,6 @@ class RolloutRequest:
     owner: str  # "": the operator, or anyone where users need no token
     group: str | None = None
     group_size: int = 0  # 0: only the deadline closes the group
-    group_timeout_s: float | None = None  # None: the setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,5 +132,4 @@ def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequ
         owner=owner,
         group=None if group is None else check_id(GROUP_HEADER, group),
         group_size=int(number_of(headers, SIZE_HEADER, 0, most=MAX_SIZE, whole=True)),
-        group_timeout_s=number_of(headers, DEADLINE_HEADER, None, most=MAX_DEADLINE_S),
     )

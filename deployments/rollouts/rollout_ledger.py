@@ -50,7 +50,6 @@ class Rollout:
     turns: int = 0
     tokens: int = 0  # stored ones: prefixes shared between turns count once
     reward: Reward | None = None
-    reward_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +222,7 @@ class RolloutLedger:
         name = request.group or ALONE + request.rollout_id
         group = self._groups.get(name)
         if group is None:
-            limit_s = request.group_timeout_s
-            due = now + (self._limits.group_timeout_s if limit_s is None else limit_s)
+            due = now + self._limits.group_timeout_s
             size = 1 if request.group is None else request.group_size
             return Group(key=name, owner=request.owner, size=size, members=(), due=due)
         if request.owner and request.owner != group.owner:
@@ -285,9 +283,9 @@ class RolloutLedger:
         self._put(replace(rollout, turns=max(rollout.turns, number + 1), tokens=tokens))
         return number, added
 
-    def reward(self, rollout_id: str, owner: str, reward: Reward, key: str | None, now: float) -> None:
-        """One number, one for each turn, or one for each sampled token of each turn. With the key of the
-        reward that it has, nothing happens.
+    def reward(self, rollout_id: str, owner: str, reward: Reward, now: float) -> None:
+        """One number, one for each turn, or one for each sampled token of each turn. The same one again is
+        harmless.
 
         Raises:
             NotFound: unknown.
@@ -296,11 +294,8 @@ class RolloutLedger:
         """
         self.tick(now)
         rollout = self._of(rollout_id, owner)
-        if key is not None and key == rollout.reward_key:
-            if reward != rollout.reward:
-                raise Conflict(f"rollout {rollout_id!r}: the key {key!r} came with another reward before")
-            return
-        self._reward(rollout, reward, key)
+        if reward != rollout.reward:
+            self._reward(rollout, reward)
         self._close_if_complete(rollout.group, now)
 
     def discard(self, rollout_id: str, owner: str, now: float) -> None:
@@ -318,19 +313,18 @@ class RolloutLedger:
 
     # -- jobs ---------------------------------------------------------------------------------
 
-    def begin(self, run: str, number: int, now: float) -> str:
-        """Open the group of this number of a run; returns its name. Repeated calls are harmless, as are calls
+    def begin(self, run: str, number: int, now: float) -> None:
+        """Open the group RUN.NUMBER. Repeated calls are harmless, as are calls
         for earlier numbers. Raises Conflict: an agent has begun a group of that name."""
         self.tick(now)
         known = self._run(run)
         key = f"{run}.{number}"
         if number < known.next:
-            return key
+            return
         if key in self._groups:
             raise Conflict(f"group {key!r} was begun by a request: expected another name of the run")
         self._put(Group(key=key, owner="", size=0, members=(), due=now + RUN_KEPT_S, run=run))
         self._put(replace(known, next=number + 1))
-        return key
 
     def settle(self, group_id: str, rewards: Mapping[str, Reward], reason: str, now: float) -> None:
         """Reward these members of a group, discard the others, and close it. The same call again is harmless.
@@ -355,7 +349,7 @@ class RolloutLedger:
         for key, reward in rewards.items():
             if key not in group.members:
                 raise NotFound(f"group {group_id!r} has no rollout {key!r}")
-            self._reward(self._rollouts[key], reward, None)
+            self._reward(self._rollouts[key], reward)
         self._close(group, reason, now)
 
     def position(self, run: str, now: float) -> tuple[Run, list[str], int]:
@@ -522,12 +516,12 @@ class RolloutLedger:
     def _members(self, group: Group) -> list[Rollout]:
         return [self._rollouts[key] for key in group.members]
 
-    def _reward(self, rollout: Rollout, reward: Reward, key: str | None) -> None:
+    def _reward(self, rollout: Rollout, reward: Reward) -> None:
         self._require_open(rollout)
         if not rollout.turns:
             raise Conflict(f"rollout {rollout.key!r} has no turn to reward")
         _check_reward(reward, [turn.sampled for turn in self._turns_of(rollout)])
-        self._put(replace(rollout, state=State.REWARDED, reward=reward, reward_key=key))
+        self._put(replace(rollout, state=State.REWARDED, reward=reward))
 
     def _turns_of(self, rollout: Rollout) -> list[Turn]:
         return [self._turns[f"{rollout.key}/{number}"] for number in range(rollout.turns)]

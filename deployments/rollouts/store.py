@@ -23,7 +23,7 @@ from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, Rollout
 from deployments.rollouts.sequences import TurnTokens, sequences
 
 NAME = "captured.sqlite"
-SCHEMA = 3
+SCHEMA = 4
 TABLES = f"""
 PRAGMA journal_mode=WAL;
 BEGIN;
@@ -132,20 +132,20 @@ class RolloutStore:
                 row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
                 self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
 
-    def reward(self, rollout_id: str, owner: str, reward: Reward, key: str | None) -> None:
+    def reward(self, rollout_id: str, owner: str, reward: Reward) -> None:
         """See `RolloutLedger.reward`."""
         with self._transaction(RESERVE_PAGES // 2):
-            self._ledger.reward(rollout_id, owner, reward, key, self._clock())
+            self._ledger.reward(rollout_id, owner, reward, self._clock())
 
     def discard(self, rollout_id: str, owner: str) -> None:
         """See `RolloutLedger.discard`."""
         with self._transaction():
             self._ledger.discard(rollout_id, owner, self._clock())
 
-    def begin(self, run: str, number: int) -> str:
+    def begin(self, run: str, number: int) -> None:
         """See `RolloutLedger.begin`."""
         with self._transaction(0):
-            return self._ledger.begin(run, number, self._clock())
+            self._ledger.begin(run, number, self._clock())
 
     def settle(self, group: str, rewards: Mapping[str, tuple[Reward, str]], reason: str) -> None:
         """See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the rollout."""

@@ -167,12 +167,12 @@ class FakeFleet:
 
     def rollouts(self, path: str, content: bytes) -> httpx.Response:
         """As `rollout_routes` has it."""
-        found: Any = {"status": "settled"}
+        found: Any = {"status": "done"}
         try:
             match path.removeprefix("/rollouts/"):
                 case "begin":
                     begin = BeginBody.model_validate_json(content)
-                    found = {"group": self.store.begin(begin.run, begin.number)}
+                    self.store.begin(begin.run, begin.number)
                 case "settle":
                     settle = SettleBody.model_validate_json(content)
                     rewards: Any = {each.id: (each.reward, each.info) for each in settle.rollouts}

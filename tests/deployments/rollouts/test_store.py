@@ -56,7 +56,7 @@ def played(store: RolloutStore, *rollouts: str) -> None:
         store.open(request(each))
         store.append(each, "", captured("k/0", [1, 2], [3, 4]))
         store.append(each, "", captured("l/0", [1, 2, 3, 4, 5], [6], version=4))
-        store.reward(each, "", 0.5, None)
+        store.reward(each, "", 0.5)
 
 
 def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
@@ -102,7 +102,7 @@ def test_tokens_are_removed_with_their_rollout(store: RolloutStore, tmp_path: Pa
     store = again(store, tmp_path, clock)
     store.open(request("a"))
     store.append("a", "", captured("k/0", [8], [9]))
-    store.reward("a", "", 1.0, None)
+    store.reward("a", "", 1.0)
     (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[9]]
     store.close()
@@ -113,7 +113,7 @@ def test_a_turn_of_a_later_attempt_replaces_the_tokens(store: RolloutStore) -> N
     store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
     store.append("a", "", captured("k/0", [1], [3], attempt=2))
     store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
-    store.reward("a", "", 1.0, None)
+    store.reward("a", "", 1.0)
     (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[3]]
 
@@ -128,7 +128,7 @@ def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStor
         while True:
             store.append("a", "", captured(f"{turns}/0", [turns], [1]))
             turns += 1
-    store.reward("a", "", (1.0,) * turns, None)
+    store.reward("a", "", (1.0,) * turns)
     (group,) = taken(store)["groups"]
     assert len(group["rollouts"][0]["sequences"]) == turns
 
@@ -149,7 +149,7 @@ def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clo
 
         kept = fill()
         for each in kept:
-            small.reward(each, "", 1.0, "key" * 30)
+            small.reward(each, "", 1.0)
         groups = taken(small, "step" * 30, len(kept))["groups"]
         assert [each["id"] for group in groups for each in group["rollouts"]] == kept
         clock.now += limits.group_timeout_s + limits.keep_s

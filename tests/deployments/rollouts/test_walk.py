@@ -28,6 +28,7 @@ class Known:
     group: str
     state: State = State.OPEN
     turns: list[str] = field(default_factory=list)
+    rewarded: bool = False
 
 
 @dataclass
@@ -156,7 +157,7 @@ class Walk(RuleBasedStateMachine):
             refused = at.closed_at < math.inf or wrong or (0 < at.size <= len(at.members))
         else:
             refused = False
-        asked = request(name, group=group, size=size if group is not None else 0, timeout_s=30)
+        asked = request(name, group=group, size=size if group is not None else 0)
         try:
             self.ledger.open(asked, self.now)
         except SlipstreamError:
@@ -169,7 +170,9 @@ class Walk(RuleBasedStateMachine):
             return
         self.save()
         if known is None:
-            oracle.groups.setdefault(key, KnownGroup(size=size, deadline=self.now + 30)).members.append(name)
+            oracle.groups.setdefault(
+                key, KnownGroup(size=size, deadline=self.now + LIMITS.group_timeout_s)
+            ).members.append(name)
             oracle.rollouts[name] = Known(group=key)
             self.lives[name] = self.lives.get(name, 0) + 1
 
@@ -203,20 +206,21 @@ class Walk(RuleBasedStateMachine):
             self.ledger.settle(f"r.{number}", rewards, "left out", self.now)
         except SlipstreamError:
             self.ledger.undo()
-            found = [self.oracle.rollouts.get(each) for each in rewards]
+            inside = [] if group is None else group.members
+            found = [self.oracle.rollouts[each] if each in inside else None for each in rewards]
             wrong = any(each is None or each.state is not State.OPEN or not each.turns for each in found)
             assert group is None or before or wrong
             return
         assert group is not None
         if before:
-            assert set(rewards) == set(self.oracle.learned(group))
+            assert set(rewards) == {each for each in group.members if self.oracle.rollouts[each].rewarded}
             return
         if undone:
             self.ledger.undo()
             return
         self.save()
         for each in rewards:
-            self.oracle.rollouts[each].state = State.REWARDED
+            self.oracle.rollouts[each].state, self.oracle.rollouts[each].rewarded = State.REWARDED, True
         self.oracle.close(group, self.now)
 
     @rule(name=IDS, turn=st.sampled_from("xyz"))
@@ -240,17 +244,19 @@ class Walk(RuleBasedStateMachine):
     def reward(self, name: str, undone: bool) -> None:
         known = self.oracle.rollouts.get(name)
         try:
-            self.ledger.reward(name, "", 1.0, None, self.now)
+            self.ledger.reward(name, "", 1.0, self.now)
         except SlipstreamError:
             self.ledger.undo()
             assert known is None or known.state is not State.OPEN or not known.turns
             return
-        assert known is not None and known.state is State.OPEN and known.turns
+        assert known is not None and (known.rewarded or known.state is State.OPEN) and known.turns
         if undone:
             self.ledger.undo()
             return
         self.save()
-        known.state = State.REWARDED
+        if known.rewarded:  # the call is repeated
+            return
+        known.state, known.rewarded = State.REWARDED, True
         self.oracle.settle(self.oracle.groups[known.group], self.now)
 
     @rule(name=IDS)

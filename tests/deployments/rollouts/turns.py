@@ -14,11 +14,8 @@ def request(
     owner: str = "",
     group: str | None = None,
     size: int = 0,
-    timeout_s: float | None = None,
 ) -> RolloutRequest:
-    return RolloutRequest(
-        rollout_id=rollout_id, owner=owner, group=group, group_size=size, group_timeout_s=timeout_s
-    )
+    return RolloutRequest(rollout_id=rollout_id, owner=owner, group=group, group_size=size)
 
 
 def captured(
