@@ -1,7 +1,7 @@
 """A stream whose replica was lost continues on another one, from the tokens that it has.
 
     first replica    tells the router with each event what the engine said (`Said`), in comments of the stream
-    router           keeps the comments and counts the client's events (`router.cut_streams`)
+    router           keeps the comments and counts the client's events (`CutStream`)
     second replica   gets the request with the comments. vLLM's output processor takes them for outputs of the
                      engine (`replay`), so the serving code makes the same events again; the engine core
                      continues as after a preemption (`resume`)
