@@ -72,6 +72,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Ite
         "engine": {"load_format": "dummy"},  # noise, until the trainer has published
         "router": {"num_replicas": ROUTERS, "request_timeout_s": 60},
         "store": {"keep": KEPT},
+        "rollouts": {},  # for `slipstream rl`
     }
     model = save_tiny_llama(root / "model", seed=1)
     variables = {

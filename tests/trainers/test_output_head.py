@@ -25,7 +25,7 @@ INPUTS = {
     "position_ids": torch.tensor([[0, 0, 1, 2, 3], [0, 1, 2, 3, 4]]),
 }
 TARGETS = torch.tensor([4, 5, 6, 1, 8])
-FAMILIES = [*tiny.KINDS, "gemma2", "granite", "cohere2", "gpt-oss", "no head"]
+FAMILIES = ["llama", "llama-tied", "qwen3", "qwen3-moe", "gemma2", "granite", "cohere2", "gpt-oss", "no head"]
 POSITIONS = torch.tensor([2, 3, 3, 9, 5])  # some twice, in no order
 
 
