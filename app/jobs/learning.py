@@ -21,7 +21,7 @@ from app.jobs.metrics import StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Run
 from app.jobs.trackers import Trackers
-from app.jobs.training import Before, idle, train
+from app.jobs.training import BatchRefused, Before, idle, train
 from deployments.protocol.responses import TakenGroup
 from trainers.trajectory import Trajectory
 
@@ -132,7 +132,16 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, bef
     """The record after a step and a publish."""
     run.doing = f"the trainer learns from {len(batch)} answers"
     acceptance = await draft_acceptance(run)
-    made = await train(run.policy.client, batch, record, run.step_settings, before, run.say)
+    try:
+        made = await train(run.policy.client, batch, record, run.step_settings, before, run.say)
+    except BatchRefused as error:
+        # It would be refused again after each --resume. Two in a row are no matter of one batch.
+        if run.refused:
+            raise
+        run.refused = True
+        run.say(f"nothing is learned in step {record.step}, and its answers are left out: {error}")
+        return record
+    run.refused = False
     step = made.trainer["step"]
     assert isinstance(step, int), "the trainer counts its steps"
     if step <= run.trained and not made.trainer.get("skipped"):

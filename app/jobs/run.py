@@ -35,6 +35,7 @@ class Run:
     started: float = field(default_factory=time.monotonic)
     step: int = 0
     trained: int = 0  # the newest published step
+    refused: bool = False  # the last batch, by the trainer
     next_problem: int = 0
     again: list[int] = field(default_factory=list)  # problems that a killed job had begun
     ready: int = 0  # groups that the ledger has for the next step

@@ -23,7 +23,12 @@ PATIENCE_S = 300.0  # limit of repeated calls: a replica may be replaced
 ATTEMPTS = 5
 POLL_S = 1.0
 BUSY_S = 3600.0  # `step_timeout_s` ends its work before
+REFUSED = (400, 413, 422)  # of a batch
 REPEATED = ("answer_lost", "other_step", "round_aborted")
+
+
+class BatchRefused(FleetError):
+    """The trainer refuses to learn from a batch, and has not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,7 @@ async def train(
         before: when this batch was taken.
 
     Raises:
+        BatchRefused: the trainer refuses the batch.
         FleetError: the fleet refuses, or something was lost `ATTEMPTS` times.
     """
     steps, label = before.trainer_step, f"step {record.step}"
@@ -68,7 +74,7 @@ async def train(
                 version = _published(status, label, before.version)
             else:
                 steps = status.step
-                metrics = await client.send(calls.step(batch, settings, steps))
+                metrics = await step(client, batch, settings, steps)
             trained = time.monotonic()
             if version is None:
                 version = await publish(client, label, metrics)
@@ -82,6 +88,18 @@ async def train(
                 raise
             say(f"{label}: {error}; asking the trainer whether it was done")
     raise AssertionError("unreachable")
+
+
+async def step(
+    client: AsyncFleetClient, batch: Sequence[Trajectory], settings: str | None, steps: int
+) -> dict[str, JsonValue]:
+    """The metrics of a step; arguments and errors as in `train`."""
+    try:
+        return await client.send(calls.step(batch, settings, steps))
+    except FleetError as error:
+        if error.status not in REFUSED:
+            raise
+        raise BatchRefused(str(error), message=error.message, status=error.status, type=error.type) from error
 
 
 async def publish(client: AsyncFleetClient, label: str, metrics: Mapping[str, JsonValue]) -> int:

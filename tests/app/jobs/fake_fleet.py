@@ -80,6 +80,7 @@ class FakeFleet:
         self.reports: list[dict[str, Any]] = []  # of steps, for the page
         self.refuses_reports = False
         self.load = ReplicaLoad(generated_tokens=0, running=0, waiting=0, kv_cache_use=0.0)  # each replica's
+        self.refused_batches = 0  # that the trainer will refuse
         self.deadly: set[str] = set()  # prompts that it refuses to answer
         self.asked_for: Counter[str] = Counter()  # answers to a prompt
         self._directory = tempfile.TemporaryDirectory()
@@ -133,6 +134,9 @@ class FakeFleet:
                     return refusal(503, "fleet_unavailable", "another one is being started")
                 if int(request.url.params.get("done", self.steps)) != self.steps:
                     return refusal(409, "other_step", f"got one after step {self.steps}")
+                if self.refused_batches:
+                    self.refused_batches -= 1
+                    return refusal(400, "invalid_request", "a log-probability is infinite")
                 self.restarted = False
                 self.batches.append(from_bytes(request.content))
                 self.settings.append(settings_of(request.content))

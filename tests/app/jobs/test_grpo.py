@@ -232,6 +232,21 @@ async def test_a_reward_that_fails_ends_the_run_and_a_resumed_one_goes_on(tmp_pa
     assert fleet.ends() == {"consumed": 6}, "three steps of two problems"
 
 
+async def test_a_batch_that_the_trainer_refuses_is_left_out_and_a_second_one_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = FakeFleet()
+    fleet.refused_batches = 1
+    first, second = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert (first.version, dict(first.trainer), second.version) == (4, {}, 5)
+    assert "nothing is learned in step 1, and its answers are left out: " in capsys.readouterr().out
+    fleet.refused_batches = 3
+    with pytest.raises(FleetError, match="a log-probability is infinite"):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "5", "--resume")
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "5", "--resume")
+    assert [dict(record.trainer) == {} for record in records] == [True, False, True, True, False]
+
+
 async def test_a_run_of_which_no_problem_is_answered_ends(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.deadly = {str(number) for number in range(1000)}
