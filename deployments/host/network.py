@@ -1,27 +1,19 @@
 """Addresses and network interfaces of this host."""
 
-import fcntl
 import socket
-import struct
+
+import psutil
 
 from deployments.protocol.errors import TransferFailed
 
 _DISCARD = 9  # a port
-_SIOCGIFADDR = 0x8915  # see netdevice(7)
-_NAME_BYTES, _REQUEST_BYTES = 15, 40
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface whose first IPv4 address this is; None: there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:_NAME_BYTES])
-            try:
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # it has no address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+    """The name of the interface with this address; None: there is none."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            return name
     return None
 
 
