@@ -99,7 +99,7 @@ class Publisher:
             self._engine.send_weights()
         except FleetError as error:
             lost = error
-        except BaseException:
+        except BaseException:  # also Ctrl-C: the round must not keep its lease
             self._client.abort()
             raise
         finishing = self._client.take_finishing()

@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 from tests.forked import call
 from tests.trainers import tiny
 from tests.trainers.vllm_eagle3 import drafted
-from trainers.batching import collate
 from trainers.eagle3 import read_head, write_new_head
 from trainers.settings import DrafterConfig
 from trainers.trained_policy import TrainedPolicy
@@ -33,12 +32,7 @@ def own_logits(model: Path, head: Path) -> torch.Tensor:
     """By the way of a training step: logits of tokens 2, 3, ... in the head's vocabulary."""
     policy = TrainedPolicy.load(model)
     drafter = policy.attach_drafter(DrafterConfig(model=str(head)))
-    batch = collate(
-        [tiny.trajectory(tuple(TOKENS[:2]), tuple(TOKENS[2:]))],
-        [(0,)],
-        pad_token_id=0,
-        device=torch.device("cpu"),
-    )
+    batch = tiny.batch(TOKENS)
     made: list[torch.Tensor] = []
     drafter.head.lm_head.register_forward_hook(lambda _module, _inputs, output: made.append(output))
     policy.scores(batch)

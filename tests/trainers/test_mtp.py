@@ -9,7 +9,6 @@ from tests.forked import call
 from tests.tiny_models import save_tiny_llama, save_tiny_vision_language
 from tests.trainers import tiny
 from tests.trainers.vllm_mtp import drafted
-from trainers.batching import collate
 from trainers.learner import Learner
 from trainers.settings import DrafterConfig, LearnerConfig, OptimizerConfig
 from trainers.trained_policy import TrainedPolicy
@@ -26,12 +25,7 @@ def model(tmp_path: Path) -> Path:
 def test_the_head_drafts_as_vllms_module(model: Path, tmp_path: Path) -> None:
     policy = TrainedPolicy.load(model)
     drafter = policy.attach_drafter(DrafterConfig())
-    batch = collate(
-        [tiny.trajectory(tuple(TOKENS[:2]), tuple(TOKENS[2:]))],
-        [(0,)],
-        pad_token_id=0,
-        device=torch.device("cpu"),
-    )
+    batch = tiny.batch(TOKENS)
     made: list[torch.Tensor] = []
     drafter.head.norm.register_forward_hook(lambda _module, _inputs, output: made.append(output))
     drafter.begin()

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from tests.made_once import made_once
+from trainers.batching import TokenBatch, collate
 from trainers.learner import Learner
 from trainers.learner_state import empty_moments, master_weights, named_moments, restore_weights
 from trainers.trained_policy import TrainedPolicy
@@ -93,6 +94,12 @@ def save(directory: Path, kind: str, seed: int = 0, **changed: int) -> Path:
 
 def policy(directory: Path, kind: str = "llama", seed: int = 0) -> TrainedPolicy:
     return TrainedPolicy.load(save(directory, kind, seed))
+
+
+def batch(tokens: list[int]) -> TokenBatch:
+    """Of one trajectory; the prompt is the first two tokens."""
+    made = trajectory(tuple(tokens[:2]), tuple(tokens[2:]))
+    return collate([made], [(0,)], pad_token_id=0, device=torch.device("cpu"))
 
 
 def trajectory(
