@@ -95,7 +95,7 @@ def submit(arguments: Sequence[str]) -> int:
     if options.dry_run:
         return subprocess.call([*_JOB, *arguments])
     from app.client import calls  # httpx is slow to import
-    from app.client.connection import without_credentials
+    from app.client.connection import FleetError, without_credentials
     from app.command.asking import ANSWER_S, connected
 
     url, password = without_credentials(options.url)
@@ -110,6 +110,11 @@ def submit(arguments: Sequence[str]) -> int:
     try:
         with connected(url, ANSWER_S) as fleet:
             fleet.send(calls.health())
+            try:
+                fleet.send(calls.run_position("new"))  # refused where no rollouts are captured
+            except FleetError as error:
+                if error.status not in (401, 403):  # only the job may have the operator's token
+                    raise
     except KeyboardInterrupt:
         return 130
     ray = dashboard()

@@ -4,19 +4,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from app.client.connection import FleetClient
 from app.client.program_options import parse
-from app.command import tables
+from app.command import asking, tables
 from app.command.cli import cli
 from app.command.jobs import Job, JobsError, end, table
 from app.command.submit import run_job, submission, submit
 from app.jobs.options import JobOptions
 from tests.app.command.fake_jobs import FakeJobs
+from tests.app.fake_answers import refusal
 from tests.free_ports import free_ports
 
 HERE = "http://127.0.0.1:8265"
@@ -105,6 +109,33 @@ def test_an_address_with_a_token_is_refused(
     assert submit([]) == 1
     said = capsys.readouterr().err
     assert "address carries a token" in said and "operator-0123456789" not in said
+
+
+NONE_CAPTURED = "this fleet captures no rollouts: expected the section 'rollouts' in its settings, got none"
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (refusal(400, "invalid_request", NONE_CAPTURED), f"{NONE_CAPTURED} (400)"),
+        # Only the job may have the operator's token.
+        (refusal(401, "unauthorized", "/rollouts needs a token"), "Ray's dashboard does not answer at"),
+    ],
+)
+def test_a_fleet_that_captures_no_rollouts_gets_no_job(
+    refused: httpx.Response, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    healthy = {"status": "ok", "serving": 1, "members": 1, "weight_version": 3}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=healthy) if request.url.path == "/health" else refused
+
+    http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://fleet")
+    monkeypatch.setattr(asking.FleetClient, "connect", lambda *given, **options: FleetClient(http))
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", f"http://127.0.0.1:{free_ports(1)[0]}")
+    with suppress(typer.Exit):
+        assert submit([]) == 1
+    assert capsys.readouterr().err.startswith(f"slipstream: {said}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
