@@ -158,6 +158,9 @@ def resume(core: Any, request: Any) -> None:
     if not said:
         return
     request.append_output_token_ids(said)
+    # Counted where the answer began. The scheduler asserts that what it counts is in the prompt, and the
+    # answer may be in the prefix cache as well.
+    request.prefill_stats = None
     structured = request.structured_output_request
     if structured is None:
         return

@@ -20,6 +20,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from deployments.replica import engine_core
+from deployments.replica.continuation import TOKENS
 from tests.tiny_models import save_tiny_llama
 
 BLOCK = 16
@@ -73,7 +74,9 @@ class Core:
             request_id=name,
             prompt_token_ids=prompt,
             mm_features=more.get("mm_features"),
-            sampling_params=SamplingParams(max_tokens=32, ignore_eos=True),
+            sampling_params=SamplingParams(
+                max_tokens=32, ignore_eos=True, extra_args={TOKENS: more.get("said", [])}
+            ),
             pooling_params=None,
             arrival_time=0.0,
             lora_request=None,
@@ -193,6 +196,17 @@ def test_preempted_request_is_recomputed_with_the_new_version(core: Core) -> Non
     core.scheduler._preempt_request(request, 0.0)
     core.commit("8", recompute=False)
     assert request.cache_salt == "8/" and hit(core, request) == 0
+
+
+def test_continued_answer_may_be_in_the_prefix_cache(core: Core) -> None:
+    """vLLM's scheduler asserts that a first prefill hits no more than the prompt."""
+    core.add("same prompt and answer")
+    while core.scheduler.requests:
+        core.step()
+    continued = core.add("continued", said=[5] * 20)
+    core.step()
+    assert continued.num_computed_tokens == len(continued.all_token_ids) - 1 == len(PROMPT) + 20
+    assert core.scheduler.requests and list(continued.output_token_ids) == [5] * 21
 
 
 def test_client_cache_salt_still_separates_prefixes(core: Core) -> None:
