@@ -6,6 +6,7 @@ failed for good, or may have been carried out, is 409.
 SlipstreamError               a response to a caller, with an HTTP status
 ├── InvalidRequest            fix the call: what was expected and what came        400
 │   ├── PayloadTooLarge       send less                                            413
+│   ├── OverQuota             wait, or end what you have                           429
 │   ├── BodyTooSlow           send it faster                                       408
 │   ├── NoSuchRoute           the fleet does not offer this                        404
 │   ├── NotFound              name something that exists                           404
@@ -82,6 +83,11 @@ class InvalidRequest(SlipstreamError):
 class PayloadTooLarge(InvalidRequest):
     status = 413
     type = "payload_too_large"
+
+
+class OverQuota(InvalidRequest):
+    status = 429
+    type = "over_quota"
 
 
 class BodyTooSlow(InvalidRequest):

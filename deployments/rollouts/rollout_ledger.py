@@ -19,13 +19,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Any, ClassVar
 
-from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
+from deployments.protocol.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    NotFound,
+    OverQuota,
+    PayloadTooLarge,
+)
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
 RUN_KEPT_S = 30 * 86400.0
 ALONE = "~"  # begins the group of a rollout without one; no id has it
+TOKEN_BYTES, TURN_BYTES = 40, 2048  # on disk, at most: with a reward for each token, and ids of 128 letters
 
 
 class State(StrEnum):
@@ -33,9 +42,6 @@ class State(StrEnum):
     REWARDED = "rewarded"  # of a group: closed, and ready to be learned from
     CONSUMED = "consumed"
     DISCARDED = "discarded"
-
-
-ENDED = (State.CONSUMED, State.DISCARDED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,11 @@ class Rollout:
     turns: int = 0
     tokens: int = 0  # stored ones: prefixes shared between turns count once
     reward: Reward | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """At most."""
+        return TURN_BYTES * (1 + self.turns) + TOKEN_BYTES * self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +152,9 @@ class RolloutLedger:
             "run": self._runs,
             "step": self._steps,
         }
-        self._ended: dict[str, None] = {}  # groups, the first one first
+        # Groups, the first one first. Those that are discarded are forgotten before others.
+        self._ended: dict[State, dict[str, None]] = {State.DISCARDED: {}, State.CONSUMED: {}}
+        self._waiting, self._bytes = Counter[str](), Counter[str]()  # open or ready rollouts, by owner
         self._due: list[tuple[float, str, str]] = []  # a heap with outdated entries
         self._before: dict[tuple[str, str], Record | None] = {}  # records as they were, of unsaved changes
 
@@ -177,14 +190,19 @@ class RolloutLedger:
     def _set(self, kind: str, key: str, record: Record | None) -> None:
         table = self._tables[kind]
         former = table.get(key)
-        if kind == Group.KIND:
-            self._ended.pop(key, None)
+        for each, sign in ((former, -1), (record, 1)):
+            if isinstance(each, Rollout):
+                self._bytes[each.owner] += sign * each.stored_bytes
+            elif isinstance(each, Group) and each.state not in self._ended:
+                self._waiting[each.owner] += sign * len(each.members)
+        if isinstance(former, Group) and former.state in self._ended:
+            del self._ended[former.state][key]
         if record is None:
             table.pop(key, None)
             return
         table[key] = record
-        if isinstance(record, Group) and record.state in ENDED:
-            self._ended[key] = None
+        if isinstance(record, Group) and record.state in self._ended:
+            self._ended[record.state][key] = None
         due = getattr(record, "due", None)
         if due is not None and due != getattr(former, "due", None):
             heappush(self._due, (due, kind, key))
@@ -192,8 +210,13 @@ class RolloutLedger:
     # -- agents -------------------------------------------------------------------------------
 
     def open(self, request: RolloutRequest, now: float) -> None:
-        """A turn of this rollout begins; the first one creates it. Raises Conflict: it takes no more turns,
-        or another user began it or its group; FleetUnavailable: too many rollouts are kept."""
+        """A turn of this rollout begins; the first one creates it.
+
+        Raises:
+            Conflict: it takes no more turns, or another user began it or its group.
+            OverQuota: its user has as much as `user_share` allows.
+            FleetUnavailable: too many rollouts are kept.
+        """
         self.tick(now)
         key = request.rollout_id
         if key in self._rollouts:
@@ -202,13 +225,17 @@ class RolloutLedger:
             if request.group is not None and rollout.group != wanted:
                 raise Conflict(f"rollout {key!r} is of the group {rollout.group!r}, not {request.group!r}")
             self._require_open(rollout)
+            self._check_share(request.owner, 0)
             return
+        self._check_share(request.owner, 1)
         while len(self._rollouts) >= self._limits.max_rollouts:
-            if not self._ended:
+            ended = [key for keys in self._ended.values() for key in islice(keys, 1)]
+            if not ended:
                 if (idle := self._idle(now)) is None:
                     break
                 self._end(idle, State.DISCARDED, "expired", now)
-            self._forget(next(iter(self._ended)))
+                ended = [idle.key]
+            self._forget(ended[0])
         if len(self._rollouts) >= self._limits.max_rollouts:
             raise FleetUnavailable(
                 f"{len(self._rollouts)} rollouts are kept, the most that 'rollouts.max_rollouts' allows: "
@@ -217,6 +244,20 @@ class RolloutLedger:
         group = self._join(request, now)
         self._put(replace(group, members=(*group.members, key)))
         self._put(Rollout(key=key, owner=request.owner, group=group.key))
+
+    def _check_share(self, owner: str, more: int) -> None:
+        if not owner:
+            return
+        limits, waiting, stored = self._limits, self._waiting[owner] + more, self._bytes[owner]
+        most = math.ceil(limits.user_share * limits.max_rollouts)
+        most_bytes = int(limits.user_share * limits.max_gib * 2**30)
+        if waiting > most or stored > most_bytes:
+            raise OverQuota(
+                f"one user's rollouts: expected at most {most} that are open or wait for a trainer, and "
+                f"{most_bytes} bytes ('rollouts.user_share'), got {waiting} and {stored}: discard some, "
+                "or wait until a trainer has taken them",
+                {"rollouts": waiting, "bytes": stored},
+            )
 
     def _join(self, request: RolloutRequest, now: float) -> Group:
         name = request.group or ALONE + request.rollout_id
@@ -306,7 +347,7 @@ class RolloutLedger:
         group = self._groups[rollout.group]
         if group.state is State.CONSUMED:
             raise Conflict(f"rollout {rollout_id!r} is consumed, and cannot be discarded")
-        self._put(replace(rollout, state=State.DISCARDED))
+        self._discard(rollout)
         if group.state is State.REWARDED and not self.rewarded(group.key):
             self._end(group, State.DISCARDED, "discarded", now)
         self._close_if_complete(group.key, now)
@@ -454,7 +495,7 @@ class RolloutLedger:
         """Its members without a reward are discarded; and it is, if none has one."""
         for rollout in self._members(group):
             if rollout.state is State.OPEN:
-                self._put(replace(rollout, state=State.DISCARDED))
+                self._discard(rollout)
         if self.rewarded(group.key):
             self._put(replace(group, state=State.REWARDED, due=now + self._kept_s(group.run)))
         else:
@@ -463,7 +504,7 @@ class RolloutLedger:
     def _end(self, group: Group, state: State, reason: str, now: float) -> None:
         if state is State.DISCARDED:
             for rollout in self.rewarded(group.key):
-                self._put(replace(rollout, state=state))
+                self._discard(rollout)
         kept_s = self._limits.keep_s if state is State.DISCARDED else self._kept_s(group.run)
         self._put(replace(group, state=state, due=now + kept_s))
         run = self._run(group.run)
@@ -478,10 +519,19 @@ class RolloutLedger:
                 if (group := self._groups.get(key)) is not None:
                     self._put(replace(group, due=due))
 
+    def _discard(self, rollout: Rollout) -> None:
+        """Its tokens go at once. A number stays, so that the same reward again is harmless."""
+        self._drop_turns(rollout)
+        reward = 0.0 if isinstance(rollout.reward, tuple) else rollout.reward
+        self._put(replace(rollout, state=State.DISCARDED, turns=0, tokens=0, reward=reward))
+
+    def _drop_turns(self, rollout: Rollout) -> None:
+        for turn in self._turns_of(rollout):
+            self._drop(Turn.KIND, turn.key)
+
     def _forget(self, group: str) -> None:
         for rollout in self._members(self._groups[group]):
-            for number in range(rollout.turns):
-                self._drop(Turn.KIND, f"{rollout.key}/{number}")
+            self._drop_turns(rollout)
             self._drop(Rollout.KIND, rollout.key)
         self._drop(Group.KIND, group)
 

@@ -227,6 +227,17 @@ async def test_a_users_token_opens_what_it_began(scene: Scene) -> None:
         refused(answer, 403, "needs the operator's token")
 
 
+async def test_a_user_with_too_many_rollouts_is_told_how_many_and_others_go_on(scene: Scene) -> None:
+    for number in range(4):
+        answer = await scene.chat(f"a{number}", [1], [2], ANN)
+    refused(answer, 429, "expected at most 3 that are open or wait for a trainer")
+    assert answer.json()["error"]["type"] == "over_quota"
+    for who in (BOB, OPERATOR):
+        assert (await scene.chat(who["authorization"][-3:], [1], [2], who)).status_code == 200
+    assert (await scene.chat("a0", [1, 2], [3], ANN)).status_code == 200
+    assert (await scene.post("a0/reward", ANN, reward=1)).status_code == 200
+
+
 async def test_a_group_is_ready_when_its_last_member_is_settled(scene: Scene) -> None:
     for name in ("a", "b"):
         await scene.chat(name, [1], [2], group="g", size=2)

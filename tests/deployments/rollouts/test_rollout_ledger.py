@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound, PayloadTooLarge
+from deployments.protocol.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    NotFound,
+    OverQuota,
+    PayloadTooLarge,
+)
 from deployments.rollouts import rollout_ledger
 from deployments.rollouts.rollout_ledger import NewTurn, RolloutLedger, State
 from tests.deployments.rollouts.turns import LIMITS, request
@@ -276,6 +283,54 @@ def test_bounds() -> None:
         ledger.open(request("b"), 0)
     with pytest.raises(PayloadTooLarge, match="at most 100 tokens"):
         ledger.append("a0", "", new_turn(prompt="p" * 100))
+
+
+def test_one_users_rollouts_leave_room_for_those_of_others() -> None:
+    ledger = RolloutLedger(LIMITS.model_copy(update={"user_share": 0.5}))
+
+    def play(name: str, owner: str) -> None:
+        ledger.open(request(name, owner=owner), 0)
+        ledger.append(name, owner, new_turn())
+
+    for name in ("a", "b", "c"):
+        play(name, "ann")
+    says = "expected at most 3 that are open or wait for a trainer, and 5368709 bytes .* got 4 and 12528:"
+    for _ in range(2):
+        with pytest.raises(OverQuota, match=says):
+            play("d", "ann")
+    play("b1", "bob")
+    play("o", "")
+    ledger.discard("a", "ann", 0)
+    play("d", "ann")
+    ledger.reward("b", "ann", 1.0, 0)
+    with pytest.raises(OverQuota):
+        play("e", "ann")
+    assert taken(ledger, "step") == ["~b"]
+    play("e", "ann")
+    ledger.append("e", "ann", new_turn("more"))
+
+
+def test_a_user_whose_rollouts_are_too_large_gets_no_more_turns_until_some_are_discarded() -> None:
+    ledger = RolloutLedger(LIMITS.model_copy(update={"max_tokens": 1 << 20}))
+    for name in ("a", "b"):
+        ledger.open(request(name, owner="ann"), 0)
+    ledger.append("a", "ann", new_turn(prompt="p" * 90_000))
+    for name in ("b", "c"):
+        with pytest.raises(OverQuota, match=r"and 2684354 bytes .* got \d and 36"):
+            ledger.open(request(name, owner="ann"), 0)
+    ledger.open(request("d", owner="bob"), 0)
+    ledger.discard("a", "ann", 0)
+    for name in ("b", "c"):
+        ledger.open(request(name, owner="ann"), 0)
+
+
+def test_what_is_discarded_takes_nothing_from_a_step_that_may_ask_again() -> None:
+    ledger = played("a")
+    taken(ledger, "step")
+    for number in range(2 * LIMITS.max_rollouts):
+        ledger.open(request(f"b{number}"), 0)
+        ledger.discard(f"b{number}", "", 0)
+    assert taken(ledger, "step") == ["~a"] and [each.key for each in ledger.rewarded("~a")] == ["a"]
 
 
 def test_runs_that_were_given_up_take_no_room_from_others() -> None:

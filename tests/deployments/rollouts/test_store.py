@@ -1,6 +1,7 @@
 """Rollouts on disk: what a restart finds, and what a full disk refuses."""
 
 import json
+import math
 from array import array
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError
+from deployments.rollouts.rollout_ledger import TURN_BYTES
 from deployments.rollouts.store import NAME, RolloutStore
 from tests.deployments.rollouts.turns import LIMITS, captured, request
 from tests.full_disk import full_disk, longest_in
@@ -154,6 +156,28 @@ def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clo
         assert [each["id"] for group in groups for each in group["rollouts"]] == kept
         clock.now += limits.group_timeout_s + limits.keep_s
         assert len(fill()) >= len(kept)
+
+
+def test_a_users_rollouts_take_no_more_of_the_disk_than_is_counted(store: RolloutStore) -> None:
+    """With the longest names, of one token and of many, and a reward for each token."""
+
+    def size() -> int:
+        return int(
+            math.prod(store._db.execute(f"PRAGMA page_{each}").fetchone()[0] for each in ("count", "size"))
+        )
+
+    for turns, tokens in ((60, 1), (1, 50_000)):
+        store._ledger._limits = LIMITS.model_copy(
+            update={"max_tokens": 1 << 20, "user_share": 1.0, "max_gib": 9}
+        )
+        before, owner, name = size(), f"{turns:0>32}", f"{turns:->128}"
+        store.open(request(name, owner=owner, group=name))
+        for turn in range(turns):
+            store.append(name, owner, captured(f"{turn:->128}/0", [turn], range(tokens), version=1 << 40))
+        store.reward(name, owner, ((-1.2345678901234567e-300,) * tokens,) * turns)
+        assert size() - before <= store._ledger._bytes[owner]
+    store.discard(name, owner)
+    assert store._ledger._bytes[owner] == TURN_BYTES
 
 
 def test_a_restart_writes_nothing_to_a_full_disk(tmp_path: Path, store: RolloutStore, clock: Clock) -> None:

@@ -30,6 +30,10 @@ class Known:
     turns: list[str] = field(default_factory=list)
     rewarded: bool = False
 
+    def discard(self) -> None:
+        """Its turns go with it."""
+        self.state, self.turns = State.DISCARDED, []
+
 
 @dataclass
 class KnownGroup:
@@ -66,7 +70,7 @@ class Oracle:
                 self.close(group, now)
             if group.is_ready and not group.run and group.closed_at + LIMITS.keep_s <= now:
                 for member in self.learned(group):
-                    self.rollouts[member].state = State.DISCARDED
+                    self.rollouts[member].discard()
                 self.end(group, now)
             if group.forget_at <= now:
                 del self.groups[name]
@@ -88,7 +92,7 @@ class Oracle:
         group.closed_at = now
         for member in group.members:
             if self.rollouts[member].state is State.OPEN:
-                self.rollouts[member].state = State.DISCARDED
+                self.rollouts[member].discard()
         if not self.learned(group):
             self.end(group, now)
 
@@ -249,7 +253,7 @@ class Walk(RuleBasedStateMachine):
             self.ledger.undo()
             assert known is None or known.state is not State.OPEN or not known.turns
             return
-        assert known is not None and (known.rewarded or known.state is State.OPEN) and known.turns
+        assert known is not None and (known.rewarded or (known.state is State.OPEN and known.turns))
         if undone:
             self.ledger.undo()
             return
@@ -270,7 +274,7 @@ class Walk(RuleBasedStateMachine):
             return
         assert known is not None
         self.save()
-        known.state = State.DISCARDED
+        known.discard()
         self.oracle.settle(self.oracle.groups[known.group], self.now)
 
     @rule(run=RUNS, count=st.integers(1, 2), back=st.integers(0, 2), undone=st.booleans())
