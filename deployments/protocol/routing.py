@@ -10,6 +10,7 @@ from deployments.protocol.errors import InvalidRequest
 KEY_HEADER = b"x-slipstream-key"  # proves that a router belongs to the fleet
 REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; NOT_BEGUN or LOST
 NOT_BEGUN = b"not-begun"  # the request did not reach the engine, or the replica is being stopped
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # beginnings: vLLM's, and replicas' own
 LOST = b"lost"  # the engine had the request when it failed
 PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
 ROUTER_HEADER = b"x-slipstream-router"  # the sending router, and what the request adds to the load

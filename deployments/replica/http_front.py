@@ -20,6 +20,7 @@ from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavail
 from deployments.protocol.passed_routes import require_passed
 from deployments.protocol.rollouts import MOVED, SAID, SAID_HEADER, TURN_HEADER, turn_of
 from deployments.protocol.routing import (
+    ERROR_EVENTS,
     KEY_HEADER,
     LOST,
     NOT_BEGUN,
@@ -87,7 +88,6 @@ async def split_body(receive: Receive, own_bytes: int) -> tuple[Receive, bytes]:
     return replay, bytes(body[own_bytes:])
 
 
-ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # vLLM's, when its engine is dead
 METRICS = ("/metrics", "/metrics/")  # vLLM's; the router merges those of all replicas, or selects some
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]

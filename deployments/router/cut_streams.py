@@ -1,6 +1,7 @@
 """What a router keeps of a stream to continue it elsewhere; see `deployments.replica.continuation`."""
 
 from deployments.protocol.rollouts import MOVED, NOT_CONTINUED, SAID
+from deployments.protocol.routing import ERROR_EVENTS
 
 MAX_KEPT_BYTES = 1 << 26  # about a million tokens
 END = b"\n\n"
@@ -27,6 +28,8 @@ class CutStream:
         passed = []
         *events, self.rest = (self.rest + piece).split(END)
         for event in events:
+            if event.startswith(ERROR_EVENTS):
+                self._again = 0  # the client has no such event
             if event.startswith(SAID):
                 self._keep(event[len(SAID) :])
             elif self._again:
@@ -35,6 +38,11 @@ class CutStream:
                 passed.append(event + END)
         self._passed += len(passed)
         return b"".join(passed)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the replica has not made all events again that the client has."""
+        return self._again > 0
 
     def continues(self) -> None:
         """The next piece is another replica's, which makes the events from the beginning."""

@@ -138,7 +138,9 @@ class StreamProxy(Response):
             async with started.connection:
                 try:
                     await started.response.pass_on(take if self._cut is None else take_events)
-                    break
+                    if self._cut is None or not self._cut.is_short:
+                        break
+                    raise ResponseLost("it ended before what the client has")
                 except ResponseLost as error:
                     after = await self._lost(started, error)
             if isinstance(after, bytes):

@@ -148,7 +148,9 @@ class Engine:
             outputs = recorder.capture.taken(outputs, prompt, sampling, choice, lambda: adapter)
             outputs = self._answered(outputs, recorder.capture, asked)
         if streams:
-            return StreamingResponse(_events(outputs), media_type="text/event-stream")
+            return StreamingResponse(
+                _events(outputs, asked.get("opens", 0)), media_type="text/event-stream"
+            )
         choices = [each async for output in outputs for each in _choices(output)]
         if asked.get("dies"):
             self.fail()
@@ -196,7 +198,10 @@ def _choices(output: Any) -> list[dict[str, Any]]:
     ]
 
 
-async def _events(outputs: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def _events(outputs: AsyncIterator[Any], opens: int) -> AsyncIterator[str]:
+    """`opens`: events before the first output, as on /v1/responses."""
+    for _ in range(opens):
+        yield 'data: {"choices": []}\n\n'
     try:
         async for output in outputs:
             yield f"data: {json.dumps({'choices': _choices(output)})}\n\n"

@@ -26,7 +26,7 @@ async def streamed(scene: Scene, **options: Any) -> tuple[list[int], dict[str, A
     for event in filter(None, answer.text.split("\n\n")):
         data = event.removeprefix("data: ")
         if data == "[DONE]":
-            return tokens, None
+            break
         found = json.loads(data)
         error = found.get("error")
         for choice in found.get("choices", ()):
@@ -92,10 +92,12 @@ async def test_a_stream_moves_on_with_each_orderly_stop(tmp_path: Path) -> None:
         assert continued(scene) == [[], ANSWER[:2], ANSWER[:4]]
 
 
-async def test_another_adapter_does_not_continue_an_answer(scene: Scene) -> None:
+@pytest.mark.parametrize("opens", [0, 2])
+async def test_another_adapter_does_not_continue_an_answer(scene: Scene, opens: int) -> None:
+    """Also if the second replica has begun to answer: its error is none of the events that come again."""
     for name, engine in scene.fleet.engines.items():
         engine.adapter = f"math@{name}"
-    tokens, error = await streamed(scene, dies_at=[3])
+    tokens, error = await streamed(scene, dies_at=[3], opens=opens)
     assert tokens == ANSWER[:3]
     assert error is not None and "another prompt or adapter" in error["message"]
 

@@ -37,6 +37,14 @@ def test_a_stream_that_is_lost_while_events_come_again_loses_none() -> None:
     assert stream.events(b"data: A\n\ndata: B\n\ndata: C\n\n") == b"data: C\n\n"
 
 
+def test_a_stream_that_ends_before_what_the_client_has_is_short() -> None:
+    stream = CutStream()
+    stream.events(FIRST)
+    stream.continues()
+    assert stream.events(b"data: A\n\n") == b"" and stream.is_short
+    assert stream.events(b"data: B\n\n") == b"" and not stream.is_short
+
+
 def test_what_cannot_be_continued_stays_so() -> None:
     stream = CutStream()
     stream.events(FIRST + b": said null\n\n: said [3]\n\n")
