@@ -121,7 +121,8 @@ class Said:
             sampled = zip(piece.token_ids, logprobs, strict=True)
             state.logprobs_processor.cumulative_logprob += sum(by[token].logprob for token, by in sampled)
             # The detokenizer finds stop strings itself.
-            ended = piece.finish_reason is not None and not isinstance(piece.stop_reason, str)
+            by_string = piece.finish_reason == "stop" and isinstance(piece.stop_reason, str)
+            ended = piece.finish_reason is not None and not by_string
             finish = FinishReason[str(piece.finish_reason).upper()] if ended else None
             output = EngineCoreOutput(
                 request_id=request.request_id,

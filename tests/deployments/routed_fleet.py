@@ -148,9 +148,7 @@ class Engine:
             outputs = recorder.capture.taken(outputs, prompt, sampling, choice, lambda: adapter)
             outputs = self._answered(outputs, recorder.capture, asked)
         if streams:
-            return StreamingResponse(
-                _events(outputs, asked.get("opens", 0)), media_type="text/event-stream"
-            )
+            return StreamingResponse(_events(outputs, asked.get("opens", 0)), media_type="text/event-stream")
         choices = [each async for output in outputs for each in _choices(output)]
         if asked.get("dies"):
             self.fail()

@@ -76,7 +76,13 @@ class Replica:
         while (output := self._queue.get_nowait()) is not None:
             self._take(output)
 
-    def samples(self, tokens: Sequence[int], version: str = "7", finish: FinishReason | None = None) -> None:
+    def samples(
+        self,
+        tokens: Sequence[int],
+        version: str = "7",
+        finish: FinishReason | None = None,
+        stop_reason: int | str | None = None,
+    ) -> None:
         """A step of the engine; each token's two best are it and the next one."""
         ids = np.array([[token, token, token + 1] for token in tokens])
         logprobs = np.array([[-0.5, -0.5, -1.5]] * len(tokens), dtype=np.float32)
@@ -85,6 +91,7 @@ class Replica:
             new_token_ids=list(tokens),
             new_logprobs=LogprobsLists(ids, logprobs, np.array([1] * len(tokens)), None),
             finish_reason=finish,
+            stop_reason=stop_reason,
         )
         self._processor.process_outputs([output], weight_version=version)
         output_now = self._queue.get_nowait()
@@ -147,6 +154,19 @@ def test_the_rest_is_as_if_nothing_had_been_cut(
         second.samples(step, finish=FinishReason.LENGTH if number == 3 else None)
     assert seen(second) == seen(whole) and seen(whole)[-1][5] is not None
     assert first.comments + second.comments == whole.comments
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"),
+    [(FinishReason.STOP, None), (FinishReason.STOP, 11), (FinishReason.REPETITION, "repetition_detected")],
+)
+def test_an_answer_that_the_engine_has_ended_is_over(
+    tokenizer: TokenizerLike, finish: FinishReason, reason: int | str | None
+) -> None:
+    first = Replica(tokenizer, sampling())
+    first.samples([10, 11], finish=finish, stop_reason=reason)
+    second = Replica(tokenizer, sampling(), first.comments)
+    assert not second.begins and seen(second) == seen(first)
 
 
 def test_spans_are_those_of_both_replicas(tokenizer: TokenizerLike) -> None:
