@@ -21,6 +21,7 @@ from trainers.batching import TokenBatch
 from trainers.eagle3 import Eagle3Head, default_layers, write_head
 from trainers.eagle3 import read_head as read_eagle3
 from trainers.layers import decoder_layers
+from trainers.model_config import needed
 from trainers.mtp import MtpHead
 from trainers.mtp import read_head as read_mtp
 from trainers.output_head import in_parts, math_of, positions_at_once
@@ -202,22 +203,18 @@ def _mask(batch: TokenBatch) -> torch.Tensor | BlockMask:
 
 
 def _check_fits(head: Eagle3Head, layers: list[int], model: PreTrainedModel, directory: Path) -> None:
-    own, depth = model.config.get_text_config(), len(decoder_layers(model))
+    own, depth = needed(model.config, "num_hidden_layers"), len(decoder_layers(model))
     for name in ("hidden_size", "vocab_size"):
-        wanted, got = getattr(own, name), getattr(head.config, name)
+        wanted, got = needed(model.config, name), getattr(head.config, name)
         if wanted != got:
             raise ValueError(f"{directory}: expected a drafter with the model's {name}, {wanted}, got {got}")
-    if (
-        depth != own.num_hidden_layers
-        or len(set(layers)) != len(layers)
-        or not 0 < min(layers) <= max(layers) <= depth
-    ):
+    if depth != own or len(set(layers)) != len(layers) or not 0 < min(layers) <= max(layers) <= depth:
         raise ValueError(
-            f"{directory}: expected a drafter that reads different layers of 1 to {own.num_hidden_layers}, "
+            f"{directory}: expected a drafter that reads different layers of 1 to {own}, "
             f"got {layers} of a model with {depth}"
         )
     ids = head.token_ids()
-    if int(ids.min()) < 0 or int(ids.max()) >= own.vocab_size or len(ids.unique()) != len(ids):
+    if int(ids.min()) < 0 or int(ids.max()) >= head.config.vocab_size or len(ids.unique()) != len(ids):
         raise ValueError(f"{directory}: expected 'd2t' to name {len(ids)} different tokens of the model")
     output = full_tensor(model.get_output_embeddings().weight).float()
     if torch.equal(output, head.lm_head.weight.to(output.device)):

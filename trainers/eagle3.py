@@ -22,6 +22,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from trainers.model_config import attribute, end_token_ids, needed, vocabulary_size
+
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # by vLLM the same
@@ -170,27 +172,29 @@ def read_head(directory: Path) -> Eagle3Head:
 
 
 def new_config(of_model: PreTrainedConfig, draft_vocabulary: int | None = None) -> LlamaConfig:
-    """Of a head for a model of text; see `write_new_head`."""
-    heads, depth = of_model.num_attention_heads, of_model.num_hidden_layers
+    """Of a head for a model; see `write_new_head`."""
+    heads, depth = needed(of_model, "num_attention_heads"), needed(of_model, "num_hidden_layers")
+    width, vocabulary = needed(of_model, "hidden_size"), vocabulary_size(of_model)
+    inner = attribute(of_model, "intermediate_size")
     layers = sorted({min(max(1, each), depth) for each in default_layers(depth)})
     return LlamaConfig(
-        **{
-            name: getattr(of_model, name) for name in ("vocab_size", "hidden_size", "max_position_embeddings")
-        },
-        intermediate_size=getattr(of_model, "intermediate_size", None) or 4 * of_model.hidden_size,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        max_position_embeddings=needed(of_model, "max_position_embeddings"),
+        intermediate_size=inner if isinstance(inner, int) else 4 * width,  # a list where layers differ
         num_hidden_layers=1,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(of_model, "num_key_value_heads", None) or heads,
-        head_dim=getattr(of_model, "head_dim", None) or of_model.hidden_size // heads,
-        rms_norm_eps=getattr(of_model, "rms_norm_eps", 1e-5),
+        num_key_value_heads=attribute(of_model, "num_key_value_heads", heads),
+        head_dim=attribute(of_model, "head_dim", width // heads),
+        rms_norm_eps=attribute(of_model, "rms_norm_eps", 1e-5),
         rope_parameters={
             "rope_type": "default",
-            "rope_theta": (getattr(of_model, "rope_parameters", None) or {}).get("rope_theta", 1e4),
+            "rope_theta": attribute(of_model, "rope_parameters", {}).get("rope_theta", 1e4),
         },
         tie_word_embeddings=False,
         architectures=[ARCHITECTURE],
         dtype="float32",
-        draft_vocab_size=of_model.vocab_size if draft_vocabulary is None else draft_vocabulary,
+        draft_vocab_size=vocabulary if draft_vocabulary is None else draft_vocabulary,
         **{_LAYERS: layers},
         num_aux_hidden_states=len(layers),  # vLLM expects three otherwise
     )
@@ -209,23 +213,22 @@ def write_new_head(
     """
     if directory.exists():
         raise ValueError(f"expected a directory that does not exist, got {directory}")
-    of_model = AutoConfig.from_pretrained(model).get_text_config()
-    ends = of_model.eos_token_id if isinstance(of_model.eos_token_id, list) else [of_model.eos_token_id]
-    ends = sorted({each for each in ends if each is not None})
+    of_model = AutoConfig.from_pretrained(model)
+    ends, vocabulary = end_token_ids(of_model), vocabulary_size(of_model)
     config = new_config(of_model, draft_vocabulary)
     count = config.draft_vocab_size
-    if not len(ends) < count <= of_model.vocab_size:
+    if not len(ends) < count <= vocabulary:
         raise ValueError(
-            f"expected a draft vocabulary of {len(ends) + 1} to {of_model.vocab_size} tokens, got {count}"
+            f"expected a draft vocabulary of {len(ends) + 1} to {vocabulary} tokens, got {count}"
         )
-    lowest = [each for each in range(of_model.vocab_size) if each not in ends][: count - len(ends)]
+    lowest = [each for each in range(vocabulary) if each not in ends][: count - len(ends)]
     ids = torch.tensor(sorted([*lowest, *ends]))
-    head = Eagle3Head(config, has_d2t=count < of_model.vocab_size)
+    head = Eagle3Head(config, has_d2t=count < vocabulary)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=of_model.initializer_range, generator=generator)
+                parameter.normal_(std=attribute(of_model, "initializer_range", 0.02), generator=generator)
         # Not equal to the model's: vLLM would let both share it, and the trained one would not be used.
         head.lm_head.weight.mul_(1e-2).add_(_output_rows(model, ids))
         if head.d2t is not None:

@@ -4,6 +4,7 @@ All ranks must make the same forwards, backwards and parameter reads, which gath
 the meta device, and transformers' loader reads this rank's rows: no process holds the whole model.
 """
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig, _get_resolved_checkpoint_files
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from trainers.layers import decoder_layers
 
@@ -31,10 +36,18 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
 
 def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """The class that loads a checkpoint; of vision-language models the language part, if transformers has
-    one."""
-    has_language_part = type(config) in AutoModelForCausalLM._model_mapping
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if sees and not has_language_part else AutoModelForCausalLM
+    one. Raises ValueError: transformers has none, and the checkpoint brings none."""
+    causal, seeing = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
+    if type(config) in seeing and type(config) not in causal:
+        return AutoModelForImageTextToText
+    if type(config) not in causal and not getattr(config, "auto_map", None):
+        known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+        near = get_close_matches(config.model_type, known, n=1, cutoff=0)[0]
+        raise ValueError(
+            "expected a causal language model, or a model of images and text, got one of the family "
+            f"{config.model_type!r} (the nearest family that can be trained is {near!r})"
+        )
+    return AutoModelForCausalLM
 
 
 def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:

@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from trainers.model_config import vocabulary_size
+
 LOGITS_AT_ONCE = 1 << 27  # 512 MiB in float32
 COMPILED_LOGITS_AT_ONCE = 1 << 29  # 1 GiB in bfloat16
 _ENTROPY_TOKENS = 512  # positions at a time in eager mode
@@ -38,7 +40,7 @@ class OutputHead:
     def __init__(self, model: PreTrainedModel, *, compiled: bool = False, at_once: int | None = None) -> None:
         self._model = model
         self._math = math_of(compiled)
-        self._vocabulary_size = int(model.config.get_text_config().vocab_size)
+        self._vocabulary_size = vocabulary_size(model.config)
         self._positions_at_once = positions_at_once(self._vocabulary_size, compiled=compiled, logits=at_once)
 
     def scores(
@@ -91,20 +93,34 @@ class OutputHead:
     @torch.no_grad()
     def _is_last(self) -> bool:
         """Whether the model returns the output layer's result. Probed in the first pass, which settles the
-        parameters that FSDP2 gives gradients; without autocast, which would cache cast weights."""
+        parameters that FSDP2 gives gradients; without autocast, which would cache cast weights. Raises
+        ValueError if hidden states depend on later tokens."""
         head = self._model.get_output_embeddings()
         if head is None:
             return False
         device = next(self._model.parameters()).device
         given = torch.linspace(-1e3, 1e3, 2 * self._vocabulary_size, device=device).view(1, 2, -1)
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        first: list[torch.Tensor] = []  # hidden states of the first position
+
+        def returned(hidden: torch.Tensor) -> torch.Tensor:
+            first.append(hidden.flatten(0, -2)[0].float())
+            return given
+
         of_gpu = [device] if device.type == "cuda" else []
         with (
             torch.random.fork_rng(of_gpu),
-            _replaced(head, lambda _: given),
+            _replaced(head, returned),
             torch.autocast(device.type, enabled=False),
         ):
-            logits = self._model(input_ids=tokens, use_cache=False).logits
+            for following in (0, 1):
+                tokens = torch.tensor([[0, following]], device=device)
+                logits = self._model(input_ids=tokens, use_cache=False).logits
+        difference = (first[0] - first[-1]).norm()
+        if difference > 0.02 * first[0].norm():  # more than rounding of other kernels
+            raise ValueError(
+                f"expected a causal model, got {type(self._model).__name__}: without an image or a type for "
+                "each token, its tokens see those after them, and it cannot be trained on text alone"
+            )
         return torch.equal(logits, given)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedModel
 
+from trainers import model_config
 from trainers.batching import TokenBatch
 from trainers.fsdp2 import empty_model, model_class, read_shards, shard_model
 from trainers.layers import prepare_layers, with_input_gradients
@@ -86,7 +87,7 @@ class TrainedPolicy:
         if packed:
             options["attn_implementation"] = _FLEX
         model = _whole(directory, options).to(device) if mesh is None else empty_model(directory, **options)
-        if packed and not _attends_to_all(model):
+        if packed and not model_config.attends_to_all(model.config):
             raise ValueError(
                 f"{directory}: expected a model whose layers all attend to all that came before, for packed "
                 "rows; this one has a window or another kind of layer: leave out 'packed'"
@@ -111,21 +112,20 @@ class TrainedPolicy:
 
     @property
     def vocabulary_size(self) -> int:
-        return int(self.model.config.get_text_config().vocab_size)
+        return model_config.vocabulary_size(self.model.config)
 
     @property
-    def max_length(self) -> int:
-        return int(self.model.config.get_text_config().max_position_embeddings)
+    def max_length(self) -> int | None:
+        return model_config.max_length(self.model.config)
 
     @property
     def pad_token_id(self) -> int:
-        pad = getattr(self.model.config.get_text_config(), "pad_token_id", None)
-        return pad if pad is not None and pad >= 0 else 0  # masked everywhere
+        return model_config.pad_token_id(self.model.config)
 
     @property
     def can_share_prompts(self) -> bool:
         """Whether attention accepts a mask per row, see `trainers.batching`."""
-        return self._attention == "sdpa" and _attends_to_all(self.model)
+        return self._attention == "sdpa" and model_config.attends_to_all(self.model.config)
 
     @property
     def is_packed(self) -> bool:
@@ -212,14 +212,6 @@ class BaseOf:
         assert self._policy.adapter is not None, "the base of a policy without an adapter is itself"
         with self._policy.adapter.disabled():
             return self._policy.scores(batch)
-
-
-def _attends_to_all(model: PreTrainedModel) -> bool:
-    """Whether all layers attend to all earlier tokens, so that a mask may restrict them."""
-    config = model.config.get_text_config()
-    if kinds := getattr(config, "layer_types", None):
-        return all(kind == "full_attention" for kind in kinds)
-    return getattr(config, "sliding_window", None) is None
 
 
 def _whole(directory: Path, options: Mapping[str, Any]) -> PreTrainedModel:

@@ -70,7 +70,7 @@ def _reader() -> TypeAdapter[Trajectory]:
 
 
 def parse_trajectories(
-    entries: Any, *, vocabulary_size: int, max_length: int, sampled: bool = True
+    entries: Any, *, vocabulary_size: int, max_length: int | None, sampled: bool = True
 ) -> list[Trajectory]:
     """Read and check trajectories or their JSON. Raises one ValueError for all problems."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) == 0:
@@ -104,7 +104,7 @@ def _describe(value: Any) -> str:
     return "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
-def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -> list[str]:
+def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int | None) -> list[str]:
     found = []
     count = len(trajectory.token_ids)
     if not trajectory.prompt_token_ids:
@@ -133,7 +133,7 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int) -
     outside = [t for t in trajectory.prompt_token_ids + trajectory.token_ids if not 0 <= t < vocabulary_size]
     if outside:
         found.append(f"token ids must lie in [0, {vocabulary_size}), got {outside[0]}")
-    if len(trajectory) > max_length:
+    if max_length is not None and len(trajectory) > max_length:
         found.append(f"prompt and completion must have at most {max_length} tokens, got {len(trajectory)}")
     for span in trajectory.weight_versions:
         if not 0 <= span.start <= span.end <= count:

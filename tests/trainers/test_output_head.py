@@ -3,6 +3,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertLMHeadModel,
     Cohere2Config,
     Cohere2ForCausalLM,
     Gemma2Config,
@@ -112,6 +114,12 @@ def test_a_model_that_changes_what_its_output_layer_returns_is_found(family: str
     head = OutputHead(changed, at_once=1)
     head.scores(POSITIONS, TARGETS, **INPUTS)
     assert head._is_last is False
+
+
+def test_a_model_whose_tokens_see_those_after_them_is_refused() -> None:
+    encoder = BertLMHeadModel(BertConfig(**tiny.SIZES)).eval()
+    with pytest.raises(ValueError, match="expected a causal model, got BertLMHeadModel"):
+        OutputHead(encoder).scores(POSITIONS, TARGETS, **INPUTS)
 
 
 def test_a_layer_that_is_wrapped_already_stays_so() -> None:
