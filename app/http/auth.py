@@ -1,7 +1,7 @@
 """Access control: operator and user tokens, and the refusal of an exposed fleet without tokens.
 
-A token comes as `Authorization: Bearer` or as the password of Basic authentication (browsers,
-`http://x:TOKEN@host`).
+A token comes as `Authorization: Bearer`, as `x-api-key` (Anthropic's clients) or as the password of Basic
+authentication (browsers, `http://x:TOKEN@host`).
 """
 
 import asyncio
@@ -83,8 +83,8 @@ class Guard:
         if is_user:
             raise Forbidden(f"{request.url.path} needs {whose}, got a user's")
         raise Unauthorized(
-            f"{request.url.path} needs {whose}, in the header 'Authorization: Bearer <token>' "
-            "or as the password of Basic authentication"
+            f"{request.url.path} needs {whose}, in the header 'Authorization: Bearer <token>' or "
+            "'x-api-key', or as the password of Basic authentication"
         )
 
     def owner(self, request: Request) -> str:
@@ -146,7 +146,9 @@ class _Known:
 
 
 def _given(request: Request) -> str:
-    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    if "authorization" not in request.headers:
+        return request.headers.get("x-api-key", "").strip()  # of Anthropic's clients
+    scheme, _, text = request.headers["authorization"].partition(" ")
     match scheme.lower():
         case "bearer":
             return text.strip()

@@ -27,7 +27,7 @@ from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol import errors
 from deployments.protocol.passed_routes import require_passed, route_path
-from deployments.protocol.rollouts import GENERATING, ID_HEADER, ROLLOUT_URL
+from deployments.protocol.rollouts import GENERATING, GROUP_HEADER, ID_HEADER, ROLLOUT_URL, SIZE_HEADER
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
 
@@ -155,9 +155,11 @@ class _PassedOn:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope["path"], scope.get("root_path", ""))
         if (found := ROLLOUT_URL.fullmatch(path)) is not None:
-            rollout, path = found.groups()
-            headers = [*scope["headers"], (ID_HEADER.encode(), rollout.encode())]
-            scope = {**scope, "path": scope.get("root_path", "") + path, "headers": headers}
+            *named, path = found.groups()
+            given = zip((GROUP_HEADER, SIZE_HEADER, ID_HEADER), named, strict=True)
+            headers = [(name.encode(), value.encode()) for name, value in given if value is not None]
+            path_below = {"path": scope.get("root_path", "") + path}
+            scope = {**scope, **path_below, "headers": [*scope["headers"], *headers]}
         route = self._own.get(path)
         if route is not None and scope["method"] in route.allowed:
             scope["route"] = route

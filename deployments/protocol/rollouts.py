@@ -26,7 +26,8 @@ CAPTURED = (  # paths
 )
 NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat")
 GENERATING = (*CAPTURED, *NOT_CAPTURED)  # on other routes, such as /tokenize, the headers mean nothing
-ROLLOUT_URL = re.compile(r"/t/([^/]+)(/v1/.+)")  # in place of `ID_HEADER`
+# In place of `GROUP_HEADER`, `SIZE_HEADER` and `ID_HEADER`. Clients ask for vLLM's routes beside /v1, too.
+ROLLOUT_URL = re.compile(r"(?:/g/([^/]+)(?:/(\d+))?)?/t/([^/]+)(/.+)")
 MAX_SIZE = 1 << 16
 _ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._:-]{1,128}")  # clients resolve `.` and `..` in paths
 

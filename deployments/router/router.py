@@ -48,7 +48,7 @@ SAID_NAME = SAID_HEADER.decode()
 # Hop-by-hop headers, headers set for the replica, and tokens.
 NOT_FORWARDED = frozenset(
     {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "expect", "host", "content-length"}
-    | {"authorization", "cookie", "proxy-authorization"}
+    | {"authorization", "cookie", "proxy-authorization", "x-api-key"}
     | {KEY_HEADER.decode(), PART_HEADER.decode(), ROUTER_HEADER.decode(), "x-weight-timeout"}
     | {TURN_HEADER.decode(), SAID_NAME}
 )

@@ -79,7 +79,14 @@ async def statuses(user: str | None = USER) -> AsyncIterator[Status]:
         yield status
 
 
-NO_TOKEN = [{}, bearer("other"), basic("other"), {"authorization": "Basic !!"}, {"authorization": OPERATOR}]
+NO_TOKEN = [
+    {},
+    bearer("other"),
+    basic("other"),
+    {"authorization": "Basic !!"},
+    {"authorization": OPERATOR},
+    {"x-api-key": "other"},
+]
 
 
 async def test_without_a_token_only_health_answers() -> None:
@@ -100,7 +107,12 @@ async def test_routes_are_not_revealed_without_a_token() -> None:
 async def test_users_routes_take_both_tokens() -> None:
     async with statuses() as status:
         for token in (USER, OPERATOR):
-            for headers in (bearer(token), basic(token), {"authorization": f"bearer {token}"}):
+            for headers in (
+                bearer(token),
+                basic(token),
+                {"authorization": f"bearer {token}"},
+                {"x-api-key": token},  # of Anthropic's clients
+            ):
                 for route in USERS_ROUTES:
                     assert await status(route, headers) == 200, (route, headers)
 

@@ -182,7 +182,21 @@ async def test_an_agent_may_have_its_id_in_its_base_url(scene: Scene) -> None:
         assert (await scene.client.post(path, json=body)).status_code == 401
     twice = await scene.client.post(f"/t/a{CHAT}", json=body, headers={"x-rollout-id": "a", **OPERATOR})
     refused(twice, 400, "x-rollout-id must come once")
+    for path in ("/inference/v1/generate", "/tokenize"):  # clients go up from a base URL that ends with /v1
+        passed = await scene.client.post(f"/t/a{path}", json=body, headers=OPERATOR)
+        assert "no route of this fleet" not in passed.text
     assert (await scene.post("a/reward", reward=[1.0])).status_code == 200
+
+
+async def test_the_base_url_may_have_the_group_too(scene: Scene) -> None:
+    for number in range(2):
+        path = f"/g/task/2/t/task.{number}{CHAT}"
+        answer = await scene.client.post(path, json={"prompt": [1], "answer": [2]}, headers=OPERATOR)
+        assert answer.status_code == 200, answer.text
+        assert (await scene.take(f"early-{number}"))["groups"] == []
+        await scene.post(f"task.{number}/reward", reward=number)
+    (group,) = (await scene.take())["groups"]
+    assert [each["id"] for each in group["rollouts"]] == ["task.0", "task.1"]
 
 
 async def test_the_header_means_nothing_where_nothing_is_generated(scene: Scene) -> None:
