@@ -132,8 +132,10 @@ def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[
         )
     if not host.writes_to_tmp:
         yield f"expected to write to {CLUSTER_DIRECTORY}, where Ray's sockets and logs are, and cannot"
-    if not _can_write(config.state_dir):
-        yield f"'state_dir': expected a directory that can be written, got {config.state_dir}"
+    for name, directory in (("state_dir", config.state_dir), ("store.path", config.store_path)):
+        if not _can_write(directory):
+            yield f"'{name}': expected a directory that can be written, got {directory}"
+            break
     plugins = host.environment.get("VLLM_PLUGINS")
     if plugins is not None and "slipstream" not in plugins.split(","):
         yield (
@@ -175,16 +177,19 @@ def local_addresses(environment: Mapping[str, str]) -> str:
 
 
 def version_bytes(config: AppConfig) -> int:
-    """Size of one published version; 0 unless the model is a local directory of safetensors."""
+    """Size of one published version; 0 unless the model is a local directory of safetensors. Raises
+    ValueError: there is no such model, or a file of it cannot be read."""
     from deployments.weights.store.checkpoint_files import read_header  # imports numpy (0.1 s)
 
     sizes: dict[str, int] = {}
-    for file in Path(resolve_model(config.model)).glob("*.safetensors"):
-        for name, entry in read_header(file).entries.items():
-            begin, end = entry.data_offsets
-            sizes[name] = (
-                prod(entry.shape) * _FLOAT32_BYTES if config.engine.dtype == "float32" else end - begin
-            )
+    in_float32 = config.engine.dtype == "float32"
+    try:
+        for file in Path(resolve_model(config.model)).glob("*.safetensors"):
+            for name, entry in read_header(file).entries.items():
+                begin, end = entry.data_offsets
+                sizes[name] = prod(entry.shape) * _FLOAT32_BYTES if in_float32 else end - begin
+    except OSError as error:
+        raise ConfigError(f"'model': {config.model} cannot be read: {error}") from error
     return sum(sizes.values())
 
 
@@ -219,7 +224,10 @@ def use_a_home() -> str | None:
 
 
 def _can_write(directory: Path) -> bool:
-    there = _existing(directory)
+    try:
+        there = _existing(directory)
+    except OSError:  # a name that is too long, or below a directory that this user may not search
+        return False
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
@@ -258,10 +266,15 @@ def findings(file: ServeFile, host: Host) -> Iterator[Finding]:
     running = serves(file.url)
     yield from packages(config.device, installed, requirements())
     yield from _gpus(config, host.environment, in_use=running)
-    size = version_bytes(config)
+    size = 0
+    try:
+        size = version_bytes(config)
+    except ValueError as error:
+        yield Finding("problem", str(error))
     shared = decimal(host.shared_memory_bytes)
     yield Finding("ok", f"{host.open_files} open files, {shared} free in {SHARED_MEMORY}")
-    yield from disk(config, shutil.disk_usage(_existing(config.store_path)).free, size)
+    if _can_write(config.store_path):
+        yield from disk(config, shutil.disk_usage(_existing(config.store_path)).free, size)
     yield from [Finding("ok", f"Slipstream serves at {file.url}")] if running else _ports(file)
     for line in adapted(config, host, file.host)[1]:
         yield Finding("note", line)

@@ -150,13 +150,13 @@ def resolve_model(name: str) -> str:
     """A directory or Hugging Face id that vLLM and transformers can load. Raises ValueError."""
     if name == BUILT_IN:
         return str(prepare(cache_directory()))
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):  # False for a name that is too long, and a directory that nobody may read
         if not (path / "config.json").is_file():
             raise ValueError(f"'model': expected a directory with a config.json, got {path}, which has none")
         return str(path.absolute())
     if name.startswith(("/", ".", "~")):
-        problem = "is a file" if path.exists() else "does not exist"
+        problem = "is a file" if os.path.exists(path) else "does not exist"
         raise ValueError(f"'model': expected a directory with a config.json, got {name}, which {problem}")
     close = difflib.get_close_matches(name.lower(), [BUILT_IN], cutoff=0.8)
     if close and "/" not in name:
@@ -171,12 +171,12 @@ def resolve_model(name: str) -> str:
 
 def model_name(name: str) -> str:
     """A directory's absolute path; any other name unchanged."""
-    path = Path(name).expanduser()
-    return str(path.absolute()) if name != BUILT_IN and path.is_dir() else name
+    path = Path(os.path.expanduser(name))
+    return str(path.absolute()) if name != BUILT_IN and os.path.isdir(path) else name
 
 
 def is_offline(name: str) -> bool:
-    return name == BUILT_IN or Path(name).expanduser().is_dir()
+    return name == BUILT_IN or os.path.isdir(os.path.expanduser(name))
 
 
 def main() -> None:

@@ -16,7 +16,15 @@ from pydantic import AfterValidator
 
 from app.settings.section import ConfigError, Section
 
-AbsolutePath = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+
+def _absolute(path: Path) -> Path:
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError as error:
+        raise ValueError(f"expected a directory, got {path}: no such user") from error
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 OPERATOR_VARIABLE, USER_VARIABLE = "SLIPSTREAM_TOKEN", "SLIPSTREAM_USER_TOKEN"
 MIN_CHARACTERS = 16
 _TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces, for headers and URLs

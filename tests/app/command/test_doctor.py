@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from app.command.deploy import read_serve_file
 from app.command.doctor import (
     Finding,
     Host,
     adapted,
     disk,
+    findings,
     gpu_memory,
     local_addresses,
     packages,
@@ -132,6 +134,27 @@ def test_the_size_of_a_version_is_that_of_its_tensors_as_they_are_published(tmp_
     assert version_bytes(config(model=str(tmp_path))) == 44
     assert version_bytes(config(model=str(tmp_path), engine={"dtype": "float32"})) == 88
     assert version_bytes(config(model="Qwen/Qwen3-8B")) == 0
+
+
+@pytest.mark.parametrize("weights", ["pointer", "dangling link", "directory"])
+def test_weights_that_cannot_be_read_are_a_problem_beside_the_others(tmp_path: Path, weights: str) -> None:
+    """As after a clone without Git LFS, or a copy of the hub's cache without its blobs."""
+    model, file = tmp_path / "model", tmp_path / "serve.yaml"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    if weights == "pointer":
+        (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
+    elif weights == "dangling link":
+        (model / "model.safetensors").symlink_to(tmp_path / "blobs")
+    else:
+        (model / "model.safetensors").mkdir()
+    args = {"model": str(model), "state_dir": str(tmp_path / ("s" * 300) / "state")}
+    application = {"name": "slipstream", "import_path": "app.main:build", "args": args}
+    file.write_text(json.dumps({"applications": [application], "http_options": {"port": 18765}}))
+    found = list(findings(read_serve_file(file), replace(GOOD, open_files=1024)))
+    assert [each for each in problem_texts(found) if str(model) in each]
+    assert [each for each in problem_texts(found) if "open files" in each]
+    assert [each for each in problem_texts(found) if "'state_dir'" in each]
 
 
 def test_a_home_that_cannot_be_written_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
