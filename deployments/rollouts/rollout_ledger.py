@@ -345,6 +345,8 @@ class RolloutLedger:
         self.tick(now)
         rollout = self._of(rollout_id, owner)
         group = self._groups[rollout.group]
+        if rollout.state is State.DISCARDED:
+            return
         if group.state is State.CONSUMED:
             raise Conflict(f"rollout {rollout_id!r} is consumed, and cannot be discarded")
         self._discard(rollout)

@@ -95,6 +95,7 @@ def test_a_group_is_taken_whole_when_its_members_are_rewarded_or_discarded() -> 
     ledger.discard("c", "", 0)
     ledger.discard("c", "", 0)
     assert taken(ledger, "step") == ["g"] and [each.key for each in ledger.rewarded("g")] == ["a", "b"]
+    ledger.discard("c", "", 0)
     with pytest.raises(Conflict, match="closed: expected another group"):
         ledger.open(request("d", group="g"), 0)
 
