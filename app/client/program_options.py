@@ -6,6 +6,7 @@ of the class is the program's help.
 
 import difflib
 import inspect
+import io
 import json
 import sys
 import tomllib
@@ -18,6 +19,12 @@ import typer
 T = TypeVar("T")
 LOCAL_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's address")]
+
+
+def print_any_text() -> None:
+    """Print escapes of what standard output's encoding lacks: a model's answer has any character."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None = None, name: str | None = None) -> T:

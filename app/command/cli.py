@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from app.client.program_options import LOCAL_URL, Url
+from app.client.program_options import LOCAL_URL, Url, print_any_text
 from app.command import jobs
 from app.command.jobs import DASHBOARD_PORT
 from app.command.runs import Part, show_logs
@@ -270,6 +270,7 @@ def resume(url: Url = LOCAL_URL) -> None:
 
 
 def main() -> None:
+    print_any_text()
     cli()
 
 

@@ -5,13 +5,14 @@ import sys
 import time
 
 from app.client.announcement import announced
-from app.client.program_options import parse
+from app.client.program_options import parse, print_any_text
 from app.client.run_display import STATUS_S, WORKING_DIR
 from app.jobs.options import JobOptions
 
 
 def run() -> int:
     began = time.monotonic()
+    print_any_text()
     try:
         os.chdir(os.environ.get(WORKING_DIR, "."))
         if os.getcwd() not in sys.path:

@@ -1,3 +1,6 @@
+import io
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -5,6 +8,8 @@ from typing import Annotated
 import pytest
 import typer
 
+import app.command.cli
+import app.jobs.__main__
 from app.client.program_options import LOCAL_URL, Url, arguments_of, json_object, parse
 
 
@@ -103,3 +108,17 @@ def test_the_arguments_of_options_give_the_options_again() -> None:
     options = Options(count=3, loud=True, word=["a b", "--c"], url="http://x")
     assert arguments_of(options) == ["--count=3", "--url=http://x", "--loud", "--word=a b", "--word=--c"]
     assert parse(Options, arguments_of(options)) == options
+
+
+@pytest.mark.parametrize("program", [app.command.cli.main, app.jobs.__main__.run])
+def test_a_terminal_that_lacks_a_character_gets_its_escape(
+    monkeypatch: pytest.MonkeyPatch, program: Callable[[], object]
+) -> None:
+    """A job would end after the first step whose example has one."""
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
+    monkeypatch.setattr(sys, "argv", ["program", "--version"])
+    with pytest.raises(SystemExit):
+        program()
+    print("reward 0.5 ± 0.1", flush=True)
+    assert terminal.getvalue().endswith(b"reward 0.5 \\xb1 0.1\n")
