@@ -37,6 +37,15 @@ def has_cuda() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
+def context() -> Any:
+    """The start method of such processes."""
+    if has_cuda():
+        return multiprocessing.get_context("spawn")
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(PRELOADED)
+    return forks
+
+
 def call(function: Callable[..., Any], *args: Any, timeout_s: float = 280.0, **environment: str) -> Any:
     """A module's function in a process of its own: what it returns."""
     return call_all(function, [args], timeout_s, environment)[0]
@@ -53,10 +62,7 @@ def call_all(
     Raises:
         AssertionError: one raised, died or was late, with its output. The others are killed.
     """
-    context = multiprocessing.get_context("spawn" if has_cuda() else "forkserver")
-    if not has_cuda():
-        context.set_forkserver_preload(PRELOADED)
-    calls = [_Call(context, function, args, dict(environment)) for args in all_args]
+    calls = [_Call(context(), function, args, dict(environment)) for args in all_args]
     try:
         deadline = time.monotonic() + timeout_s
         waiting = {each.connection: each for each in calls}

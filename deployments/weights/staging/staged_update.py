@@ -52,7 +52,8 @@ class StagedUpdate:
     def add(self, received: ReceivedChunk, found: Findings) -> None:
         names = list(received.chunk.offered)
         self.pending.append(ChunkFindings(names=names, sent=received.sent, found=found))
-        self.note(size_bytes=self.state.size_bytes + received.chunk.size_bytes)
+        arrived = received.chunk.size_bytes if received.arrived_bytes is None else received.arrived_bytes
+        self.note(size_bytes=self.state.size_bytes + arrived)
 
     def digests_of(self, names: Collection[str]) -> set[np.uint64]:
         digests = chain.from_iterable(self.compared)

@@ -13,7 +13,8 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
+from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo
 from deployments.weights.transports.weight_sender import OnePayloadSender
@@ -54,6 +56,10 @@ class BroadcastGroup(Protocol):
     at the deadline, and after `abort`."""
 
     is_async: ClassVar[bool]  # the next broadcast may be queued ahead
+
+    @property
+    def kept(self) -> KeptChunks | None:
+        """The chunks of the last round. None: all are sent whole, as always if `is_async`."""
 
     def reserve(self, size_bytes: int) -> None:
         """Make the buffers at least this large."""
@@ -132,25 +138,34 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         return self.make_group(init_info, init_info.rank_offset + self.worker_index, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
-        group, chunks = self.group, self._chunks
-        group.reserve(largest(chunks))
+        group = self.group
+        group.reserve(largest(self._chunks))
         finished = False
         try:
-            # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer. None
-            # where staging pauses between chunks: no broadcast may run in the pause.
-            ahead = 1 if group.is_async and self.share == 1.0 else 0
-            started = 0
-            for index, chunk in enumerate(chunks):
-                while started < min(index + 1 + ahead, len(chunks)):
-                    group.start(started, [group.buffer(started, chunks[started].size_bytes)])
-                    started += 1
-                group.wait(index)
-                yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
+            yield from self._whole(group) if group.kept is None else self._as_deltas(group, group.kept)
             group.finish()
             finished = True
         finally:
             if not finished:  # peers wait in broadcasts that this worker will not join
                 self.abort()
+
+    def _whole(self, group: BroadcastGroup) -> Iterator[ReceivedChunk]:
+        # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer. None
+        # where staging pauses between chunks: no broadcast may run in the pause.
+        ahead = 1 if group.is_async and self.share == 1.0 else 0
+        chunks, started = self._chunks, 0
+        for index, chunk in enumerate(chunks):
+            while started < min(index + 1 + ahead, len(chunks)):
+                group.start(started, [group.buffer(started, chunks[started].size_bytes)])
+                started += 1
+            group.wait(index)
+            yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
+
+    def _as_deltas(self, group: BroadcastGroup, kept: KeptChunks) -> Iterator[ReceivedChunk]:
+        for index, chunk in enumerate(self._chunks):
+            block = group.buffer(index, chunk.size_bytes)
+            arrived = kept.receive(index, chunk, block, partial(group.start, index))
+            yield replace(packed_chunk(chunk, block), arrived_bytes=arrived)
 
 
 class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
@@ -204,7 +219,10 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
             # On the caller's stream: the tensors' memory may be freed right afterwards.
             block = group.buffer(index, chunk.size_bytes)
             self.packer.pack(index, block)
-            group.start(index, [block], check)
+            if group.kept is None:
+                group.start(index, [block], check)
+            else:
+                group.kept.send(index, chunk, block, partial(group.start, index, check=check))
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
             group.wait(index, check)
         group.finish()

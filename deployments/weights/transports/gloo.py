@@ -4,10 +4,13 @@
 
 A broadcast goes along a chain, in pieces that each rank passes on while the next one arrives. So the
 publisher's link carries each byte once, whatever the number of replicas; Gloo's own broadcast is a tree, in
-which it carries them log2(ranks) times. Ranks of one host are neighbours in the chain.
+which it carries them log2(ranks) times. Ranks of one host are neighbours in the chain. Chunks of which little
+has changed since the last round are sent as differences (`kept_chunks`).
 """
 
+import json
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +19,9 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from vllm.utils.cpu_resource_utils import get_memory_node_info
 
+from deployments.host.logs import serve_logger
 from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
@@ -24,9 +29,11 @@ from deployments.weights.transports.broadcast import (
     BroadcastSender,
     BroadcastTrainerInitInfo,
 )
+from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
 
+logger = serve_logger()
 ABORTED = "the transfer group was aborted"
 PIECE_BYTES = 1 << 20  # the last rank of a chain is behind the first by one for each link between them
 _SLICE_S = 0.02  # waits are sliced, so that another thread's abort ends them
@@ -45,7 +52,13 @@ class GlooGroup:
     is_async: ClassVar[bool] = False
 
     def __init__(self, info: RendezvousInfo, rank: int, check: Check) -> None:
-        store, addresses = rendezvous(info, rank, check, payload=address_towards(info.master_address))
+        here = json.dumps([address_towards(info.master_address), get_memory_node_info().available_memory])
+        store, payloads = rendezvous(info, rank, check, payload=here)
+        members = [json.loads(payload) for payload in payloads]
+        addresses = [address for address, _ in members]
+        self.kept = KeptChunks() if _fits(info, members) else None
+        if self.kept is None and rank == 0:
+            logger.warning("a host is short of memory to keep a version: every round is sent whole")
         self._roll_call = RollCall(store, rank, info.world_size)
         self._started = 0
         self._blocks: dict[int, torch.Tensor] = {}
@@ -107,6 +120,14 @@ class GlooGroup:
 
     def abort(self) -> None:
         self._links = None
+
+
+def _fits(info: RendezvousInfo, members: Sequence[tuple[str, int]]) -> bool:
+    """Whether all hosts have memory to keep chunks, from each member's address and its free memory: all
+    members decide the same. A round's own chunks, and a shadow, take as much again."""
+    size_bytes = 3 * sum(chunk.size_bytes for chunk in info.chunks())
+    on_host = Counter(address for address, _ in members)
+    return all(free_bytes >= on_host[address] * size_bytes for address, free_bytes in members)
 
 
 @dataclass(frozen=True, slots=True)

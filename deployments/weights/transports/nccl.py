@@ -223,6 +223,7 @@ class NcclGroup:
     does not work) or TransferFailed (a member did not join)."""
 
     is_async: ClassVar[bool] = True
+    kept = None
 
     def __init__(self, info: RendezvousInfo, rank: int, device: torch.device, check: Check) -> None:
         self._timeout_s = info.timeout_s

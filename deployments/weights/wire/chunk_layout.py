@@ -179,6 +179,7 @@ class ReceivedChunk:
     memory_key: int  # same key, same chunk: its tensors are at the same addresses
     sent: torch.Tensor | None  # int64 [n], on the device of the tensors; None: the sender states none
     read: Callable[[], list[torch.Tensor]]  # the chunk's n tensors, in its order, without a copy
+    arrived_bytes: int | None = None  # fewer than the chunk has if it came as a difference; None: all
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return [(entry.name, tensor) for entry, tensor in zip(self.chunk.entries, self.read(), strict=True)]

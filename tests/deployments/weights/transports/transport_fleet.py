@@ -27,6 +27,7 @@ from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
+from tests.forked import context
 
 DEADLINE_S = 90.0
 POLL_S = 0.002
@@ -129,10 +130,9 @@ class ProcessReceiver:
     """The same, in a process of its own."""
 
     def __init__(self, *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = multiprocessing.Pipe()
         self._asking = threading.Lock()  # a call of a round that failed may still be out
-        self.process = context.Process(target=_serve, args=(theirs, *args), daemon=True)
+        self.process = context().Process(target=_serve, args=(theirs, *args), daemon=True)
         self.process.start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -1,0 +1,83 @@
+"""The difference of two states of a block: which 16-bit words have changed, and what they are now.
+
+After a step of reinforcement learning in bfloat16 few words have. A block is encoded in pieces that fit in a
+core's cache, and a piece in rows of 256 words, of which n have changed:
+
+    counts     uint16 [rows]    how many of a row's words have changed
+    values     uint16 [n]       what they are now
+    columns    uint8 [n]        their places in their rows, and a byte more if n is odd
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from deployments.weights.wire.digest_definition import Bytes
+
+ROW_WORDS = 256
+PIECE_WORDS = 1 << 17
+Words = npt.NDArray[np.uint16]
+
+
+def encode_delta(block: Bytes, base: Bytes) -> Bytes | None:
+    """What makes `block` of `base` (uint8 [n], n even). None: it is more than half of the block."""
+    words, former = block.view(np.uint16), base.view(np.uint16)
+    pieces, size = [], 0
+    for start in range(0, len(words), PIECE_WORDS):
+        piece = _encode(words[start : start + PIECE_WORDS], former[start : start + PIECE_WORDS])
+        pieces.append(piece)
+        size += piece.nbytes
+        if size > block.size // 2:
+            return None
+    return np.concatenate(pieces).view(np.uint8) if pieces else np.empty(0, dtype=np.uint8)
+
+
+def apply_delta(delta: Bytes, block: Bytes) -> None:
+    """Make a block of its base, in place. Raises ValueError if the delta is of no block of this size."""
+    words = block.view(np.uint16)
+    rest = delta[: delta.size // 2 * 2].view(np.uint16)
+    try:
+        for start in range(0, len(words), PIECE_WORDS):
+            rest = _apply(rest, words[start : start + PIECE_WORDS])
+        if len(rest) or delta.size % 2:
+            raise _Other
+    except _Other:
+        raise ValueError(f"expected a delta of a block of {block.size} bytes, got one of another") from None
+
+
+class _Other(Exception):
+    """It is the delta of another block."""
+
+
+def _encode(words: Words, former: Words) -> Words:
+    changed = np.flatnonzero(words != former)
+    rows = _rows(words)
+    end = rows + len(changed)
+    piece = np.zeros(end + -(-len(changed) // 2), dtype=np.uint16)
+    piece[:rows] = np.bincount(
+        changed >> 8, minlength=rows
+    )  # a shift: a division takes as long as the search
+    piece[rows:end] = words[changed]
+    piece[end:].view(np.uint8)[: len(changed)] = changed.astype(np.uint8)
+    return piece
+
+
+def _apply(delta: Words, words: Words) -> Words:
+    """Returns what follows of the delta."""
+    rows = _rows(words)
+    counts = delta[:rows]
+    count = int(counts.sum(dtype=np.int64))
+    end = rows + count
+    rest = delta[end + -(-count // 2) :]
+    values, columns = delta[rows:end], delta[end:].view(np.uint8)[:count]
+    if len(counts) < rows or len(columns) < count:
+        raise _Other
+    changed = np.repeat(np.arange(rows, dtype=np.int64) * ROW_WORDS, counts)
+    changed += columns
+    if count and int(changed.max()) >= len(words):
+        raise _Other
+    words[changed] = values
+    return rest
+
+
+def _rows(words: Words) -> int:
+    return -(-len(words) // ROW_WORDS)
