@@ -41,7 +41,7 @@ def member(pid: int, rank: int, world_size: int, address: str, mib: int, rounds:
         shapes=[],
     )
     group = GlooGroup(info, rank, lambda: None)
-    barrier = _Barrier(group)
+    barrier = Barrier(group)
     seconds = []
     for _ in range(rounds):
         barrier.wait()
@@ -55,7 +55,7 @@ def member(pid: int, rank: int, world_size: int, address: str, mib: int, rounds:
     return seconds
 
 
-class _Barrier:
+class Barrier:
     """Waits until all members are here, by the store that they met in."""
 
     def __init__(self, group: GlooGroup) -> None:

@@ -1,0 +1,154 @@
+"""What a round of differences takes over a slow link beside a whole one, with Gloo.
+
+    python -m benchmarks.deltas [--rate 1gbit] [--mib 512] [--changed 0.01 0.03 0.05]
+
+The publisher and each receiver are on hosts of their own (`benchmarks/hosts.py`) whose links are shaped. The
+publisher packs tensors in bfloat16 with their digests, as a trainer does; receivers compare the digests, and
+drop what arrives. Whole rounds and rounds of differences take turns.
+"""
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+from benchmarks.hosts import LINK, Hosts, enter_network
+from benchmarks.links import MIB, PORT, TIMEOUT_S, Barrier
+from deployments.weights.transports.gloo import GlooGroup, GlooTrainerWeightTransferEngine
+from deployments.weights.transports.kept_chunks import KeptChunks
+from deployments.weights.transports.registry import TRANSPORTS
+from deployments.weights.transports.rendezvous import RendezvousInfo
+from deployments.weights.wire.chunk_layout import Chunk, describe, packed_chunk
+from deployments.weights.wire.digest import inspect
+
+TENSOR = (4096, 1024)  # 8 MiB
+CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
+Plan = list[tuple[float, bool]]  # of each round: the share of elements that has changed, and if it is whole
+
+
+class Weights(WeightSource):
+    """Random numbers, as a trainer's own memory.
+
+    Args:
+        names: of its tensors.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._tensors = [torch.randn(TENSOR).bfloat16() for _ in names]
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, torch.bfloat16, TENSOR) for name in self._names]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(zip(self._names, self._tensors, strict=True))
+
+    def resident(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def change(self, share: float) -> None:
+        """Move this share of the elements to a neighbouring number."""
+        for each in self._tensors:
+            each.view(torch.int16)[torch.rand(TENSOR) < share] ^= 1
+
+
+def member(pid: int, rank: int, info: RendezvousInfo, plan: Plan) -> list[tuple[float, int]]:
+    """One process of the group, on the host of process `pid`: of each round the seconds and the bytes that
+    its link sent."""
+    enter_network(pid)
+    torch.set_num_threads(1)
+    group = GlooGroup(info, rank, lambda: None)
+    barrier = Barrier(group)
+    weights = Weights(info.names if rank == 0 else [])
+    sender = GlooTrainerWeightTransferEngine(
+        client=cast(Any, None), source=weights, is_sender=True, chunk_bytes=CHUNK_BYTES
+    )
+    sender._group = group  # the members meet by themselves
+    figures = []
+    for share, whole in plan:
+        weights.change(share)
+        if whole:
+            group.kept = KeptChunks()
+        barrier.wait()
+        began, before = time.monotonic(), sent_bytes()
+        sender.packer.begin()
+        sender.send(None) if rank == 0 else receive(group, info.chunks())
+        barrier.wait()
+        figures.append((time.monotonic() - began, sent_bytes() - before))
+    return figures
+
+
+def sent_bytes() -> int:
+    """What the link of this thread's network has sent."""
+    with open("/proc/thread-self/net/dev") as interfaces:
+        (line,) = [line for line in interfaces if line.strip().startswith(f"{LINK}:")]
+    return int(line.split(":")[1].split()[8])
+
+
+def receive(group: GlooGroup, chunks: tuple[Chunk, ...]) -> None:
+    """As `BroadcastReceiver`, and the comparison of digests that follows."""
+    assert group.kept is not None
+    for index, chunk in enumerate(chunks):
+        block = group.buffer(index, chunk.size_bytes)
+        group.kept.receive(index, chunk, block, partial(group.start, index))
+        received = packed_chunk(chunk, block)
+        assert torch.equal(inspect(received.read()).digests, cast(torch.Tensor, received.sent))
+    group.finish()
+
+
+def measured(receivers: int, rate: str, mib: int, plan: Plan) -> list[tuple[float, int]]:
+    """The publisher's figures."""
+    names = [str(number) for number in range(mib * MIB // (2 * TENSOR[0] * TENSOR[1]))]
+    with Hosts.made(receivers + 1) as hosts:
+        for host in hosts:
+            host.shape(rate)
+        info = RendezvousInfo(
+            master_address=hosts[0].address,
+            master_port=PORT,
+            rank_offset=1,
+            world_size=receivers + 1,
+            timeout_s=TIMEOUT_S,
+            chunk_bytes=CHUNK_BYTES,
+            **describe([(name, torch.bfloat16, TENSOR) for name in names]),
+        )
+        forks = multiprocessing.get_context("fork")  # which have all imports done
+        with ProcessPoolExecutor(receivers + 1, forks) as pool:
+            members = [pool.submit(member, host.pid, rank, info, plan) for rank, host in enumerate(hosts)]
+            return members[0].result(len(plan) * TIMEOUT_S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Rounds of differences beside whole ones, with Gloo.")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--changed", type=float, nargs="+", default=[0.01, 0.03, 0.05])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hosts", type=int, default=1, help="that receive")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    plan = [(0.0, True), *((share, whole) for share in arguments.changed for whole in (True, False) * rounds)]
+    figures = measured(arguments.hosts, arguments.rate, arguments.mib, plan)[1:]
+    print("| changed | whole (s) | MiB sent | differences (s) | MiB sent | bytes: 1 / | times as fast |")
+    print("|---|---|---|---|---|---|---|")
+    for number, share in enumerate(arguments.changed):
+        some = figures[2 * rounds * number :][: 2 * rounds]
+        cells: list[str] = []
+        middle = []
+        for kind in (some[0::2], some[1::2]):
+            seconds, sizes = zip(*kind, strict=True)
+            middle.append((median(seconds), median(sizes)))
+            cells += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{median(sizes) / MIB:.1f}"]
+        (whole_s, whole_size), (delta_s, delta_size) = middle
+        cells += [f"{whole_size / delta_size:.1f}", f"{whole_s / delta_s:.1f}"]
+        print(f"| {share:.0%} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
