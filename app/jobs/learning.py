@@ -84,15 +84,22 @@ async def learn_once(run: Run) -> StepRecord:
 async def take(run: Run) -> tuple[Sequence[TakenGroup], Before]:
     """What the next step learns from: what the step of a killed job has consumed, or the oldest groups."""
     client, wanted = run.policy.client, run.options.groups_per_step
+    step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
     while True:
         now = {"trainer_step": (await idle(client)).step, "version": run.version}
-        step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
         asked = (step, run.name, wanted, staleness, json.dumps(now))
-        taken = await client.send(calls.take(*asked))
-        groups, left = list(taken.groups), taken.left_groups
-        while left:
-            more = await client.send(calls.take(*asked, offset=len(groups)))
-            groups, left = [*groups, *more.groups], more.left_groups
+        try:
+            taken = await client.send(calls.take(*asked))
+            groups, left = list(taken.groups), taken.left_groups
+            while left:
+                more = await client.send(calls.take(*asked, offset=len(groups)))
+                groups, left = [*groups, *more.groups], more.left_groups
+        except FleetError as error:
+            if error.type != "conflict":
+                raise
+            run.say(f"step {run.step + 1} is made of other groups: {error}")
+            step += "+"
+            continue
         run.stale += taken.stale_groups
         await run.count_ready(taken.ready_groups)
         if taken.step is not None:

@@ -9,7 +9,9 @@ import pytest
 
 from app.client.connection import FleetError
 from app.jobs import metrics
+from deployments.protocol.rollouts import RolloutRequest
 from tests.app.fake_answers import refusal
+from tests.app.jobs import fake_fleet
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
 
 
@@ -205,6 +207,25 @@ async def test_a_job_and_its_trainer_may_be_killed_together(tmp_path: Path) -> N
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
     assert [record.step for record in records] == [1, 2, 3] and len(fleet.batches) == 3
     assert [record.trainer["step"] for record in records] == [4, 5, 6]
+
+
+async def test_a_killed_job_whose_batch_gave_way_to_others_goes_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ledger had no room for it any more: it would be refused at each --resume."""
+    monkeypatch.setattr(fake_fleet, "LIMITS", fake_fleet.LIMITS.model_copy(update={"max_rollouts": 60}))
+    fleet = KillingFleet("/train/step", done=False)
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3")
+    kept = sum(fleet.store.counts()[0].values())
+    others = [RolloutRequest(rollout_id=f"other-{number}", owner="") for number in range(60 - kept + 12)]
+    for each in others:
+        fleet.store.open(each)
+    for each in others:
+        fleet.store.discard(each.rollout_id, "")
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
+    assert [record.step for record in records] == [1, 2, 3] and len(fleet.batches) == 3
+    assert "step 2 is made of other groups" in capsys.readouterr().out
 
 
 class OftenKilled(FakeFleet):
