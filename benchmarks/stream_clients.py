@@ -10,10 +10,12 @@ import argparse
 import asyncio
 import json
 import time
+import uuid
 from typing import cast
 
 import uvloop
 
+ROLLOUT = b"0" * 32  # another id in each captured request
 WORD, LAST = b"finish_reason", b"0\r\n\r\n"
 
 
@@ -32,7 +34,7 @@ class Stream(asyncio.Protocol):
 
     def _ask(self) -> None:
         self._sent, self._begun = time.perf_counter(), False
-        self.transport.write(self._request)
+        self.transport.write(self._request.replace(ROLLOUT, uuid.uuid4().hex.encode(), 1))
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -66,11 +68,13 @@ class Counts:
         self.first_s: list[float] = []
 
 
-def request(port: int, tokens: int, prompt_bytes: int) -> bytes:
+def request(port: int, tokens: int, prompt_bytes: int, *, captured: bool) -> bytes:
     body = json.dumps(
         {"model": "model", "prompt": "a " * (prompt_bytes // 2), "max_tokens": tokens, "stream": True}
     ).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+    if captured:
+        head += f"x-rollout-id: {ROLLOUT.decode()}\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -82,8 +86,10 @@ async def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--warm-s", type=float, default=2.0)
     parser.add_argument("--prompt-bytes", type=int, default=1000)
+    parser.add_argument("--captured", action="store_true")
     options = parser.parse_args()
-    counts, content = Counts(), request(options.port, options.tokens, options.prompt_bytes)
+    content = request(options.port, options.tokens, options.prompt_bytes, captured=options.captured)
+    counts = Counts()
     loop = asyncio.get_running_loop()
     for _ in range(options.streams):
         await loop.create_connection(lambda: Stream(content, counts), "127.0.0.1", options.port)

