@@ -21,7 +21,7 @@ from app.jobs.metrics import StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Run
 from app.jobs.trackers import Trackers
-from app.jobs.training import BatchRefused, Before, idle, train
+from app.jobs.training import BatchRefused, idle, train
 from deployments.protocol.responses import TakenGroup
 from trainers.trajectory import Trajectory
 
@@ -54,7 +54,7 @@ async def show(run: Run, record: StepRecord) -> None:
 async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
-    taken, before = await take(run)
+    taken, steps, newer_than = await take(run)
     groups = [group_of(each, run.options) for each in taken]
     batch = trajectories(groups, run.options.advantage)
     sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
@@ -63,7 +63,7 @@ async def learn_once(run: Run) -> StepRecord:
     metrics.append_rollouts(run.path, run.rows)
     run.filtered, run.stale, run.unanswered = [], 0, 0
     if batch:  # else nothing to learn
-        record = await trained(run, batch, record, before)
+        record = await trained(run, batch, record, steps, newer_than)
     if record.step >= run.options.steps:
         run.sampling.clear()
     evaluation_began = time.monotonic()
@@ -81,8 +81,9 @@ async def learn_once(run: Run) -> StepRecord:
     )
 
 
-async def take(run: Run) -> tuple[Sequence[TakenGroup], Before]:
-    """What the next step learns from: what the step of a killed job has consumed, or the oldest groups."""
+async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
+    """What the next step learns from: what the step of a killed job has consumed, or the oldest groups; and
+    `steps` and `newer_than` of `train`."""
     client, wanted = run.policy.client, run.options.groups_per_step
     step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
     while True:
@@ -104,7 +105,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], Before]:
         await run.count_ready(taken.ready_groups)
         if taken.step is not None:
             then = json.loads(taken.note)
-            return groups, Before(**then) if then != now else replace(Before(**now), trainer_step=None)
+            return groups, then["trainer_step"] if then != now else None, then["version"]
         async with run.changed:
             await run.changed.wait_for(lambda: run.ready >= wanted)
 
@@ -135,12 +136,14 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
     )
 
 
-async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, before: Before) -> StepRecord:
-    """The record after a step and a publish."""
+async def trained(
+    run: Run, batch: Sequence[Trajectory], record: StepRecord, steps: int | None, newer_than: int
+) -> StepRecord:
+    """The record after a step and a publish; arguments as in `train`."""
     run.doing = f"the trainer learns from {len(batch)} answers"
     acceptance = await draft_acceptance(run)
     try:
-        made = await train(run.policy.client, batch, record, run.step_settings, before, run.say)
+        made = await train(run, batch, record, steps, newer_than)
     except BatchRefused as error:
         # It would be refused again after each --resume. Two in a row are no matter of one batch.
         if run.refused:

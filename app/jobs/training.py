@@ -8,14 +8,15 @@ round aborted     publish again
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from pydantic import JsonValue
 
 from app.client import calls
 from app.client.connection import AsyncFleetClient, FleetError
 from app.jobs.metrics import StepRecord
+from app.jobs.run import Run
 from deployments.protocol.responses import TrainerStatus
 from trainers.trajectory import Trajectory
 
@@ -31,38 +32,20 @@ class BatchRefused(FleetError):
     """The trainer refuses to learn from a batch, and has not."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Before:
-    """What was when a batch was taken.
-
-    Attributes:
-        trainer_step: optimizer steps, if a job that was killed has taken it, and may have sent it.
-        version: the fleet's.
-    """
-
-    trainer_step: int | None
-    version: int
-
-
 async def train(
-    client: AsyncFleetClient,
-    batch: Sequence[Trajectory],
-    record: StepRecord,
-    settings: str | None,
-    before: Before,
-    say: Callable[[str], object],
+    run: Run, batch: Sequence[Trajectory], record: StepRecord, steps: int | None, newer_than: int
 ) -> StepRecord:
     """The record after a step and its publish, or after what a killed job has made of them.
 
     Args:
-        settings: as in `calls.step`.
-        before: when this batch was taken.
+        steps: of the trainer when a job that was killed took this batch, which it may have sent.
+        newer_than: the fleet's version when this batch was taken.
 
     Raises:
         BatchRefused: the trainer refuses the batch.
         FleetError: the fleet refuses, or something was lost `ATTEMPTS` times.
     """
-    steps, label = before.trainer_step, f"step {record.step}"
+    client, label = run.policy.client, f"step {record.step}"
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
@@ -71,13 +54,15 @@ async def train(
             if steps is not None and status.step == steps + 1:
                 # A trainer that was restarted knows no figures of it.
                 metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
-                version = _published(status, label, before.version)
+                version = _published(status, label, newer_than)
             else:
                 steps = status.step
-                metrics = await step(client, batch, settings, steps)
+                metrics = await step(client, batch, run.step_settings, steps)
             trained = time.monotonic()
             if version is None:
-                version = await publish(client, label, metrics)
+                done = metrics["step"]
+                assert isinstance(done, int), "the trainer counts its steps"
+                version = (await client.send(calls.publish(label, done))).version
             ended = time.monotonic()
             return replace(
                 record, version=version, trainer=metrics, train_s=trained - began, publish_s=ended - trained
@@ -86,27 +71,20 @@ async def train(
             is_lost = error.status is None or error.type in REPEATED
             if not is_lost or attempt == ATTEMPTS:
                 raise
-            say(f"{label}: {error}; asking the trainer whether it was done")
+            run.say(f"{label}: {error}; asking the trainer whether it was done")
     raise AssertionError("unreachable")
 
 
 async def step(
     client: AsyncFleetClient, batch: Sequence[Trajectory], settings: str | None, steps: int
 ) -> dict[str, JsonValue]:
-    """The metrics of a step; arguments and errors as in `train`."""
+    """The metrics of a step; arguments as in `calls.step`, errors as in `train`."""
     try:
         return await client.send(calls.step(batch, settings, steps))
     except FleetError as error:
         if error.status not in REFUSED:
             raise
         raise BatchRefused(str(error), message=error.message, status=error.status, type=error.type) from error
-
-
-async def publish(client: AsyncFleetClient, label: str, metrics: Mapping[str, JsonValue]) -> int:
-    """The version of the step with these metrics."""
-    step = metrics["step"]
-    assert isinstance(step, int), "the trainer counts its steps"
-    return (await client.send(calls.publish(label, step))).version
 
 
 def _published(status: TrainerStatus, label: str, newer_than: int) -> int | None:

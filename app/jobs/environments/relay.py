@@ -34,19 +34,12 @@ DROPPED = (
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """An answer that the agent has got."""
-
-    session: str  # the agent's; empty if it sent none
-    answer: Answer
-
-
 @dataclass(slots=True, kw_only=True)
 class AgentSession:
     """Requests of one run of an agent.
 
     Attributes:
+        rollouts, answers: by the agent's sessions; "": it sent none.
         failure: why a request got no answer, through no fault of the model.
         refused: why the fleet refused one, as a conversation that exceeds the engine's context.
         over: the agent sends no more requests, so the address can be reused.
@@ -54,8 +47,8 @@ class AgentSession:
 
     url: str
     policy: Policy
-    turns: list[Turn] = field(default_factory=list)
-    rollouts: dict[str, str] = field(default_factory=dict)  # ids by the agent's sessions
+    rollouts: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, list[Answer]] = field(default_factory=dict)
     failure: Exception | None = None
     refused: str | None = None
     over: bool = False
@@ -169,31 +162,27 @@ async def _ask(session: AgentSession, path: str, body: Mapping[str, Any], name: 
     except (Unanswered, Moved) as error:
         session.fail(error)
         return _error(409, str(error))
-    session.turns.append(Turn(session=name, answer=completion.answer))
+    session.answers.setdefault(name, []).append(completion.answer)
     return content
 
 
 def _chat_body(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    limit = asked.get("max_completion_tokens") or asked.get("max_tokens")
-    forced = {"model": policy.name, "n": 1, "return_token_ids": True}
-    return _kept(asked) | DISTRIBUTION | forced | {"max_completion_tokens": _at_most(limit, policy)}
+    forced = {"model": policy.name, "return_token_ids": True}
+    return _sampling(asked, "max_completion_tokens", policy) | forced
 
 
 def _generate_body(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-    given = dict(asked.get("sampling_params") or {})
-    forced = {"max_tokens": _at_most(given.get("max_tokens"), policy), "n": 1}
-    sampling = _kept(given) | DISTRIBUTION | forced
+    sampling = _sampling(dict(asked.get("sampling_params") or {}), "max_tokens", policy)
     if not isinstance(asked.get("token_ids"), list):
         raise ValueError("expected 'token_ids', a list")
     return {**asked, "model": policy.name, "sampling_params": sampling}
 
 
-def _kept(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in DROPPED}
-
-
-def _at_most(limit: int | None, policy: Policy) -> int:
-    return policy.max_tokens if limit is None else min(int(limit), policy.max_tokens)
+def _sampling(given: Mapping[str, Any], limit: str, policy: Policy) -> dict[str, Any]:
+    """What is given, from the policy's distribution and within its limit."""
+    kept = {name: value for name, value in given.items() if name not in DROPPED}
+    most = given.get(limit) or given.get("max_tokens") or policy.max_tokens
+    return kept | DISTRIBUTION | {"n": 1, limit: min(int(most), policy.max_tokens)}
 
 
 def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:

@@ -140,21 +140,22 @@ class Verifiers(Environment):
         except TimeoutError:
             raise Failed(f"a rollout took longer than {self.settings.rollout_timeout_s:g} s") from None
         session.over = True
-        turns = [turn for turn in session.turns if turn.session in result.get("sessions", ())]
-        if "error" not in result and turns:
+        name = next((each for each in result.get("sessions", ()) if each in session.answers), "")
+        answers = session.answers.get(name, []) if name else []
+        if "error" not in result and answers:
             reward, text = checked(result["reward"], "the environment"), result["text"]
-            cut = any(turn.answer.finish_reason == "length" for turn in turns)
-        elif turns and session.refused is not None:  # the conversation exceeds the engine's context
-            reward, text, cut = 0.0, " | ".join(turn.answer.text for turn in turns), True
+            cut = any(answer.finish_reason == "length" for answer in answers)
+        elif answers and session.refused is not None:  # the conversation exceeds the engine's context
+            reward, text, cut = 0.0, " | ".join(answer.text for answer in answers), True
         else:
             raise Failed(str(result.get("error", "the agent asked the model nothing")))
         return Rollout(
-            id=session.rollouts[turns[0].session],
+            id=session.rollouts[name],
             reward=reward,
             text=text,
-            tokens=sum(len(turn.answer.token_ids) for turn in turns),
+            tokens=sum(len(answer.token_ids) for answer in answers),
             cut=cut,
-            turns=len(turns),
+            turns=len(answers),
         )
 
     async def _started(self) -> Program:
