@@ -124,7 +124,7 @@ def our_fleet(
     trainer: dict[str, Any] = {"optimizer": {"learning_rate": recipe.learning_rate}}
     if recipe.device == "cpu":
         trainer["max_tokens_per_microbatch"] = 2048
-        engine["extra"] = {} if trained else LORA
+        engine["extra"] = {} if trained else LORA | FOR_TRL
     else:
         engine["extra"] = {"kv_cache_memory_bytes": KV_CACHE} | ({} if trained else FOR_TRL)
         weights = {"transport": "nccl", "staging": "device"} | ({} if trained else {"wire": "vllm"})
@@ -154,7 +154,7 @@ def their_server(recipe: Recipe, gpus: Sequence[str], port: int) -> AbstractCont
 def engine_arguments(recipe: Recipe) -> dict[str, Any]:
     if recipe.device == "cpu":
         return {**CPU.engine, "max_model_len": 1024}
-    return {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 512, "gpu_memory_utilization": 0.4}
+    return {"dtype": "bfloat16", "max_model_len": 1024, "max_num_seqs": 256, "gpu_memory_utilization": 0.4}
 
 
 KV_CACHE = 16 << 30  # bytes; vLLM need not measure then, which other processes on a GPU disturb
