@@ -90,10 +90,9 @@ def complete(
     return Call(method="POST", path="/v1/completions", body=body, headers=sent, read=read_completion)
 
 
-def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Call[Completion]:
+def chat(body: Mapping[str, Any]) -> Call[Completion]:
     """A chat completion; `body` is vLLM's."""
-    sent = {} if headers is None else headers
-    return Call(method="POST", path="/v1/chat/completions", body=body, headers=sent, read=read_completion)
+    return Call(method="POST", path="/v1/chat/completions", body=body, read=read_completion)
 
 
 def join(pieces: Iterable[Completion]) -> Answer:

@@ -65,7 +65,7 @@ async def learn_once(run: Run) -> StepRecord:
     if batch:  # else nothing to learn
         record = await trained(run, batch, record, steps, newer_than)
     if record.step >= run.options.steps:
-        run.sampling.clear()
+        run.sampling = False
     evaluation_began = time.monotonic()
     evaluation = await evaluated(run, record)
     run.step = record.step

@@ -62,8 +62,7 @@ class Policy:
         the model's context."""
         body = self._sampling() | {"model": self.name, "messages": list(messages)}
         try:
-            call = completions.chat(body, self._headers(attempt))
-            return (await sample(self.client, call, self.version)).answer
+            return (await self.forward(completions.chat(body), "", attempt)).answer
         except FleetError as error:
             if is_too_long(error):
                 raise Unanswered(error.message) from error
@@ -71,13 +70,12 @@ class Policy:
 
     async def complete(self, prompt_token_ids: Sequence[int], attempt: str) -> Answer:
         """The next tokens; turns of an attempt go to one replica."""
-        headers = self._headers(attempt) | {"x-session-id": attempt}
-        settings = self._sampling() | {"headers": headers, "ignore_eos": False}
+        settings = self._sampling() | {"ignore_eos": False}
         call = completions.complete(self.name, prompt_token_ids, **settings)
-        return (await sample(self.client, call, self.version)).answer
+        return (await self.forward(call, attempt, attempt)).answer
 
     async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
-        """An agent's own request, at the policy's version; `session`: the agent's, may be empty."""
+        """The answer to a request, at the policy's version; `session`: may be empty. Raises as `sample`."""
         headers = self._headers(attempt) | ({"x-session-id": session} if session else {})
         call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)

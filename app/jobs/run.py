@@ -50,14 +50,13 @@ class Run:
     doing: str = "waiting for answers"
     best: Evaluation | None = None
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
-    sampling: asyncio.Event = field(default_factory=asyncio.Event)  # cleared after the last batch
+    sampling: bool = True  # until the last batch
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `ready`
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         settings = self.options.step_settings().model_dump_json(exclude_unset=True, exclude_none=True)
         self.step_settings = None if settings == "{}" else settings
-        self.sampling.set()
 
     def say(self, line: str) -> None:
         self.output.line(line)
@@ -72,9 +71,10 @@ class Run:
         """The next problem, while the ledger has room. One at a time: a killed job then leaves no number
         out."""
         async with self.beginning:
-            await self.sampling.wait()
             async with self.changed:
-                await self.changed.wait_for(lambda: self.ready < self.options.groups_per_step)
+                await self.changed.wait_for(
+                    lambda: self.sampling and self.ready < self.options.groups_per_step
+                )
             if self.again:
                 return self.again.pop(0)
             await self.policy.client.send(calls.begin_group(self.name, self.next_problem))

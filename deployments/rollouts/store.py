@@ -12,14 +12,16 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partialmethod
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
-from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, RolloutRequest
-from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Run, Turn
+from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits
+from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
 NAME = "captured.sqlite"
@@ -95,10 +97,17 @@ class RolloutStore:
                 "move the file away"
             )
 
-    def open(self, request: RolloutRequest) -> None:
-        """See `RolloutLedger.open`."""
-        with self._transaction(0):
-            self._ledger.open(request, self._clock())
+    def _call(self, name: str, reserve_pages: int, *arguments: Any) -> Any:
+        """The ledger's method of this name, at the present time."""
+        with self._transaction(reserve_pages):
+            return getattr(self._ledger, name)(*arguments, self._clock())
+
+    open = partialmethod(_call, "open", 0)
+    begin = partialmethod(_call, "begin", 0)
+    reward = partialmethod(_call, "reward", RESERVE_PAGES // 2)
+    discard = partialmethod(_call, "discard", RESERVE_PAGES)
+    position = partialmethod(_call, "position", RESERVE_PAGES)
+    counts = partialmethod(_call, "counts", RESERVE_PAGES)
 
     def append(self, rollout_id: str, owner: str, captured: CapturedTurn) -> None:
         """Store a finished turn; see `RolloutLedger.append`."""
@@ -132,21 +141,6 @@ class RolloutStore:
                 row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
                 self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
 
-    def reward(self, rollout_id: str, owner: str, reward: Reward) -> None:
-        """See `RolloutLedger.reward`."""
-        with self._transaction(RESERVE_PAGES // 2):
-            self._ledger.reward(rollout_id, owner, reward, self._clock())
-
-    def discard(self, rollout_id: str, owner: str) -> None:
-        """See `RolloutLedger.discard`."""
-        with self._transaction():
-            self._ledger.discard(rollout_id, owner, self._clock())
-
-    def begin(self, run: str, number: int) -> None:
-        """See `RolloutLedger.begin`."""
-        with self._transaction(0):
-            self._ledger.begin(run, number, self._clock())
-
     def settle(self, group: str, rewards: Mapping[str, tuple[Reward, str]], reason: str) -> None:
         """See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the rollout."""
         with self._transaction(RESERVE_PAGES // 2):
@@ -154,11 +148,6 @@ class RolloutStore:
             self._ledger.settle(group, found, reason, self._clock())
             rows = [(key, info) for key, (_, info) in rewards.items()]
             self._db.executemany("INSERT OR REPLACE INTO infos VALUES (?, ?)", rows)
-
-    def position(self, run: str) -> tuple[Run, list[str], int]:
-        """See `RolloutLedger.position`."""
-        with self._transaction():
-            return self._ledger.position(run, self._clock())
 
     def take(
         self,
@@ -193,11 +182,6 @@ class RolloutStore:
             "left_groups": len(names) - len(groups),
         }
         return msgspec.json.encode(found)
-
-    def counts(self) -> tuple[dict[str, int], dict[str, int]]:
-        """See `RolloutLedger.counts`."""
-        with self._transaction():
-            return self._ledger.counts(self._clock())
 
     def _rollout(self, rollout: Rollout) -> msgspec.Raw:
         """Its JSON, one at a time: encoding holds the interpreter's lock, and lists are larger than text."""

@@ -254,9 +254,7 @@ async def run_job(
         environments = (environment, CountingTask(held_out))
         run = await prepared(client, options, environments, path, Display(), time.monotonic())
         if seen is not None:
-            run.held_out = Watched(
-                environment, lambda: seen.append(f"{run.status().line()} {run.sampling.is_set()}")
-            )
+            run.held_out = Watched(environment, lambda: seen.append(f"{run.status().line()} {run.sampling}"))
         metrics.append(path, configured(run))
         await asyncio.wait_for(loop(run, Trackers([], run.say)), 20)
     return metrics.records(path)
