@@ -111,7 +111,7 @@ def _prompt(path: Path, number: int, line: str) -> Problem:
             f"'prompt' (a text, or such a list), got {line[:80]!r}"
         )
     try:
-        json.dumps(prompt, ensure_ascii=False).encode()
+        json.dumps([prompt, entry.get("source")], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{path}:{number} must be text, got half of a surrogate pair: {error}") from error
     source = entry.get("source")

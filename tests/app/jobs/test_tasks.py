@@ -158,6 +158,7 @@ MUST_BE_AN_OBJECT = ":1 must be an object with 'messages'"
         ('{"messages": [{"role": "user", "content": null}]}', MUST_BE_AN_OBJECT),
         ('{"messages": [{"role": "user", "content": 3}]}', MUST_BE_AN_OBJECT),
         (r'{"prompt": "\ud83d"}', ":1 must be text, got half of a surrogate pair"),
+        (r'{"prompt": "x", "source": "\ud83d"}', ":1 must be text, got half of a surrogate pair"),
         ('{"prompt": "a"}\n{"prompt": "é"}'.encode("latin-1"), ":2 must be JSON Lines in UTF-8"),
         (b"PAR1\x00\xff", ":1 must be JSON Lines in UTF-8"),
     ],
