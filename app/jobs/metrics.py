@@ -137,11 +137,18 @@ BLOCK = 1 << 16
 
 
 def new_metrics_file() -> Path:
-    return RUNS.expanduser() / f"grpo-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    return _expanded(RUNS) / f"grpo-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+
+
+def _expanded(directory: Path) -> Path:
+    try:
+        return directory.expanduser()
+    except RuntimeError as error:  # a container's user without an entry in /etc/passwd
+        raise ValueError(f"{directory}: expected a home directory: set HOME, or --metrics") from error
 
 
 def newest_metrics_file(directory: Path = RUNS) -> Path:
-    found = directory.expanduser().glob("grpo-*.jsonl")
+    found = _expanded(directory).glob("grpo-*.jsonl")
     files = sorted(file for file in found if not file.name.endswith(ROLLOUTS))
     if not files:
         raise ValueError(f"--resume finds no run in {directory}: name the file with --metrics")

@@ -13,6 +13,7 @@ from app.jobs.metrics import (
     append,
     append_rollouts,
     claimed,
+    new_metrics_file,
     newest_metrics_file,
     records,
     reward_curve,
@@ -148,6 +149,13 @@ def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
         name = f"grpo-2026010{name}"
         (tmp_path / name).touch()
     assert newest_metrics_file(tmp_path).name == "grpo-20260102-000000.jsonl"
+
+
+def test_a_user_without_a_home_is_told_to_name_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and in no /etc/passwd
+    for file in (new_metrics_file, newest_metrics_file):
+        with pytest.raises(ValueError, match="expected a home directory: set HOME, or --metrics"):
+            file()
 
 
 def test_a_step_without_a_finite_loss_is_shown() -> None:
