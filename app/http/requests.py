@@ -101,7 +101,7 @@ class TakeBody(OwnBody):
     note: str = Field(default="", max_length=4096)
     """The same call again gets the first one's."""
     offset: int = Field(default=0, ge=0)
-    """Of the first group in the answer. One answer has at most some eight million tokens, and says how many
+    """Of the first group in the answer. One answer has at most some million tokens, and says how many
     groups are left."""
 
 

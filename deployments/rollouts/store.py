@@ -40,7 +40,7 @@ COMMIT;
 """
 
 RESERVE_PAGES = 1 << 14  # 64 MiB
-MAX_TAKEN = 1 << 23  # tokens of an answer: some 200 MB of JSON
+MAX_TAKEN = 1 << 20  # tokens of an answer: no turn is recorded for half a second; some 30 MB of JSON
 
 # Keeps the row's number: groups are taken in the order in which they began.
 PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
