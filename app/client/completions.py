@@ -90,9 +90,10 @@ def complete(
     return Call(method="POST", path="/v1/completions", body=body, headers=sent, read=read_completion)
 
 
-def chat(body: Mapping[str, Any]) -> Call[Completion]:
+def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Call[Completion]:
     """A chat completion; `body` is vLLM's."""
-    return Call(method="POST", path="/v1/chat/completions", body=body, read=read_completion)
+    sent = {} if headers is None else headers
+    return Call(method="POST", path="/v1/chat/completions", body=body, headers=sent, read=read_completion)
 
 
 def join(pieces: Iterable[Completion]) -> Answer:

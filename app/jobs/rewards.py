@@ -95,18 +95,16 @@ async def awaited(
 
 class RewardPool:
     def __init__(self, path: str, processes: int, timeout_s: float) -> None:
-        self._path = path
-        self._timeout_s = timeout_s
-        self._free = asyncio.Semaphore(processes)
-        self._idle: list[RewardProcess] = []
+        self._idle = asyncio.LifoQueue[RewardProcess]()  # the last one has run already
+        for _ in range(processes):
+            self._idle.put_nowait(RewardProcess(path, timeout_s))
 
     async def __call__(self, entry: Mapping[str, Any], answer: str, details: Mapping[str, Any]) -> float:
-        async with self._free:
-            process = self._idle.pop() if self._idle else RewardProcess(self._path, self._timeout_s)
-            try:
-                return await process.score(entry, answer, details)
-            finally:
-                self._idle.append(process)
+        process = await self._idle.get()
+        try:
+            return await process.score(entry, answer, details)
+        finally:
+            self._idle.put_nowait(process)
 
 
 class RewardProcess:

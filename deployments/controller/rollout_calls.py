@@ -12,7 +12,6 @@ from deployments.protocol.rollouts import RolloutLimits
 from deployments.rollouts.store import RolloutStore
 
 DISK_S = 60.0
-CALLS = frozenset({"open", "append", "reward", "discard", "begin", "settle", "position", "take", "counts"})
 
 
 class Rollouts:
@@ -36,8 +35,6 @@ class Rollouts:
             raise InvalidRequest(
                 "this fleet captures no rollouts: expected the section 'rollouts' in its settings, got none"
             )
-        if name not in CALLS:
-            raise InvalidRequest(f"rollouts: expected one of {sorted(CALLS)}, got {name!r}")
         if name == "take":
             arguments = (*arguments, current)
         work = partial(getattr(self._store, name), *arguments)

@@ -210,13 +210,9 @@ class RolloutLedger:
     # -- agents -------------------------------------------------------------------------------
 
     def open(self, request: RolloutRequest, now: float) -> None:
-        """A turn of this rollout begins; the first one creates it.
-
-        Raises:
-            Conflict: it takes no more turns, or another user began it or its group.
-            OverQuota: its user has as much as `user_share` allows.
-            FleetUnavailable: too many rollouts are kept.
-        """
+        """A turn of this rollout begins; the first one creates it. Raises Conflict: it takes no more turns,
+        or another user began it or its group; OverQuota: its user has a share; FleetUnavailable: too many
+        rollouts are kept."""
         self.tick(now)
         key = request.rollout_id
         if key in self._rollouts:
