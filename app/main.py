@@ -116,7 +116,7 @@ def require_hosts(args: AppConfig, model: str, count: int) -> None:
             f"'weights.transport': expected 'gloo' in a cluster of {count} hosts, got 'shm', which connects "
             "processes of one host"
         )
-    if lacking := check_hosts(args.state_dir, model):
+    if lacking := check_hosts(args.state_dir if args.store.shared else None, model):
         raise ConfigError(
             "the cluster's hosts do not suffice:" + "".join(f"\n  - {each}" for each in lacking)
         )
@@ -134,7 +134,7 @@ def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
 def _controller(args: AppConfig) -> Application:
     replicas = ServeReplicas(ROLLOUT)
     return _single("controller", Controller, max_ongoing_requests=UNLIMITED).bind(
-        config=args.weights.ledger(),
+        config=args.weights.ledger(shared_store=args.store.shared),
         model=model_name(args.model),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
@@ -184,6 +184,7 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
         drain_s=args.engine.drain_timeout_s,
         slots=slots,
         cores_shared_by=args.engine.most_replicas if args.device is Device.CPU else None,
+        host_store=None if args.store.shared else (str(args.store_path), args.store.keep),
     )
 
 
@@ -305,6 +306,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
     return TrainerSpec(
         model=model,
         store_dir=str(args.store_path),
+        shared_store=args.store.shared,
         transport=args.weights.transport,
         chunk_bytes=args.weights.effective_chunk_bytes,
         native=args.weights.staging is StagingMode.NONE,

@@ -45,7 +45,11 @@ class StoreConfig(Section):
     """Committed versions on disk."""
 
     path: Path = Path("store")
-    """The directory, relative to `state_dir`. All hosts must see it."""
+    """The directory, relative to `state_dir`."""
+    shared: bool = True
+    """All hosts see `path` as one directory. `false`: each has its own there, to which one of its replicas
+    writes each version; a replica that starts where one is missing takes it from another replica. Each
+    replica keeps what arrives in host memory until it is written."""
     keep: PositiveInt = 3
     """How many committed versions stay."""
     outside_versions: bool = True
@@ -191,6 +195,8 @@ def _broken_rules(config: AppConfig) -> Iterator[str]:
     yield from _drafter_rules(config)
     yield from _lora_rules(config)
     yield from _extra_rules(config)
+    if not config.store.shared:
+        yield from _own_store_rules(config)
     mode = config.engine.extra.get("logprobs_mode", LOGPROBS_MODE)
     if config.rollouts is not None and mode != LOGPROBS_MODE:
         reason = "a trainer needs those of the distribution that was sampled from"
@@ -357,6 +363,18 @@ def _drafter_rules(config: AppConfig) -> Iterator[str]:
         yield expected(
             "engine.extra.speculative_config.model", wanted, repr(model) if model else "none", reason
         )
+
+
+def _own_store_rules(config: AppConfig) -> Iterator[str]:
+    """What replicas do not take from each other."""
+    drafts = config.engine.extra.get("speculative_config")
+    if config.engine.serves_adapters:
+        yield expected("store.shared", "true with 'engine.extra.enable_lora'", "false", "adapters are there")
+    if isinstance(drafts, Mapping) and drafts.get("model") is not None:
+        reason = "a version without a new drafter has that of the version before"
+        yield expected("store.shared", "true with a drafter that has a checkpoint", "false", reason)
+    if config.weights.staging is StagingMode.NONE:
+        yield expected("store.shared", "true with 'weights.staging: none'", "false", "replicas keep nothing")
 
 
 def _lora_rules(config: AppConfig) -> Iterator[str]:

@@ -23,6 +23,7 @@ from deployments.ledger.state import Delivered, Member, MemberState, PendingCall
 from deployments.protocol.engine_state import equivalent
 from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import CatchUp, Directive, JoinAnswer, Report, RunOperation, Unloadable
+from deployments.protocol.routing import ReplicaEndpoint
 
 # -- polls ------------------------------------------------------------------------------------
 
@@ -78,6 +79,7 @@ def _says_nothing_new(member: Member, report: Report) -> bool:
 def _copy(state: State, member: Member, report: Report) -> None:
     member.last_poll, member.last_report, member.version = state.now, report.number, report.version
     member.loading_version, member.initial = report.loading_version, report.initial
+    member.endpoint = report.endpoint
     member.adapters = report.adapters
     member.updates_in_place, member.draining = report.updates_in_place, report.draining
     if not member.has_queued(RunOperation) and not equivalent(member.engine_state, report.condition):
@@ -196,7 +198,15 @@ def first_weights(
         path=told.path,
         fleet_id=state.fleet_id,
         digest=state.digest_of(told.version),
+        holders=_holders(state),
     )
+
+
+def _holders(state: State) -> tuple[ReplicaEndpoint, ...]:
+    """Replicas whose hosts may have a version that the asking one's host lacks."""
+    if state.config.shared_store:
+        return ()
+    return tuple(member.endpoint for member in state.live() if member.endpoint is not None)
 
 
 def advance(state: State) -> None:
@@ -241,7 +251,8 @@ def _catch_up(state: State, member: Member) -> None:
         return
     if stored is None or stored.version != state.committed_version:
         return  # the next round, or the next stored version, brings it up to date
-    if stored_versions.refused(state, member.incarnation, stored.version):
+    holders = _holders(state)
+    if stored_versions.refused(state, member.incarnation, stored.version, again=bool(holders)):
         return
     stored_versions.pin(state, member.replica_id, member.incarnation, stored.version, stored.path)
     body = CatchUp(
@@ -249,6 +260,7 @@ def _catch_up(state: State, member: Member) -> None:
         path=stored.path,
         fleet_id=state.fleet_id,
         digest=state.digest_of(stored.version),
+        holders=holders,
     )
     on_complete = partial(_caught_up, version=stored.version, sent=state.now)
     membership.send(state, CatchUp.name, {member: body}, on_complete=on_complete)

@@ -28,6 +28,7 @@ from deployments.protocol.poll import (
     Acknowledgement,
     Commit,
     CommitMode,
+    KeepVersion,
     Outcome,
     Release,
     Report,
@@ -191,6 +192,9 @@ def _send_commit(state: State, current: Round, member: Member) -> None:
         hold=current.hold,
         kv_cache=current.kv_cache,
         in_flight=InFlight.KEEP if member.replica_id in current.not_drained else current.in_flight,
+        keep=None
+        if state.config.shared_store
+        else KeepVersion(label=current.label, fleet_id=state.fleet_id, digest=current.digest),
     )
     membership.queue(state, member, body, current.commits[member])
 

@@ -108,6 +108,7 @@ class LedgerConfig(RoundConfig):
     """An operator's `RoundConfig`, and what follows from it or is constant."""
 
     lease_s: float = Field(default=60.0, gt=0)
+    shared_store: bool = True  # False: each host has a store of its own
     # Constants; tests make them shorter.
     call_timeout_s: float = Field(default=60.0, gt=0)
     proof_timeout_s: float = Field(default=90.0, gt=0)  # for scores, since the version's first ones

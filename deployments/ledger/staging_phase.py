@@ -126,7 +126,7 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
     members = current.remaining()
     call = membership.expect(state, Receive.name, members, on_complete=_answered, round_id=round_id)
     options = StagingOptions(
-        retain_version=current.version if current.persist else None,
+        retain_version=current.version if current.persist or not state.config.shared_store else None,
         kv_cache=current.kv_cache,
         in_flight=current.in_flight,
     )

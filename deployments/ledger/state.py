@@ -44,6 +44,7 @@ from deployments.protocol.poll import (
 )
 from deployments.protocol.publishing import Lease, RoundReport
 from deployments.protocol.responses import Event
+from deployments.protocol.routing import ReplicaEndpoint
 
 FIRST_PATIENCE_S = 1.0
 KEPT_EVENTS = 1000
@@ -87,6 +88,7 @@ class Member:
     was_serving: bool = False  # before the controller restarted
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
+    endpoint: ReplicaEndpoint | None = None
     initial: InitialWeights | None = None  # what it loaded as version 0
     loading_version: int | None = None  # reported; an earlier controller may have told it to
     patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store

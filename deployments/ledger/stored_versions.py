@@ -214,10 +214,12 @@ def refuse(state: State, replica_id: str, incarnation: str, version: int, reason
         state.record(event, replica=replica_id, version=version, reason=reason)
 
 
-def refused(state: State, incarnation: str, version: int) -> bool:
-    """Whether this process could not load this version."""
+def refused(state: State, incarnation: str, version: int, *, again: bool = False) -> bool:
+    """Whether this process could not load this version. `again`: it may have become able to."""
     refusal = state.refusals.get(incarnation)
-    return refusal is not None and refusal.version == version
+    if refusal is None or refusal.version != version:
+        return False
+    return not (again and state.now - refusal.since >= RETRY_S)
 
 
 def on_lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:

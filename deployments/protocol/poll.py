@@ -21,6 +21,7 @@ from deployments.protocol.adapters import (
 )
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
 from deployments.protocol.errors import printable
+from deployments.protocol.routing import ReplicaEndpoint
 
 
 class KvCache(StrEnum):
@@ -71,7 +72,7 @@ class FilePart:
 class StagingOptions:
     """How a round is staged and will commit; the same for every payload of the round."""
 
-    retain_version: int | None = None  # keep the received tensors under this version, for the store
+    retain_version: int | None = None  # keep the received tensors under this version, for a store
     kv_cache: KvCache = KvCache.RECOMPUTE
     in_flight: InFlight = InFlight.KEEP
 
@@ -121,6 +122,15 @@ class EndDrain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepVersion:
+    """What a manifest says of a version that one replica of each host writes to that host's own store."""
+
+    label: str | None
+    fleet_id: str
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Swap between two decoding steps. Acknowledged with `Swapped`.
 
@@ -133,6 +143,7 @@ class Commit:
     hold: bool  # stay paused after the swap until RELEASE (`commit: together`)
     kv_cache: KvCache
     in_flight: InFlight
+    keep: KeepVersion | None = None  # None: all hosts see one store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +164,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUp:
-    """Load a stored version. `fleet_id` and `digest` are as in `JoinAnswer`."""
+    """Load a stored version. The fields are as in `JoinAnswer`."""
 
     name: ClassVar[str] = "catch_up"
     version: int
     path: str
     fleet_id: str | None = None
     digest: str | None = None
+    holders: tuple[ReplicaEndpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +268,7 @@ class JoinAnswer:
     path: str | None  # None: the checkpoint that the fleet was configured with
     fleet_id: str | None = None  # the manifest must name it; None only with path None
     digest: str | None = None  # the manifest must name it; None: not known
+    holders: tuple[ReplicaEndpoint, ...] = ()  # if hosts share no store: those that may have it
     initial: InitialWeights | None = None  # with path None: what it must load; None: not known, or replaced
     served: bool = False  # with `initial`: by others, so that one that has other weights may wait
 
@@ -380,6 +393,7 @@ class Report:
     staged_round: int | None  # staged and verified here, or its bytes are live
     retained_version: int | None = None  # committed; its tensors are kept for the store
     store_result: StoreResult | None = None
+    endpoint: ReplicaEndpoint | None = None  # where others get versions from it; None: nowhere
     loading_version: int | None = None
     initial: InitialWeights | None = None  # what it loaded as version 0; None: not known
     updates_in_place: bool = False  # RECEIVE changes live weights (`staging: none`)

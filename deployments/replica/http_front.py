@@ -1,4 +1,4 @@
-"""The replica's own HTTP server, for the fleet's routers only.
+"""The replica's own HTTP server, for the fleet's routers and other replicas only.
 
 Serve chooses the replica, but bytes do not pass through Ray: each streamed token would cost two actor
 messages, 1 ms of CPU time. Routers get the server's address and key from the replica's metadata.
@@ -35,6 +35,7 @@ from deployments.protocol.routing import (
 )
 from deployments.replica.capture import Append, Capture
 from deployments.replica.continuation import Said
+from deployments.replica.host_store import VERSIONS
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
 
 
@@ -100,6 +101,7 @@ class ReplicaFront:
         admit: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why no request may be answered now; None if it may.
         append: records a turn of a rollout; raises SlipstreamError.
+        versions: serves the files of this host's versions to other replicas; None: hosts share a store.
         require_passed: raises SlipstreamError for a method and path that routers must not pass.
     """
 
@@ -112,11 +114,13 @@ class ReplicaFront:
         refusal: Callable[[], str | None],
         version: Callable[[], int],
         append: Append | None = None,
+        versions: App | None = None,
         require_passed: Callable[[str, str], None] = require_passed,
     ) -> None:
         self._app = app
         self._require_passed = require_passed
         self._append = append
+        self._versions = versions
         self.replica_id = replica_id
         self._admit = admit
         self._refusal = refusal
@@ -147,9 +151,11 @@ class ReplicaFront:
         assert scope["type"] == "http"  # the server has no websockets
         headers = dict(scope["headers"])
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
-            return await _send_error(send, InvalidRequest("this port is for the fleet's routers"))
+            return await _send_error(send, InvalidRequest("this port is for the fleet's own processes"))
         if scope["method"] == "GET" and scope["path"] in METRICS:
             return await self._app(scope, receive, send)  # in every state; not a client's request
+        if self._versions is not None and scope["path"].startswith(VERSIONS):
+            return await self._versions(scope, receive, send)
         task = asyncio.current_task()
         assert task is not None
         answer: _Response | None = None

@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -48,9 +47,10 @@ from deployments.protocol.poll import (
     Verify,
     WriteVersion,
 )
+from deployments.protocol.routing import ReplicaEndpoint
+from deployments.replica.host_store import HostStore, require_version
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
-from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
@@ -113,6 +113,8 @@ class EngineMember(ABC):
         self.loading_version: int | None = None
         self.initial: InitialWeights | None = None
         self.store_result: StoreResult | None = None
+        self.host_store: HostStore | None = None  # None: all hosts see one store
+        self.endpoint: ReplicaEndpoint | None = None  # once it serves
         self.admitted = False
         self.fenced: str | None = None
         self.leaving = self.drained = self.may_leave = False
@@ -134,6 +136,7 @@ class EngineMember(ABC):
             loading_version=self.loading_version,
             initial=self.initial,
             store_result=self.store_result,
+            endpoint=self.endpoint,
             updates_in_place=self.updates_in_place,
             draining=self._engine.draining,
             adapters=self._engine.adapters.state,
@@ -234,7 +237,7 @@ class EngineMember(ABC):
         await self._check_reloadable()
         self.loading_version = body.version
         try:
-            await asyncio.to_thread(check_files, Path(body.path), body.version, body.fleet_id, body.digest)
+            await asyncio.to_thread(require_version, body)
         except (OSError, ValueError) as error:
             self.loading_version = None
             raise PayloadRejected(str(error)) from error

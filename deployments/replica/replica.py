@@ -30,6 +30,7 @@ from deployments.protocol.rollouts import CapturedTurn, TurnId
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.follower import Follower
 from deployments.replica.graceful_shutdown import shut_down
+from deployments.replica.host_store import HostStore, require_version
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.native_member import member_of
 from deployments.replica.replica_engine import ReplicaEngine
@@ -38,8 +39,8 @@ from deployments.replica.server_arguments import EngineSpec
 from deployments.replica.server_info import add_server_info, watch_load
 from deployments.serve.placement import take_slot, use_gpus
 from deployments.serve.scaling import ScalingStats
-from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
+from deployments.weights.store.versions import DirectoryLock
 
 ASK_AGAIN_S = 1.0
 RECORD_S = 90.0  # for a turn of a rollout; the controller waits for its disk
@@ -73,9 +74,7 @@ async def find_first_weights(
         try:
             if answer.path is None:
                 return replace(answer, initial=await asyncio.to_thread(initial.check, answer.initial))
-            await asyncio.to_thread(
-                check_files, Path(answer.path), answer.version, answer.fleet_id, answer.digest
-            )
+            await asyncio.to_thread(require_version, answer)
             return answer
         except (OSError, ValueError) as error:
             found = Unloadable(version=answer.version, reason=str(error))
@@ -97,6 +96,7 @@ class Replica:
         self_fence_s: see `RequestAdmission`.
         slots: assigns the engine's GPUs; None: Serve did.
         cores_shared_by: replicas that share this host's cores; None on GPUs.
+        host_store: directory of each host's own store, and versions that stay there; None: hosts share one.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -107,6 +107,7 @@ class Replica:
         drain_s: float = 10.0,
         slots: DeploymentHandle | None = None,
         cores_shared_by: int | None = None,
+        host_store: tuple[str, int] | None = None,
     ) -> None:
         self._controller = CallHandle(controller)
         self._drain_s = drain_s
@@ -122,15 +123,20 @@ class Replica:
         spec = engine.at_commit(answer.initial) if answer.path is None else engine.at(answer.path)
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
+        own_store = None if host_store is None else HostStore(Path(host_store[0]), host_store[1])
+        reading = None if own_store is None or answer.path is None else DirectoryLock(Path(answer.path))
         own_engine()
         warn_if_not_forked(logger)
         self._engine = await ReplicaEngine.start(spec, version=answer.version)
+        if reading is not None:
+            reading.close()
         if answer.path is None and (changed := await asyncio.to_thread(initial.changed)) is not None:
             raise RuntimeError(changed)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
         self._member.initial = answer.initial
+        self._member.host_store = own_store
         self._follower = Follower(
             replica_id=self._replica_id,
             incarnation=self._incarnation,
@@ -152,13 +158,16 @@ class Replica:
             refusal=self._admission.refusal,
             version=lambda: self._engine.version,
             append=partial(_append_turn, self._controller),
+            versions=own_store,
         )
         await self._until_admitted()
         self._server = HttpServer(self._front, ray.util.get_node_ip_address())
+        self._member.endpoint = ReplicaEndpoint(address=self._server.address, key=self._front.key)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Serve sends it to every router when this replica is ready."""
-        return asdict(ReplicaEndpoint(address=self._server.address, key=self._front.key))
+        assert self._member.endpoint is not None
+        return asdict(self._member.endpoint)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Serve sends it to every router periodically."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TypeVar
 
 from pydantic import JsonValue
@@ -17,6 +18,7 @@ from deployments.protocol.poll import (
     Drop,
     FilePart,
     Forget,
+    KeepVersion,
     Outcome,
     Receive,
     RunOperation,
@@ -26,6 +28,7 @@ from deployments.protocol.poll import (
     Verify,
     WriteVersion,
 )
+from deployments.replica.host_store import HostStore
 from deployments.replica.member import EngineMember
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.staging.worker_reports import (
@@ -55,6 +58,7 @@ class StagedMember(EngineMember):
         self._retaining: int | None = None  # the version that this update is retained as
         self._page: ProgressPage | None = None  # None: a worker is on another host, or none has connected
         self._watching: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None  # the loop keeps no reference
 
     @property
     def is_writing(self) -> bool:
@@ -157,7 +161,18 @@ class StagedMember(EngineMember):
         self.staged_round = self._receiving = None
         self._leftover = False
         self.retained_version = self._retaining
+        if body.keep is not None and self.host_store is not None:
+            self._keeping = asyncio.create_task(self._keep(body.version, body.keep, self.host_store))
         return swapped
+
+    async def _keep(self, version: int, stated: KeepVersion, store: HostStore) -> None:
+        try:
+            if await asyncio.to_thread(store.prepare, stated.fleet_id):
+                await self.write_version(
+                    WriteVersion(version=version, directory=str(store.directory), **asdict(stated))
+                )
+        except Exception as error:  # of any kind: other hosts have it, and this replica serves it
+            logger.warning("version %d is not kept on this host: %s", version, error)
 
     async def drop(self, body: Drop) -> None:
         """Discard what is staged. If the workers cannot, the next update tries it again before it begins."""

@@ -33,19 +33,23 @@ def look(paths: Sequence[str]) -> HostFacts:
     return HostFacts(versions=versions, unseen=[path for path in paths if not os.path.exists(path)])
 
 
-def check_hosts(state_dir: Path, model: str) -> list[str]:
-    """One sentence for each thing that a host of several lacks; blocks. `model`: a directory, or an id."""
+def check_hosts(state_dir: Path | None, model: str) -> list[str]:
+    """One sentence for each thing that a host of several lacks; blocks. `state_dir`: that all must see; None:
+    none. `model`: a directory, or an id."""
     nodes = {node["NodeID"]: _named(node) for node in ray.nodes() if node["Alive"]}
     if len(nodes) < 2:
         return []
-    state_dir.mkdir(parents=True, exist_ok=True)
-    marker = state_dir / f"{_MARKER}{secrets.token_hex(8)}"
-    marker.touch()
-    try:
-        paths = [str(marker), *([model] if Path(model).is_dir() else [])]
-        facts = _ask(list(nodes), paths)
-    finally:
-        marker.unlink(missing_ok=True)
+    models = [model] if Path(model).is_dir() else []
+    if state_dir is None:
+        marker, facts = None, _ask(list(nodes), models)
+    else:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        marker = state_dir / f"{_MARKER}{secrets.token_hex(8)}"
+        marker.touch()
+        try:
+            facts = _ask(list(nodes), [str(marker), *models])
+        finally:
+            marker.unlink(missing_ok=True)
     here = look([])
     return [
         f"{nodes[node]}: {problem}"

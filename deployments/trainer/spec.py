@@ -24,6 +24,7 @@ class TrainerSpec:
 
     Attributes:
         model: a checkpoint directory or a hub id, loaded if the store has no version yet.
+        shared_store: all hosts see `store_dir` as one directory; else this host's may be new.
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
         proof_sequences: scored after each publish, as replicas do; 0: none.
     """
@@ -39,6 +40,7 @@ class TrainerSpec:
     revision: str | None = None
     publish_timeout_s: float = 900.0
     proof_sequences: int = 0
+    shared_store: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

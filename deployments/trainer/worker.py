@@ -26,7 +26,7 @@ from deployments.trainer.stored_weights import Found, StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
 from deployments.weights.store.hub import downloaded, model_files, read_schema
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
-from deployments.weights.store.owner import check_owner
+from deployments.weights.store.owner import check_owner, own
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, read_tensors
 from deployments.weights.store.versions import DRAFTER_DIRECTORY, Store
 from deployments.weights.transports.weight_sender import gather_from_ranks
@@ -234,6 +234,8 @@ class TrainerWorker(TrainerRank):
         self._begin(rendezvous_address)
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
+        if not spec.shared_store:
+            own(self._store.directory, self._fleet_id)
         self._check_owner()
         found = self._stored.find(self._fleet)
         version, missed = found.version, _missed(found)

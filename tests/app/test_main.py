@@ -91,6 +91,16 @@ def test_shared_memory_does_not_connect_several_hosts(tmp_path: Path) -> None:
         require_hosts(config, str(tmp_path), 2)
 
 
+def test_a_fleet_whose_hosts_share_no_store_says_so_to_all_who_use_one(tmp_path: Path) -> None:
+    model = save_tiny_llama(tmp_path / "model", seed=0)
+    for shared, kept in ((True, None), (False, (str(tmp_path / "store"), 3))):
+        settings = {"model": str(model), "state_dir": str(tmp_path), "trainer": {}}
+        router = build(parse_config({**settings, "store": {"shared": shared}}))
+        assert deployment(router, "rollout").init_kwargs["host_store"] == kept
+        assert deployment(router, "controller").init_kwargs["config"].shared_store is shared
+        assert deployment(router, "trainer").init_args[0].shared_store is shared
+
+
 def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:
     environment = rollout(tmp_path)._replica_config.ray_actor_options["runtime_env"]["env_vars"]
     assert int(environment["VLLM_MAX_COMPLETION_PROMPTS"]) >= RouterConfig().max_sequences

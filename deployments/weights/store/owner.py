@@ -42,6 +42,12 @@ def check_owner(directory: Path, fleet_id: str) -> None:
         )
 
 
+def own(directory: Path, fleet_id: str) -> None:
+    """Claim the store of a host other than the controller's, unless it has been. Raises as `claim`."""
+    if not has_owner(directory, fleet_id):
+        claim(directory, fleet_id, directory.parent)
+
+
 def has_owner(directory: Path, fleet_id: str) -> bool:
     """Whether the fleet has claimed the store; False: no fleet has. Raises as `check_owner` otherwise."""
     file = directory / OWNER

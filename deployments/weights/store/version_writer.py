@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
+from deployments.host.durable_files import replacing
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import StoreResult
 from deployments.weights.store.versions import (
@@ -42,8 +43,9 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors of any shape, on the CPU, to one safetensors file. Raises ValueError for other dtypes.
     `safetensors.torch.save_file` copies all tensors and holds the interpreter lock, for which an engine's or
     a trainer's thread would wait."""
-    # The widest dtypes first: then every tensor begins at a multiple of its item size.
-    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].itemsize)
+    # The widest dtypes first: then every tensor begins at a multiple of its item size. By name: a replica may
+    # read one half of the file from another writer than the other half.
+    ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
@@ -206,6 +208,11 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
                 f"version {version.version} is in the store already, of {stored.owner} and with digest "
                 f"{stored.digest}; this is of {manifest.owner} and has {manifest.digest}"
             ) from None
+        if (
+            stored.trainer_step is None and version.trainer_step is not None
+        ):  # a replica of this host was first
+            with replacing(store.path_of(version.version) / MANIFEST) as aside:
+                aside.write_text(manifest.encode())
         logger.warning("version %d is in the store already", version.version)
     return store.path_of(version.version)
 

@@ -23,6 +23,15 @@ LORA = {"enable_lora": True, "max_loras": 2}
             "('none' selects vLLM's own engines, which are 'ipc' or 'nccl')",
         ),
         (
+            {"store": {"shared": False}, "engine": {"extra": LORA}},
+            "'store.shared': expected true with 'engine.extra.enable_lora', got false (adapters are there)",
+        ),
+        (
+            {"store": {"shared": False}, "engine": {"extra": {"speculative_config": {"model": "m"}}}},
+            "'store.shared': expected true with a drafter that has a checkpoint, got false "
+            "(a version without a new drafter has that of the version before)",
+        ),
+        (
             {"weights": {"wire": "vllm"}},
             "'weights.wire': expected 'slipstream' with transport 'shm', got 'vllm' "
             "(vLLM's own trainer engines are 'ipc' or 'nccl')",
@@ -240,7 +249,7 @@ def test_every_broken_rule_is_named_at_once() -> None:
         ),
         (
             {"store": 3},
-            "'store': expected a section with its own settings (path, keep, outside_versions), got 3",
+            "'store': expected a section with its own settings (path, shared, keep, outside_versions), got 3",
         ),
         (
             {"engine": {"extra": 3}},

@@ -20,6 +20,7 @@ from deployments.protocol.poll import (
     RunOperation,
     Scores,
 )
+from deployments.protocol.routing import ReplicaEndpoint
 from tests.deployments.ledger.fake_engine import FakeEngine, Value
 
 
@@ -39,6 +40,7 @@ class FakeReplica(FakeEngine):
     may_leave: bool = False
     wanted: int | None = None
     scores: Scores | None = None
+    endpoint: ReplicaEndpoint | None = None
     outcomes: dict[type[Body], Outcome] = field(default_factory=dict)  # other than DONE
     hangs_in: set[type[Body]] = field(default_factory=set)
     reports: int = 0
@@ -59,6 +61,7 @@ class FakeReplica(FakeEngine):
             drained=self.drained,
             ended=self.ended,
             scores=self.scores,
+            endpoint=self.endpoint,
         )
 
     def take(self, directive: Directive) -> None:

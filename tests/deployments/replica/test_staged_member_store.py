@@ -1,4 +1,6 @@
 import asyncio
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import CatchUp, Forget, StoreResult, Verify, WriteVersion
+from deployments.protocol.poll import CatchUp, Forget, KeepVersion, StoreResult, Verify, WriteVersion
+from deployments.replica.host_store import HostStore
 from deployments.replica.staged_member import StagedMember
+from deployments.weights.store.owner import claim
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.fake_vllm import FakeLlm
@@ -51,6 +55,39 @@ async def test_stored_version_is_no_longer_retained(member: StagedMember, llm: F
     assert member.retained_version == 4, "an older one is not what it retains"
     await member.execute(Forget(version=4))
     assert member.retained_version is None
+
+
+async def test_one_replica_of_a_host_keeps_a_commit_in_its_own_store(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path
+) -> None:
+    own, other = HostStore(tmp_path / "store", 3), HostStore(tmp_path / "store", 3)
+    member.host_store = own
+    keep = KeepVersion(label="l", fleet_id="f", digest="aa")
+    written = {"version": 4, "directory": str(own.directory), **asdict(keep)}
+    assert other.prepare("f"), "another replica was first"
+    for kept in ([], [written]):
+        await member.execute(receive(retain=4))
+        await member.execute(Verify(round_id=1))
+        await member.execute(replace(COMMIT, keep=keep))
+        assert member._keeping is not None
+        await member._keeping
+        assert llm.named("staging_store") == kept
+        if other._lock is not None:
+            os.close(other._lock)  # it exits
+            other._lock = None
+
+
+async def test_a_host_that_cannot_keep_a_version_commits_it(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path
+) -> None:
+    claim(tmp_path, "another-fleet", tmp_path)
+    member.host_store = HostStore(tmp_path, 3)
+    await member.execute(receive(retain=4))
+    await member.execute(Verify(round_id=1))
+    await member.execute(replace(COMMIT, keep=KeepVersion(label=None, fleet_id="f", digest="aa")))
+    assert member._keeping is not None
+    await member._keeping
+    assert member.version == 4 and not llm.named("staging_store")
 
 
 @pytest.mark.slow

@@ -125,6 +125,7 @@ class Starting:
         engine: Any,
         answer: JoinAnswer,
         load: Callable[[], object] = lambda: None,
+        **options: Any,
     ) -> None:
         for name in AROUND.split():
             monkeypatch.setattr(replica, name, MagicMock())
@@ -138,7 +139,7 @@ class Starting:
         started.check_health = partial(Replica.check_health, started)
         started._until_admitted = partial(Replica._until_admitted, started)
         self.replica = started
-        self.task = asyncio.create_task(cast(Any, Replica.__init__)(started, engine, MagicMock()))
+        self.task = asyncio.create_task(cast(Any, Replica.__init__)(started, engine, MagicMock(), **options))
 
     async def admit(self) -> None:
         self.member.admitted = True
@@ -158,6 +159,22 @@ async def test_replica_loads_the_committed_version_and_is_ready_when_admitted(
     starting.start.assert_awaited_once_with(spec.at("/store/v3"), version=3)
     assert not starting.task.done()
     await starting.admit()
+
+
+async def test_replica_whose_hosts_share_no_store_gives_others_its_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer, store = stored(tmp_path, 4), Store(tmp_path)
+    starting = Starting(
+        monkeypatch, MagicMock(), answer, lambda: store.remove(4), host_store=(str(tmp_path), 2)
+    )
+    await starting.admit()
+    assert store.list() == [4], "it was being loaded"
+    own = starting.member.host_store
+    assert own.directory == tmp_path and starting.member.endpoint.key == starting.replica._front.key
+    front: Any = replica.ReplicaFront
+    assert front.call_args.kwargs["versions"] is own
+    assert store.remove(4)
 
 
 def engine_of(model: str, **arguments: Any) -> EngineSpec:

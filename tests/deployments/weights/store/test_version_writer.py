@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -176,6 +177,9 @@ def test_version_of_another_writer_stays_as_it_is(store: Store) -> None:
     written = (first / "model.safetensors").stat().st_mtime_ns
     assert write_version(version_of(3), store, no_files) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == written
+    trained = replace(version_of(3), trainer_step=9)
+    assert write_version(trained, store, no_files) == first
+    assert store.manifest_of(3).trainer_step == 9, "a replica of the trainer's host had written it"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""A host's own store, where the hosts of a fleet share none (`store.shared: false`).
+
+One replica of each host writes what the fleet commits. Every replica gives the files of its host's versions
+to those that start where they are missing:
+
+    GET /slipstream/versions/12                      names and sizes of its files
+    GET /slipstream/versions/12/model.safetensors    bytes, or a range of them
+"""
+
+import asyncio
+import fcntl
+import os
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+
+from deployments.host.logs import serve_logger
+from deployments.protocol.poll import CatchUp, JoinAnswer
+from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
+from deployments.weights.store.checkpoint_files import check_files
+from deployments.weights.store.owner import own
+from deployments.weights.store.versions import Store
+from deployments.weights.wire.checkpoint_schema import join_reasons
+
+VERSIONS = "/slipstream/versions/"
+WRITER = ".writer"  # locked by the replica that writes
+PIECE_BYTES = 1 << 20  # a token waits for one piece at most
+SILENCE_S = 10.0  # of a holder; then the next one is asked
+QUIET_S = 60.0  # without a byte of any holder: a version is stored some time after its commit
+FETCH_S = 1500.0  # less than the controller waits for a replica that catches up
+RETRY_S = 0.5
+WEIGHTS = ".safetensors"  # the same bytes whoever wrote them
+
+_SIZES = TypeAdapter(dict[str, int])
+logger = serve_logger()
+
+
+class HostStore:
+    """The store at this path of this host. `keep`: versions that stay."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self._store = Store(directory)
+        self._keep = keep
+        self._lock: int | None = None  # held until this process exits
+
+    def prepare(self, fleet_id: str) -> bool:
+        """Whether this replica is the one that writes here; then versions that are too old are removed.
+        Blocks. Raises OSError: it cannot be written, or JournalError: it belongs to another fleet."""
+        own(self.directory, fleet_id)
+        if self._lock is None:
+            descriptor = os.open(self.directory / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return False
+            self._lock = descriptor
+        for version in self._store.list()[: -self._keep]:
+            self._store.remove(version)  # one that is being read stays for now
+        return True
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI: a version's files."""
+        number, _, name = scope["path"].removeprefix(VERSIONS).partition("/")
+        response: Response = PlainTextResponse(f"{scope['path']} is not in this host's store", 404)
+        if number.isdecimal():
+            with suppress(OSError):  # it is being removed
+                directory = self._store.path_of(int(number))
+                sizes = await asyncio.to_thread(_sizes, directory)
+                if not name:
+                    response = JSONResponse(sizes)
+                elif name in sizes:
+                    response = _Pieces(directory / name)
+        await response(scope, receive, send)
+
+
+class _Pieces(FileResponse):
+    chunk_size = PIECE_BYTES
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
+
+
+def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> None:
+    """Check the files of a stored version at `path`. Where this host lacks them, or has others, they are
+    taken from a holder, and checked before they get their name. Blocks.
+
+    Raises:
+        ValueError: it is damaged, or is not what was committed.
+        OSError: it is not there and no holder gave it, or it cannot be read or written.
+    """
+    assert told.path is not None
+    directory = Path(told.path)
+    expected = told.version, told.fleet_id, told.digest
+    try:
+        return check_files(directory, *expected)
+    except (OSError, ValueError) as error:
+        if not told.holders or told.fleet_id is None:
+            raise
+        logger.info("asking %d replicas for version %d: %s", len(told.holders), told.version, error)
+    store = Store(directory.parent)
+    own(store.directory, told.fleet_id)
+    with suppress(FileNotFoundError):
+        store.remove(told.version)  # damaged
+    try:
+        with store.writing(told.version, told.fleet_id) as partial:
+            _fetch(told, partial, quiet_s)
+    except FileExistsError:  # another replica of this host had it first
+        check_files(directory, *expected)
+
+
+def _fetch(told: JoinAnswer | CatchUp, directory: Path, quiet_s: float) -> None:
+    begin = time.monotonic()
+    holders = random.sample(told.holders, len(told.holders))  # several may start at once
+    problems: dict[str, str] = {}
+    received, heard = 0, begin
+    while True:
+        for holder in holders:
+            try:
+                _fetch_from(holder, told.version, directory, begin + FETCH_S)
+                check_files(directory, told.version, told.fleet_id, told.digest)
+                return
+            except (httpx.HTTPError, ValueError) as error:
+                why = str(error).splitlines()[0]
+                problems[holder.address] = f"{holder.address}: {type(error).__name__}: {why}"
+                if not isinstance(error, httpx.HTTPError):  # what came is not what was committed
+                    for name in _sizes(directory):
+                        (directory / name).unlink()
+        now, size = time.monotonic(), sum(_sizes(directory).values())
+        if size > received:
+            received, heard = size, now
+        if now - heard > quiet_s or now - begin > FETCH_S:
+            raise OSError(
+                f"no replica gave version {told.version}: {join_reasons(sorted(problems.values()))}"
+            )
+        time.sleep(RETRY_S)
+
+
+def _fetch_from(holder: ReplicaEndpoint, version: int, directory: Path, until: float) -> None:
+    with httpx.Client(
+        base_url=f"http://{holder.address}{VERSIONS}",
+        headers={KEY_HEADER.decode(): holder.key},
+        timeout=SILENCE_S,
+        trust_env=False,
+        verify=False,  # else it reads the host's certificates
+    ) as client:
+        sizes = _SIZES.validate_json(client.get(str(version)).raise_for_status().content)
+        for name, size in sizes.items():
+            file = directory / name
+            if not file.resolve().is_relative_to(directory.resolve()):
+                raise ValueError(f"expected a file of a version, got {name!r}")
+            file.parent.mkdir(exist_ok=True)
+            has = file.stat().st_size if name.endswith(WEIGHTS) and file.exists() else 0
+            if has > size:
+                raise ValueError(f"{name} has {has} bytes here, and {size} at {holder.address}")
+            if has < size or size == 0:
+                _fetch_file(client, f"{version}/{name}", file, has, until)
+
+
+def _fetch_file(client: httpx.Client, name: str, file: Path, has: int, until: float) -> None:
+    headers = {"range": f"bytes={has}-"} if has else {}
+    with client.stream("GET", name, headers=headers) as answer, file.open("ab" if has else "wb") as target:
+        if answer.raise_for_status().status_code != (206 if has else 200):
+            raise ValueError(f"{name}: expected the bytes from {has} on, got status {answer.status_code}")
+        for piece in answer.iter_raw(PIECE_BYTES):
+            target.write(piece)
+            if time.monotonic() > until:
+                raise httpx.ReadTimeout(f"{name} took longer than {FETCH_S:g} s")
