@@ -61,6 +61,23 @@ def played(store: RolloutStore, *rollouts: str) -> None:
         store.reward(each, "", 0.5)
 
 
+def test_a_turn_waits_for_the_disk_once(store: RolloutStore) -> None:
+    """A rollout that has none yet need not survive a power failure."""
+    played(store, "a")
+    levels: list[str] = []
+
+    def note(statement: str) -> None:
+        if statement.startswith("PRAGMA synchronous="):
+            levels.append(statement.partition("=")[2])
+        elif statement == "COMMIT":
+            levels.append(statement)
+
+    store._db.set_trace_callback(note)
+    store.open(request("b"))
+    store.append("b", "", captured("k/0", [1, 2], [3, 4]))
+    assert levels == ["NORMAL", "COMMIT", "2", "COMMIT"], "2 is FULL"
+
+
 def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
     played(store, "a")
     found = taken(store, note="mine")
