@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heappop, heappush
-from itertools import islice
 from typing import Any, ClassVar
 
 from deployments.protocol.errors import (
@@ -56,11 +55,6 @@ class Rollout:
     turns: int = 0
     tokens: int = 0  # stored ones: prefixes shared between turns count once
     reward: Reward | None = None
-
-    @property
-    def stored_bytes(self) -> int:
-        """At most."""
-        return TURN_BYTES * (1 + self.turns) + TOKEN_BYTES * self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +186,8 @@ class RolloutLedger:
         former = table.get(key)
         for each, sign in ((former, -1), (record, 1)):
             if isinstance(each, Rollout):
-                self._bytes[each.owner] += sign * each.stored_bytes
+                size = TURN_BYTES * (1 + each.turns) + TOKEN_BYTES * each.tokens
+                self._bytes[each.owner] += sign * size
             elif isinstance(each, Group) and each.state not in self._ended:
                 self._waiting[each.owner] += sign * len(each.members)
         if isinstance(former, Group) and former.state in self._ended:
@@ -225,13 +220,11 @@ class RolloutLedger:
             return
         self._check_share(request.owner, 1)
         while len(self._rollouts) >= self._limits.max_rollouts:
-            ended = [key for keys in self._ended.values() for key in islice(keys, 1)]
-            if not ended:
+            if not any(self._ended.values()):
                 if (idle := self._idle(now)) is None:
                     break
                 self._end(idle, State.DISCARDED, "expired", now)
-                ended = [idle.key]
-            self._forget(ended[0])
+            self._forget(next(key for keys in self._ended.values() for key in keys))
         if len(self._rollouts) >= self._limits.max_rollouts:
             raise FleetUnavailable(
                 f"{len(self._rollouts)} rollouts are kept, the most that 'rollouts.max_rollouts' allows: "
@@ -251,8 +244,7 @@ class RolloutLedger:
             raise OverQuota(
                 f"one user's rollouts: expected at most {most} that are open or wait for a trainer, and "
                 f"{most_bytes} bytes ('rollouts.user_share'), got {waiting} and {stored}: discard some, "
-                "or wait until a trainer has taken them",
-                {"rollouts": waiting, "bytes": stored},
+                "or wait until a trainer has taken them"
             )
 
     def _join(self, request: RolloutRequest, now: float) -> Group:
