@@ -96,8 +96,7 @@ def receive(group: GlooGroup, chunks: tuple[Chunk, ...]) -> None:
     """As `BroadcastReceiver`, and the comparison of digests that follows."""
     assert group.kept is not None
     for index, chunk in enumerate(chunks):
-        block = group.buffer(index, chunk.size_bytes)
-        group.kept.receive(index, chunk, block, partial(group.start, index))
+        block, _ = group.kept.receive(index, chunk, partial(group.start, index))
         received = packed_chunk(chunk, block)
         assert torch.equal(inspect(received.read()).digests, cast(torch.Tensor, received.sent))
     group.finish()

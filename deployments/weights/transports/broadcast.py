@@ -163,8 +163,7 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
 
     def _as_deltas(self, group: BroadcastGroup, kept: KeptChunks) -> Iterator[ReceivedChunk]:
         for index, chunk in enumerate(self._chunks):
-            block = group.buffer(index, chunk.size_bytes)
-            arrived = kept.receive(index, chunk, block, partial(group.start, index))
+            block, arrived = kept.receive(index, chunk, partial(group.start, index))
             yield replace(packed_chunk(chunk, block), arrived_bytes=arrived)
 
 

@@ -61,6 +61,7 @@ class GlooGroup:
             logger.warning("a host is short of memory to keep a version: every round is sent whole")
         self._roll_call = RollCall(store, rank, info.world_size)
         self._started = 0
+        self._publishes = rank == 0
         self._blocks: dict[int, torch.Tensor] = {}
         try:
             self._links: _Links | None = _Links.made(store, info, chain(addresses), rank)
@@ -68,9 +69,12 @@ class GlooGroup:
             raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
     def reserve(self, size_bytes: int) -> None:
-        """Nothing: each broadcast has a new block, which the staging may keep."""
+        """A worker has a new block for each broadcast, which the staging may keep; the publisher has one."""
+        self._blocks = {0: torch.empty(size_bytes, dtype=torch.uint8)} if self._publishes else {}
 
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
+        if self._publishes:
+            return self._blocks[0][:size_bytes]
         if index not in self._blocks:
             self._blocks = {index: torch.empty(size_bytes, dtype=torch.uint8)}
         return self._blocks[index]

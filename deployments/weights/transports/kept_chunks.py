@@ -19,35 +19,37 @@ Broadcast = Callable[[Sequence[torch.Tensor]], None]  # returns when the bytes h
 
 
 class KeptChunks:
-    """One member's, by their places in a round. Staging may hold the same memory: blocks (uint8
-    [chunk.size_bytes]) are not changed once they are here."""
+    """One member's, by their places in a round: uint8 [chunk.size_bytes]."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, torch.Tensor] = {}
 
-    def send(self, index: int, chunk: Chunk, block: torch.Tensor, broadcast: Broadcast) -> int:
-        """Send a chunk, whole if most of it has changed. Returns how many bytes that took."""
-        base = self._blocks.get(index)
-        delta = None if base is None else encode_delta(block.numpy(), base.numpy())
-        if base is None or delta is None:
-            sent, header = block, _header(block.numel(), 0)
+    def send(self, index: int, chunk: Chunk, block: torch.Tensor, broadcast: Broadcast) -> None:
+        """Send a chunk, whole if most of it has changed. The block may then be overwritten."""
+        base, delta, identity = self._blocks.get(index), None, 0
+        if base is None:
+            self._blocks[index] = block.clone()
         else:
-            sent = torch.from_numpy(delta)
-            header = _header(sent.numel(), _identity(chunk, base))
-        broadcast([header, sent])
-        self._blocks[index] = block
-        return sent.numel()
+            identity = _identity(chunk, base)
+            delta = encode_delta(block.numpy(), base.numpy())
+        sent = block if delta is None else torch.from_numpy(delta)
+        broadcast([_header(sent.numel(), identity), sent])
 
-    def receive(self, index: int, chunk: Chunk, block: torch.Tensor, broadcast: Broadcast) -> int:
-        """Fill the block. Returns how many bytes arrived. Raises TransferFailed if it is the difference from
-        another chunk than the one kept here, or ValueError."""
+    def receive(self, index: int, chunk: Chunk, broadcast: Broadcast) -> tuple[torch.Tensor, int]:
+        """A chunk's block, and how many bytes arrived. The next round overwrites the block if nothing else
+        refers to it any more. Raises TransferFailed if the chunk came as the difference from another one than
+        is kept here, or ValueError."""
         base = self._blocks.pop(index, None)
         header = _header(0, 0)
         broadcast([header])
         size_bytes, identity = header.view(torch.int64).tolist()
-        if not 0 <= size_bytes <= block.numel():
-            raise ValueError(f"expected at most {block.numel()} bytes of chunk {index}, got {size_bytes}")
-        if size_bytes == block.numel():
+        if not 0 <= size_bytes <= chunk.size_bytes:
+            raise ValueError(f"expected at most {chunk.size_bytes} bytes of chunk {index}, got {size_bytes}")
+        if base is not None and _uses(base) == _ALONE:
+            block = base
+        else:
+            block = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+        if size_bytes == chunk.size_bytes:
             broadcast([block])
         elif base is None or identity != _identity(chunk, base):
             raise TransferFailed(
@@ -56,9 +58,19 @@ class KeptChunks:
         else:
             delta = torch.empty(size_bytes, dtype=torch.uint8)
             broadcast([delta])
-            apply_delta(delta.numpy(), block.copy_(base).numpy())
+            if block is not base:
+                block.copy_(base)
+            apply_delta(delta.numpy(), block.numpy())
         self._blocks[index] = block
-        return size_bytes
+        return block, size_bytes
+
+
+def _uses(block: torch.Tensor) -> int:
+    """How many tensors and arrays have this one's memory."""
+    return int(torch._C._storage_Use_Count(block.untyped_storage()._cdata))
+
+
+_ALONE = _uses(torch.empty(1))  # staging or the store's writer has no tensor of it
 
 
 def _header(size_bytes: int, identity: int) -> torch.Tensor:

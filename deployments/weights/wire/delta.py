@@ -14,12 +14,13 @@ import numpy.typing as npt
 from deployments.weights.wire.digest_definition import Bytes
 
 ROW_WORDS = 256
-PIECE_WORDS = 1 << 17
+PIECE_WORDS = 1 << 18
 Words = npt.NDArray[np.uint16]
 
 
 def encode_delta(block: Bytes, base: Bytes) -> Bytes | None:
-    """What makes `block` of `base` (uint8 [n], n even). None: it is more than half of the block."""
+    """What makes `block` of `base` (uint8 [n], n a multiple of 8), and makes it so. None: it is more than
+    half of the block."""
     words, former = block.view(np.uint16), base.view(np.uint16)
     pieces, size = [], 0
     for start in range(0, len(words), PIECE_WORDS):
@@ -27,6 +28,7 @@ def encode_delta(block: Bytes, base: Bytes) -> Bytes | None:
         pieces.append(piece)
         size += piece.nbytes
         if size > block.size // 2:
+            np.copyto(base, block)
             return None
     return np.concatenate(pieces).view(np.uint8) if pieces else np.empty(0, dtype=np.uint8)
 
@@ -49,14 +51,15 @@ class _Other(Exception):
 
 
 def _encode(words: Words, former: Words) -> Words:
-    changed = np.flatnonzero(words != former)
+    wide, former_wide = words.view(np.uint64), former.view(np.uint64)
+    found = np.flatnonzero(wide != former_wide)
+    inside = np.flatnonzero((wide[found] ^ former_wide[found]).view(np.uint16) != 0)
+    changed = (found[inside >> 2] << 2) + (inside & 3)  # a third less time than to search words
     rows = _rows(words)
     end = rows + len(changed)
     piece = np.zeros(end + -(-len(changed) // 2), dtype=np.uint16)
-    piece[:rows] = np.bincount(
-        changed >> 8, minlength=rows
-    )  # a shift: a division takes as long as the search
-    piece[rows:end] = words[changed]
+    piece[:rows] = np.bincount(changed >> 8, minlength=rows)  # a division takes as long as the search
+    piece[rows:end] = former[changed] = words[changed]
     piece[end:].view(np.uint8)[: len(changed)] = changed.astype(np.uint8)
     return piece
 

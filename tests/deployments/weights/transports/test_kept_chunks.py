@@ -1,6 +1,6 @@
 """Rounds over one connection of `gloo`, sent as differences. Sender and receivers are the real engines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,8 +9,9 @@ import torch
 from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.gloo import _fits
+from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.rendezvous import RendezvousInfo
-from deployments.weights.wire.chunk_layout import plan_chunks
+from deployments.weights.wire.chunk_layout import plan_chunks, view
 from tests.deployments.weights.transports.transport_contract import (
     CHUNK_BYTES,
     connect,
@@ -132,6 +133,35 @@ def test_a_base_that_is_not_the_publishers_ends_the_round_and_the_next_one_is_wh
     engine.send_weights()
     assert arrived(fleet, policy) == policy.size_bytes
     engine.shutdown()
+
+
+def test_a_block_is_overwritten_only_if_nothing_else_refers_to_it() -> None:
+    """The store's writer and `staging: host` keep what arrived beyond the next round."""
+    (chunk,) = plan_chunks([("weight", torch.int16, (512, 8))], 1 << 20)
+    here, there = KeptChunks(), KeptChunks()
+    passing: list[torch.Tensor] = []
+    block = torch.randint(256, (chunk.size_bytes,), dtype=torch.uint8)
+
+    def arrive(parts: Sequence[torch.Tensor]) -> None:
+        for part in parts:
+            part.copy_(passing.pop(0))
+
+    def moved() -> torch.Tensor:
+        here.send(0, chunk, block, passing.extend)
+        received, _ = there.receive(0, chunk, arrive)
+        assert torch.equal(received, block)
+        return received
+
+    for change in (slice(0, 10), slice(None)):  # a difference, and too much for one
+        held = view(chunk.entries[0], moved())
+        before, place = held.clone(), held.data_ptr()
+        block[change] ^= 1
+        assert moved().data_ptr() != place
+        assert torch.equal(held, before)
+        del held
+        place = moved().data_ptr()
+        block[change] ^= 1
+        assert moved().data_ptr() == place
 
 
 def test_hosts_keep_chunks_if_all_have_memory_for_those_of_their_members() -> None:
