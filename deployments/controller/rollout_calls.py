@@ -22,7 +22,7 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
 
     async def call(self, name: str, current: Mapping[str, int], *arguments: Any) -> Any:
-        """A method of `RolloutStore`; the JSON of `take` is bytes.
+        """A method of `RolloutStore`, whose changes are on the disk; the JSON of `take` is bytes.
 
         Args:
             current: versions by policy.
@@ -38,10 +38,13 @@ class Rollouts:
         if name == "take":
             arguments = (*arguments, current)
         work = partial(getattr(self._store, name), *arguments)
-        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        loop = asyncio.get_running_loop()
+        done = loop.run_in_executor(self._thread, work)
         try:
             async with asyncio.timeout(DISK_S):
-                return await asyncio.shield(done)
+                answer = await asyncio.shield(done)
+                await loop.run_in_executor(self._thread, self._store.sync)  # after all that wait by now
+                return answer
         except TimeoutError:
             done.cancel()  # unless it has begun: its caller will not have the answer
             raise FleetUnavailable(f"the disk of the rollouts has not answered for {DISK_S:g} s") from None

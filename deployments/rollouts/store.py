@@ -1,8 +1,9 @@
 """Rollouts on disk: the ledger's records and the turns' tokens, in a sqlite database beside the journal.
 
-Each call but `open` is one transaction, durable when it returns. If it cannot be written, the ledger is as
-before, and only this call fails. `max_gib` bounds what agents add; the other calls, which empty a full file,
-may use `RESERVE_PAGES` beyond it. The journal's lock keeps other controllers away.
+Each call is one transaction. If it cannot be written, the ledger is as before, and only this call fails. It
+is durable after `sync`, which calls share: a step of 1,024 rollouts has thousands, and each wait for a disk
+takes milliseconds. `max_gib` bounds what agents add; the other calls, which empty a full file, may use
+`RESERVE_PAGES` beyond it. The journal's lock keeps other controllers away.
 """
 
 import json
@@ -19,8 +20,9 @@ from typing import Any
 
 import msgspec
 
+from deployments.host.durable_files import sync
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
-from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits, RolloutRequest
+from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits
 from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
@@ -64,6 +66,8 @@ class RolloutStore:
         self._clock = _steady_clock() if clock is None else clock
         self._path = directory / NAME
         self._ledger = RolloutLedger(limits)
+        self._is_synced = True
+        self._failure: OSError | None = None
         try:
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
             # Without a file for its shared memory, for which a full disk has no room.
@@ -78,14 +82,28 @@ class RolloutStore:
             self._check_fleet(fleet_id)
             (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
             self._max_pages = int(limits.max_gib * (1 << 30) / page_bytes)
-            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.execute("PRAGMA synchronous=NORMAL")  # `sync` waits for the disk
             for kind, record in self._db.execute("SELECT kind, record FROM records ORDER BY rowid"):
                 self._ledger.load(msgspec.json.decode(record, type=KINDS[kind]))
-        except (sqlite3.Error, msgspec.DecodeError, KeyError) as error:
+            sync(directory)  # has sqlite's log, which each connection makes anew
+        except (sqlite3.Error, msgspec.DecodeError, KeyError, OSError) as error:
             raise JournalError(f"{self._path}: expected a file of rollouts, got: {error}") from error
 
     def close(self) -> None:
         self._db.close()
+
+    def sync(self) -> None:
+        """What the calls before this one have written is on the disk. Raises FleetUnavailable: it is not."""
+        if self._failure is not None:
+            raise self._unavailable(self._failure)
+        if self._is_synced:
+            return
+        try:
+            sync(self._path.with_name(f"{NAME}-wal"))
+        except OSError as error:
+            self._failure = error  # a later sync would succeed without the pages that the kernel has dropped
+            raise self._unavailable(error) from error
+        self._is_synced = True
 
     def _check_fleet(self, fleet_id: str) -> None:
         """Versions of two fleets have the same numbers."""
@@ -102,16 +120,7 @@ class RolloutStore:
         with self._transaction(reserve_pages):
             return getattr(self._ledger, name)(*arguments, self._clock())
 
-    def open(self, request: RolloutRequest) -> None:
-        """See `RolloutLedger.open`. A power failure may undo it, a kill not: the rollout has no turn yet, and
-        waiting for the disk twice would halve the turns per second."""
-        (usual,) = self._db.execute("PRAGMA synchronous").fetchone()
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        try:
-            self._call("open", 0, request)
-        finally:
-            self._db.execute(f"PRAGMA synchronous={usual}")
-
+    open = partialmethod(_call, "open", 0)
     begin = partialmethod(_call, "begin", 0)
     reward = partialmethod(_call, "reward", RESERVE_PAGES // 2)
     discard = partialmethod(_call, "discard", RESERVE_PAGES)
@@ -215,6 +224,8 @@ class RolloutStore:
     @contextmanager
     def _transaction(self, reserve_pages: int = RESERVE_PAGES) -> Iterator[None]:
         """Write what the ledger has changed, or undo it. Raises FleetUnavailable: it cannot be written."""
+        if self._failure is not None:
+            raise self._unavailable(self._failure)
         try:
             self._db.execute(f"PRAGMA max_page_count={self._max_pages + reserve_pages}")
             self._db.execute("BEGIN IMMEDIATE")
@@ -233,18 +244,22 @@ class RolloutStore:
             self._db.executemany("DELETE FROM infos WHERE rollout = ?", rollouts)
             self._db.executemany(PUT, put)
             self._db.execute("COMMIT")
+            self._is_synced = False
             self._ledger.saved()
         except BaseException as error:  # also of the ledger
             self._ledger.undo()
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
-                raise FleetUnavailable(
-                    f"rollouts cannot be recorded in {self._path}: {error}. Requests without "
-                    "'x-rollout-id' are served",
-                    {"disk": str(error)},
-                ) from error
+                raise self._unavailable(error) from error
             raise
+
+    def _unavailable(self, error: Exception) -> FleetUnavailable:
+        return FleetUnavailable(
+            f"rollouts cannot be recorded in {self._path}: {error}. Requests without 'x-rollout-id' are "
+            "served",
+            {"disk": str(error)},
+        )
 
 
 def _policy(captured: CapturedTurn) -> tuple[str, int]:

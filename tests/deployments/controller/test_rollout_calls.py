@@ -1,11 +1,14 @@
 """Rollouts in the controller: staleness by the committed version, and what a successor finds."""
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deployments.controller.rollout_calls import Rollouts
 from deployments.protocol.errors import InvalidRequest
 from tests.deployments.controller.fleet import Fleet
 from tests.deployments.rollouts.turns import LIMITS, captured, request
@@ -39,3 +42,28 @@ async def test_without_the_setting_they_are_refused(fleet: Fleet, tmp_path: Path
     with pytest.raises(InvalidRequest, match="expected the section 'rollouts'"):
         await fleet.controller.rollouts("open", request("a"))
     assert not list((tmp_path / "state").glob("captured*"))
+
+
+async def test_calls_that_wait_for_the_disk_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = Rollouts(tmp_path, LIMITS.model_copy(update={"max_rollouts": 1000}), "fleet")
+    syncs, answered, may_sync = [0], 0, threading.Event()
+
+    def slow(path: Path) -> None:
+        assert may_sync.wait(10)
+        syncs[0] += 1
+
+    monkeypatch.setattr("deployments.rollouts.store.sync", slow)
+
+    async def opened(name: str) -> None:
+        nonlocal answered
+        await rollouts.call("open", {}, request(name))
+        answered += 1
+
+    async with asyncio.TaskGroup() as group:
+        for index in range(200):
+            group.create_task(opened(f"r{index}"))
+        await asyncio.sleep(0.2)
+        assert not answered, "none is on the disk"
+        may_sync.set()
+    assert answered == 200 and syncs[0] <= 2
+    await rollouts.aclose()

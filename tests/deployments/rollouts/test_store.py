@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -59,23 +60,6 @@ def played(store: RolloutStore, *rollouts: str) -> None:
         store.append(each, "", captured("k/0", [1, 2], [3, 4]))
         store.append(each, "", captured("l/0", [1, 2, 3, 4, 5], [6], version=4))
         store.reward(each, "", 0.5)
-
-
-def test_a_turn_waits_for_the_disk_once(store: RolloutStore) -> None:
-    """A rollout that has none yet need not survive a power failure."""
-    played(store, "a")
-    levels: list[str] = []
-
-    def note(statement: str) -> None:
-        if statement.startswith("PRAGMA synchronous="):
-            levels.append(statement.partition("=")[2])
-        elif statement == "COMMIT":
-            levels.append(statement)
-
-    store._db.set_trace_callback(note)
-    store.open(request("b"))
-    store.append("b", "", captured("k/0", [1, 2], [3, 4]))
-    assert levels == ["NORMAL", "COMMIT", "2", "COMMIT"], "2 is FULL"
 
 
 def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
@@ -228,3 +212,29 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     RolloutStore(tmp_path, LIMITS, FLEET).close()
     with pytest.raises(JournalError, match=f"rollouts of fleet {FLEET}, and this is fleet other"):
         RolloutStore(tmp_path, LIMITS, "other")
+
+
+def test_calls_share_a_sync_and_none_is_made_without_a_change(
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("deployments.rollouts.store.sync", synced.append)
+    played(store, "a", "b")
+    assert not synced
+    for _ in range(3):
+        store.sync()
+    assert [each.name for each in synced] == [f"{NAME}-wal"]
+
+
+def test_a_disk_that_failed_a_sync_is_not_believed_again(
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops the pages that it could not write, and the next sync succeeds."""
+    played(store, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("deployments.rollouts.store.sync", Mock(side_effect=OSError(5, "I/O error")))
+        with pytest.raises(FleetUnavailable, match="I/O error"):
+            store.sync()
+    for call in (store.sync, lambda: store.open(request("b"))):
+        with pytest.raises(FleetUnavailable, match="I/O error"):
+            call()
