@@ -45,6 +45,22 @@ def _install(directory: Path, requirements: Path) -> None:
         (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
 
 
+def from_npm(command: str) -> Path:
+    """The directory in which this `npm install` was run, once."""
+    directory = PLACE / "npm"
+    stamp = directory / "command"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (PLACE / "npm.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or stamp.read_text() != command:
+            done = subprocess.run(
+                ["bash", "-euc", command], cwd=directory, capture_output=True, text=True, timeout=INSTALL_S
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+            stamp.write_text(command)
+    return directory
+
+
 def vllms_examples() -> Path:
     """vLLM's `examples/rl`, from its source distribution, which pip downloads once (45 MB).
 

@@ -1,5 +1,6 @@
 """Programs and commands of the documents, which differ in the fleet's address and what it serves."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,8 +18,17 @@ from tests.tiny_models import tiny_llama
 
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(300)]
 LONG = [pytest.mark.clients, pytest.mark.long, pytest.mark.timeout(900)]
-WITH_A_CLIENT = {"docs/clients/litellm.md": "litellm", "docs/clients/trl.md": "trl"}
-PUBLISHES = {"README.md": 2, "docs/guides/trainer.md": 1}
+WITH_A_CLIENT = {
+    "docs/clients/litellm.md": "litellm",
+    "docs/clients/trl.md": "trl",
+    "docs/guides/rollouts.md 2": "trl",
+}
+PUBLISHES = {
+    "README.md": 2,
+    "docs/guides/trainer.md": 1,
+    "docs/guides/rollouts.md": 2,
+    "docs/guides/rollouts.md 2": 2,
+}
 WITH_ADAPTERS = "docs/guides/adapters.md"
 
 
@@ -45,12 +55,20 @@ def test_a_program_of_a_document_runs(block: Block, fleet: Fleet, tmp_path: Path
         "model=directory": f"model={MODEL!r}",
         'app_name="slipstream"': f"app_name={fleet.application!r}",
         "range(20)": "range(2)",
+        "max_steps=20": "max_steps=2, use_cpu=True, bf16=False, per_device_train_batch_size=8",
     }
     program, before = here(block.text, fleet, more), fleet.version()
     if block.name in WITH_A_CLIENT:
         (tmp_path / "program.py").write_text(program)
         command = [str(python_of(WITH_A_CLIENT[block.name])), str(tmp_path / "program.py")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0 and done.stdout, done.stderr[-4000:]
     else:
         with fleet.client() as client:
