@@ -258,11 +258,12 @@ def run(name: str, recipe: Recipe, options: argparse.Namespace, root: Path) -> R
                         for pid in victims("VLLM::EngineCore", mark) or [process.pid]:
                             os.kill(pid, signal.SIGKILL)
                     if done and time.time() > last + options.patience:
-                        raise TimeoutError(f"no step for {options.patience} s")
+                        raise OutOfTime(f"no step for {options.patience} s")
                     time.sleep(0.1)
                 signal.alarm(0)  # what follows has limits of its own
                 row["ended"] = reason(root / "learner.log", process.returncode)
-        except (TimeoutError, RuntimeError) as error:
+        except (OutOfTime, RuntimeError) as error:
+            print(error, file=sys.stderr, flush=True)
             row["ended"] = str(error).strip().split("\n")[-1]
         finally:
             signal.alarm(0)
@@ -322,8 +323,12 @@ def reason(log: Path, code: int) -> str:
     return f"ended with {code}: {(errors or lines or ['no output'])[-1][:200]}"
 
 
+class OutOfTime(KeyboardInterrupt):
+    """As if by hand: `benchmarks.servers` prints the end of the engine's log."""
+
+
 def expire(*_: Any) -> None:
-    raise TimeoutError("not done within its limit of time")
+    raise OutOfTime("not done within its limit of time")
 
 
 def main() -> None:
