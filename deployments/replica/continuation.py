@@ -113,6 +113,7 @@ class Said:
             starts = ((version, start) for version, start in self.pieces[-1].versions if start < len(said))
             state.weight_version_starts.extend(starts)
         outputs = []
+        traces = processor.tracing_enabled
         for piece in self.pieces:
             logprobs = [
                 {token: Logprob(*fields) for token, *fields in position} for position in piece.logprobs
@@ -130,7 +131,11 @@ class Said:
                 finish_reason=finish,
                 stop_reason=piece.stop_reason if ended else None,
             )
-            processor.process_outputs([output])
+            processor.tracing_enabled = False  # vLLM's span needs the figures of an engine's step
+            try:
+                processor.process_outputs([output])
+            finally:
+                processor.tracing_enabled = traces
             if (replayed := queue.get_nowait()) is not None:
                 outputs.append(replayed)
         state.is_prefilling = True

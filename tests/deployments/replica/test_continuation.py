@@ -64,8 +64,10 @@ class Replica:
         received: bytes = b"",
         prompt: Sequence[int] = PROMPT,
         adapter: str | None = None,
+        *,
+        traced: bool = False,
     ) -> None:
-        self._processor = OutputProcessor(tokenizer, log_stats=False)
+        self._processor = OutputProcessor(tokenizer, log_stats=traced, tracing_enabled=traced)
         self._said, self._adapter, self.params = Said(received), adapter, params
         self.told = b""
         self.request = engine_request(params, prompt)
@@ -165,8 +167,9 @@ def test_an_answer_that_the_engine_has_ended_is_over(
 ) -> None:
     first = Replica(tokenizer, sampling())
     first.samples([10, 11], finish=finish, stop_reason=reason)
-    second = Replica(tokenizer, sampling(), first.comments)
-    assert not second.begins and seen(second) == seen(first)
+    for traced in (False, True):
+        second = Replica(tokenizer, sampling(), first.comments, traced=traced)
+        assert not second.begins and seen(second) == seen(first)
 
 
 def test_spans_are_those_of_both_replicas(tokenizer: TokenizerLike) -> None:
