@@ -17,9 +17,10 @@ from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, figures, group_of, trajectories
-from app.jobs.metrics import StepRecord
+from app.jobs.metrics import Row, StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Run
+from app.jobs.task_groups import all_of
 from app.jobs.trackers import Trackers
 from app.jobs.training import BatchRefused, idle, train
 from deployments.protocol.responses import TakenGroup
@@ -29,20 +30,23 @@ SHOWN = 3  # rollouts of a step on the page
 
 
 async def learn(run: Run, trackers: Trackers) -> None:
-    """Step after step until the wanted number is done."""
+    """Step after step until the wanted number is done; the page learns of one beside the next."""
+    last: list[tuple[StepRecord, Sequence[Row]]] = []
     while run.step < run.options.steps:
-        record = await learn_once(run)
+        record, *_ = await all_of([learn_once(run), *(show(run, *each) for each in last)])
+        assert record is not None
         metrics.append(run.path, record)
         trackers.log(record.step, record.values(), run.rows)
-        await show(run, record)
+        last = [(record, run.rows)]
         run.recent.append(record)
         run.say(record.line(run.options.steps, run.left_s()))
         if (caution := record.caution()) is not None:
             run.say(caution)
+    await all_of(show(run, *each) for each in last)
 
 
-async def show(run: Run, record: StepRecord) -> None:
-    of_problems = {row["problem"]: row for row in run.rows}
+async def show(run: Run, record: StepRecord, rows: Sequence[Row]) -> None:
+    of_problems = {row["problem"]: row for row in rows}
     samples = [metrics.sample(row) for row in list(of_problems.values())[:SHOWN]]
     call = calls.report_step(run.path.stem, record.step, record.values(), samples)
     try:

@@ -79,6 +79,7 @@ class FakeFleet:
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.reports: list[dict[str, Any]] = []  # of steps, for the page
         self.refuses_reports = False
+        self.reports_after = 0  # batches: the page takes a report only then
         self.load = ReplicaLoad(generated_tokens=0, running=0, waiting=0, kv_cache_use=0.0)  # each replica's
         self.refused_batches = 0  # that the trainer will refuse
         self.deadly: set[str] = set()  # prompts that it refuses to answer
@@ -160,6 +161,8 @@ class FakeFleet:
             case "/train/report":
                 if self.refuses_reports:
                     return refusal(404, "not_found", "no such route")
+                while len(self.batches) < self.reports_after:
+                    await asyncio.sleep(0)
                 self.reports.append(json.loads(request.content))
                 return httpx.Response(200, json={"status": "reported"})
         return httpx.Response(404)

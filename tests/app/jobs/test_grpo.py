@@ -191,6 +191,14 @@ async def test_each_step_is_on_the_fleets_page_and_a_fleet_that_refuses_it_does_
     assert "step 1 is not on the fleet's page: " in capsys.readouterr().out
 
 
+async def test_a_step_does_not_wait_for_the_page_of_the_one_before(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.reports_after = 2
+    async with asyncio.timeout(20):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    assert [each["step"] for each in fleet.reports] == [1, 2]
+
+
 async def test_an_aborted_round_is_tried_again(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.abort_next = True
