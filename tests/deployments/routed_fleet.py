@@ -71,6 +71,7 @@ class Engine:
         self._spans()
         body = (await request.body()).decode()
         seen = {"body": body, "query": request.url.query, "path": request.scope["path"]}
+        seen |= {name: text for name, text in request.headers.items() if "secret" in text}
         return JSONResponse({"choices": [{"index": 0, "finish_reason": "length"}], "seen": seen})
 
     async def stream(self, request: Request) -> Response:

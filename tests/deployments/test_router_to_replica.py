@@ -12,7 +12,8 @@ from tests.waiting import reached
 
 async def test_answer_passes_through_and_gains_versions() -> None:
     async with service("a") as (_, router, client):
-        answer = await client.post("/whole?q=%20x", content=b"hello")
+        tokens = {"authorization": "Bearer secret", "x-api-key": "secret", "cookie": "secret"}
+        answer = await client.post("/whole?q=%20x", content=b"hello", headers=tokens)
         assert answer.json() == {
             "choices": [{"index": 0, "finish_reason": "length", "weight_versions": SPANS}],
             "seen": {"body": "hello", "query": "q=%20x", "path": "/whole"},
