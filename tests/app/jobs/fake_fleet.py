@@ -78,6 +78,7 @@ class FakeFleet:
         self.busy = 0  # answers of its status after a lost one in which it still does what it was asked for
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.reports: list[dict[str, Any]] = []  # of steps, for the page
+        self.beside: str | None = None  # what the trainer does between steps
         self.refuses_reports = False
         self.reports_after = 0  # batches: the page takes a report only then
         self.load = ReplicaLoad(generated_tokens=0, running=0, waiting=0, kv_cache_use=0.0)  # each replica's
@@ -105,8 +106,8 @@ class FakeFleet:
             case "/train/status":
                 known = self.labels and not self.restarted
                 done = [asdict(report(self.version, self.version, self.labels[-1]))] if known else []
-                self.busy, doing = max(0, self.busy - 1), "step" if self.busy else None
-                steps = self.steps - 1 if doing else self.steps
+                self.busy, doing = max(0, self.busy - 1), "step" if self.busy else self.beside
+                steps = self.steps - 1 if doing == "step" else self.steps
                 current = {
                     "step": steps,
                     "version": self.version if self.trainer_version is None else self.trainer_version,

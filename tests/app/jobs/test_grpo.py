@@ -199,6 +199,13 @@ async def test_a_step_does_not_wait_for_the_page_of_the_one_before(tmp_path: Pat
     assert [each["step"] for each in fleet.reports] == [1, 2]
 
 
+async def test_a_step_does_not_wait_for_the_trainers_proof(tmp_path: Path) -> None:
+    fleet = FakeFleet()
+    fleet.beside = "score"
+    async with asyncio.timeout(20):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+
+
 async def test_an_aborted_round_is_tried_again(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.abort_next = True
