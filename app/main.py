@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from app.http.auth import listening_host
+from app.http.auth import listening_address
 from app.http.ingress import Ingress
 from app.settings.config import LOGPROBS_MODE, AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
@@ -77,13 +77,14 @@ def build(args: AppConfig) -> Application:
     check_engine_args(args.engine.extra)
     if ray.is_initialized():  # always in Serve; not in tests
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
-    host = listening_host() if ray.is_initialized() else None
+    http = listening_address() if ray.is_initialized() else None
+    host = None if http is None else http[0]
     check_proxy(host, os.environ)
     tokens = args.security.tokens(host=host)  # before the model, which may take minutes
     model = str(resolve_model(args.model))
     check_config_path(model, args.engine.extra)
     if ray.is_initialized():
-        require_hosts(args, model, sum(node["Alive"] for node in ray.nodes()))
+        require_hosts(args, model, sum(node["Alive"] for node in ray.nodes()), http)
     controller = _controller(args)
     slots = trainer = None
     if (plan := slot_plan(args)) is not None:
@@ -107,8 +108,8 @@ def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
         )
 
 
-def require_hosts(args: AppConfig, model: str, count: int) -> None:
-    """Raises ConfigError: `count` hosts cannot be one fleet."""
+def require_hosts(args: AppConfig, model: str, count: int, http: tuple[str, int] | None = None) -> None:
+    """Raises ConfigError: `count` hosts cannot be one fleet. `http`: where Serve listens on each."""
     if count == 1:
         return
     if args.weights.transport == "shm":
@@ -116,7 +117,10 @@ def require_hosts(args: AppConfig, model: str, count: int) -> None:
             f"'weights.transport': expected 'gloo' in a cluster of {count} hosts, got 'shm', which connects "
             "processes of one host"
         )
-    if lacking := check_hosts(args.state_dir if args.store.shared else None, model):
+    directories = {"state_dir": args.state_dir} if args.store.shared else {}
+    if args.store.shared and not args.store_path.is_relative_to(args.state_dir):
+        directories["store.path"] = args.store_path
+    if lacking := check_hosts(directories, model, http, serve.status().proxies):
         raise ConfigError(
             "the cluster's hosts do not suffice:" + "".join(f"\n  - {each}" for each in lacking)
         )

@@ -36,6 +36,7 @@ _START_TIMEOUT_S = 360.0
 # Per start. Ray's dashboard needs two workers, and both were seen to hang before their first line of Python.
 _HANGS_S = 120.0
 _STOP_TIMEOUT_S = 15.0
+_CONNECT_S = 5.0
 # In Ray's log when its own 30 s are too short for a busy machine.
 _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "Failed to connect to GCS")
 
@@ -311,6 +312,16 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
             else:
                 reason = f"cannot be opened on {host}: expected an address and a port that this user may take"
             raise ClusterError(f"port {port} ({purpose}) {reason} ({error.strerror})") from error
+
+
+def require_no_listener(host: str, port: int) -> None:
+    """Raises ClusterError if a program listens at the port of another host, where Serve would not start."""
+    with suppress(OSError):
+        socket.create_connection((host, port), _CONNECT_S).close()
+        raise ClusterError(
+            f"port {port} ('http_options.port') is taken on {host}: end the program that listens there, or "
+            "set another port"
+        )
 
 
 def without_frames(text: str) -> str:

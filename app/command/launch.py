@@ -24,7 +24,7 @@ import httpx
 
 from app.client.announcement import announced, tell
 from app.command import doctor
-from app.command.cluster import Cluster, ClusterError, LocalCluster, without_frames
+from app.command.cluster import Cluster, ClusterError, LocalCluster, require_no_listener, without_frames
 from app.command.deploy import ServeFile, read_serve_file
 from app.command.machine import NotEnough
 from app.command.runs import logs_of
@@ -32,6 +32,7 @@ from app.command.shell import reported, stop_signals
 from app.settings.config import AppConfig
 from app.settings.models import is_offline
 from app.settings.section import ConfigError
+from app.settings.security import is_loopback
 from deployments.host import tracing
 from deployments.host.shared_memory import remove_orphans
 from deployments.protocol.errors import JournalError
@@ -142,6 +143,8 @@ def join(file: ServeFile, address: str) -> None:
                 f"one with {', '.join(sorted(others))}"
             )
         head = urlsplit(address).hostname or address
+        if not cluster.details().get("proxies") and not is_loopback(file.host):
+            require_no_listener(head, file.port)
         _serve(cluster, file, file.url_on(head), time.monotonic())
     finally:
         cluster.close()

@@ -178,9 +178,9 @@ class Exposed(Conflict):
     """Other hosts can reach routes that change the fleet."""
 
 
-def listening_host() -> str | None:
-    """The address of Serve's proxies, asked from Serve: a deployment cannot change it. None if Serve does not
-    listen. Blocks."""
+def listening_address() -> tuple[str, int] | None:
+    """Address and port of Serve's proxies, asked from Serve: a deployment cannot change them. None if Serve
+    does not listen. Blocks."""
     try:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:  # Serve is not running
@@ -189,7 +189,7 @@ def listening_host() -> str | None:
     http, location = ray.get(questions, timeout=SERVE_TIMEOUT_S)
     if ProxyLocation.Disabled in (location, http.location):
         return None
-    return http.host
+    return http.host, http.port
 
 
 async def require_guarded(*, has_token: bool) -> None:
@@ -197,9 +197,9 @@ async def require_guarded(*, has_token: bool) -> None:
 
     The router checks again because Serve may have started after the application was built.
     """
-    host = None if has_token else await asyncio.to_thread(listening_host)
-    if host is not None and not is_loopback(host):
+    address = None if has_token else await asyncio.to_thread(listening_address)
+    if address is not None and not is_loopback(address[0]):
         raise Exposed(
-            f"Serve listens on {host!r}, which other hosts can reach: expected a token in SLIPSTREAM_TOKEN "
-            "or in the file 'security.token_file', got none"
+            f"Serve listens on {address[0]!r}, which other hosts can reach: expected a token in "
+            "SLIPSTREAM_TOKEN or in the file 'security.token_file', got none"
         )

@@ -1,8 +1,9 @@
-"""A fleet over three hosts (`benchmarks/hosts.py`), started by the commands of docs/guides/cluster.md."""
+"""A fleet over four hosts (`benchmarks/hosts.py`), started by the commands of docs/guides/cluster.md."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ from tests.tiny_models import save_tiny_llama
 from tests.waiting import until
 
 PAGE = "docs/guides/cluster.md"
-COUNT = 3
+COUNT = 4
 PORT = 8000
 TOKEN = "a-token-of-these-hosts"
 UP_S = 400.0
@@ -151,19 +152,39 @@ import json, ray
 from pathlib import Path
 from deployments.serve.hosts import check_hosts
 ray.init(address="auto", log_to_driver=False)
-print(json.dumps(check_hosts(Path("/tmp/own"), "/tmp/own")))
+print(json.dumps(check_hosts({"state_dir": Path("/tmp/own")}, "/tmp/own", ("0.0.0.0", 8001), ())))
 """
 
 
-def test_a_directory_that_only_one_host_has_is_missed_on_each_of_the_others(cluster: Cluster) -> None:
-    first, *others = cluster.hosts
-    output = first.run(sys.executable, "-c", CHECKED, env=cluster.environment, timeout_s=START_S)
+def test_what_a_host_lacks_is_said_in_a_sentence_with_its_name(cluster: Cluster) -> None:
+    """A directory that is not shared, 64 MiB of shared memory, a port that is taken, and lost packets."""
+    first, second, third, fourth = cluster.hosts
+    names = {host: f"{host.name} ({host.address})" for host in cluster.hosts}
+    taken = subprocess.Popen(
+        third.command(sys.executable, "-m", "http.server", "8001"), stderr=subprocess.DEVNULL
+    )
+    second.run("mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm")
+    second.mute(third)
+    try:
+        until(lambda: listens(third.address, 8001), 20, "a listener")
+        output = first.run(sys.executable, "-c", CHECKED, env=cluster.environment, timeout_s=START_S)
+    finally:
+        second.unmute(third)
+        second.run("umount", "/dev/shm")
+        taken.kill()
+        taken.wait()
     found = json.loads(output.splitlines()[-1])
-    for host in others:
-        state, model = [each for each in found if each.startswith(f"{host.name} ({host.address}): ")]
-        assert "'state_dir': expected /tmp/own to be the same directory on all hosts" in state
-        assert "'model': expected /tmp/own, and it is not there" in model
-    assert len(found) == 2 * len(others), found
+    state = "'state_dir': expected /tmp/own to be the same directory on all hosts"
+    model = "'model': expected /tmp/own, and it is not there"
+    expected = {
+        second: [state, model, "expected /dev/shm of 128 MiB", f"no connection to {names[third]}"],
+        fourth: [state, model],
+        third: [state, model, "'http_options.port': expected port 8001", f"no connection to {names[second]}"],
+    }
+    begins = [f"{names[host]}: {each}" for host, sentences in expected.items() for each in sentences]
+    assert len(found) == len(begins), found
+    for begin in begins:
+        assert any(each.startswith(begin) for each in found), (begin, found)
 
 
 def test_a_host_that_is_cut_off_in_a_round_answers_with_no_older_version_and_comes_back(
@@ -181,10 +202,17 @@ def test_a_host_that_is_cut_off_in_a_round_answers_with_no_older_version_and_com
 
 
 def test_a_host_that_is_killed_in_a_round_is_replaced_by_the_others(cluster: Cluster) -> None:
-    """It is the last test: two hosts are left."""
+    """It is the last test: three hosts are left."""
     _, newest = publish_while(cluster, cluster.hosts.pop().kill)
     require_whole(cluster, newest)
     assert set(cluster.places("rollout")) <= {host.address for host in cluster.hosts}
+
+
+def listens(host: str, port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection((host, port), 1).close()
+        return True
+    return False
 
 
 def publish_while(cluster: Cluster, fault: Callable[[], None]) -> tuple[int, int]:

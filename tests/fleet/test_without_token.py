@@ -15,13 +15,14 @@ pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(
 @pytest.fixture
 def opened() -> Iterator[None]:
     """Serve, listening on all addresses, in this process's cluster."""
-    from app.http.auth import listening_host
+    from app.http.auth import listening_address
 
     KEEPER.empty_cluster()
-    assert listening_host() is None
-    serve.start(http_options={"host": "0.0.0.0", "port": free_ports(1)[0]})
+    assert listening_address() is None
+    (port,) = free_ports(1)
+    serve.start(http_options={"host": "0.0.0.0", "port": port})
     try:
-        assert listening_host() == "0.0.0.0"
+        assert listening_address() == ("0.0.0.0", port)
         yield
     finally:
         serve.shutdown()

@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer
@@ -120,6 +121,17 @@ def test_a_cluster_whose_applications_would_be_replaced_is_not_joined(tmp_path: 
     with pytest.raises(ClusterError, match=r"without other Serve applications.*, got one with slipstream"):
         join(mine, url)
     assert Dashboard.deployed == {}
+
+
+def test_a_cluster_is_not_joined_where_another_program_has_the_port(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "a-token-of-this-test")
+    http = {"host": "0.0.0.0", "port": urlsplit(url).port}  # the dashboard's own
+    mine = read(tmp_path, {"http_options": http, "applications": [application()]})
+    with pytest.raises(ClusterError, match=r"port \d+ \('http_options.port'\) is taken on 127.0.0.1: "):
+        join(mine, url)
+    assert Dashboard.deployed is None
 
 
 def test_an_address_without_a_dashboard_is_not_joined(tmp_path: Path) -> None:
