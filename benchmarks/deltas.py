@@ -30,6 +30,7 @@ from deployments.weights.wire.digest import inspect
 
 TENSOR = (4096, 1024)  # 8 MiB
 CHUNK_BYTES = TRANSPORTS["gloo"].chunk_bytes
+Figures = tuple[float, int, float]  # of a round: seconds, bytes that the link sent, seconds of processor time
 Plan = list[tuple[float, bool]]  # of each round: the share of elements that has changed, and if it is whole
 
 
@@ -59,9 +60,8 @@ class Weights(WeightSource):
             each.view(torch.int16)[torch.rand(TENSOR) < share] ^= 1
 
 
-def member(pid: int, rank: int, info: RendezvousInfo, plan: Plan) -> list[tuple[float, int]]:
-    """One process of the group, on the host of process `pid`: of each round the seconds and the bytes that
-    its link sent."""
+def member(pid: int, rank: int, info: RendezvousInfo, plan: Plan) -> list[Figures]:
+    """One process of the group, on the host of process `pid`."""
     enter_network(pid)
     torch.set_num_threads(1)
     group = GlooGroup(info, rank, lambda: None)
@@ -77,11 +77,12 @@ def member(pid: int, rank: int, info: RendezvousInfo, plan: Plan) -> list[tuple[
         if whole:
             group.kept = KeptChunks()
         barrier.wait()
-        began, before = time.monotonic(), sent_bytes()
+        began, cpu_s, before = time.monotonic(), time.process_time(), sent_bytes()
         sender.packer.begin()
         sender.send(None) if rank == 0 else receive(group, info.chunks())
         barrier.wait()
-        figures.append((time.monotonic() - began, sent_bytes() - before))
+        ended = time.monotonic()
+        figures.append((ended - began, sent_bytes() - before, time.process_time() - cpu_s))
     return figures
 
 
@@ -102,8 +103,8 @@ def receive(group: GlooGroup, chunks: tuple[Chunk, ...]) -> None:
     group.finish()
 
 
-def measured(receivers: int, rate: str, mib: int, plan: Plan) -> list[tuple[float, int]]:
-    """The publisher's figures."""
+def measured(receivers: int, rate: str, mib: int, plan: Plan) -> tuple[list[Figures], list[Figures]]:
+    """Of the publisher and of the first receiver."""
     names = [str(number) for number in range(mib * MIB // (2 * TENSOR[0] * TENSOR[1]))]
     with Hosts.made(receivers + 1) as hosts:
         for host in hosts:
@@ -120,7 +121,8 @@ def measured(receivers: int, rate: str, mib: int, plan: Plan) -> list[tuple[floa
         forks = multiprocessing.get_context("fork")  # which have all imports done
         with ProcessPoolExecutor(receivers + 1, forks) as pool:
             members = [pool.submit(member, host.pid, rank, info, plan) for rank, host in enumerate(hosts)]
-            return members[0].result(len(plan) * TIMEOUT_S)
+            first, second = (each.result(len(plan) * TIMEOUT_S) for each in members[:2])
+            return first, second
 
 
 def main() -> None:
@@ -133,20 +135,22 @@ def main() -> None:
     arguments = parser.parse_args()
     rounds = arguments.rounds
     plan = [(0.0, True), *((share, whole) for share in arguments.changed for whole in (True, False) * rounds)]
-    figures = measured(arguments.hosts, arguments.rate, arguments.mib, plan)[1:]
-    print("| changed | whole (s) | MiB sent | differences (s) | MiB sent | bytes: 1 / | times as fast |")
+    both = measured(arguments.hosts, arguments.rate, arguments.mib, plan)
+    print("| changed | sent | seconds | MiB | processor time: publisher, a receiver (s) | bytes | seconds |")
     print("|---|---|---|---|---|---|---|")
     for number, share in enumerate(arguments.changed):
-        some = figures[2 * rounds * number :][: 2 * rounds]
-        cells: list[str] = []
-        middle = []
-        for kind in (some[0::2], some[1::2]):
-            seconds, sizes = zip(*kind, strict=True)
-            middle.append((median(seconds), median(sizes)))
-            cells += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{median(sizes) / MIB:.1f}"]
-        (whole_s, whole_size), (delta_s, delta_size) = middle
-        cells += [f"{whole_size / delta_size:.1f}", f"{whole_s / delta_s:.1f}"]
-        print(f"| {share:.0%} | {' | '.join(cells)} |", flush=True)
+        first = 1 + 2 * rounds * number
+        whole_s = whole_mib = 0.0
+        for kind, offset in (("all", 0), ("differences", 1)):
+            sent, received = (figures[first + offset : first + 2 * rounds : 2] for figures in both)
+            seconds, sizes, cpu_s = zip(*sent, strict=True)
+            receiver_s = median(each[2] for each in received)
+            middle_s, mib = median(seconds), median(sizes) / MIB
+            whole_s, whole_mib = whole_s or middle_s, whole_mib or mib
+            took = f"{min(seconds):.2f} to {max(seconds):.2f} | {mib:.1f}"
+            cpu = f"{median(cpu_s):.2f}, {receiver_s:.2f}"
+            beside = f"1/{whole_mib / mib:.1f} | 1/{whole_s / middle_s:.1f}"
+            print(f"| {share:.0%} | {kind} | {took} | {cpu} | {beside} |", flush=True)
 
 
 if __name__ == "__main__":
