@@ -27,8 +27,11 @@ def mismatches(
     *,
     complete: bool,
 ) -> list[str]:
-    """One sentence for each tensor that does not fit the model. Any floating-point dtype fits another.
-    `complete`: also report missing tensors."""
+    """One sentence for each tensor that does not fit the model. Floating-point dtypes fit each other, but for
+    those of 8 bits and fewer: they have scales, which would not fit a weight that was cast.
+
+    `complete`: also report missing tensors.
+    """
     found = []
     for name, (dtype, shape) in offered.items():
         spec = expected.get(name)
@@ -36,9 +39,15 @@ def mismatches(
             found.append(f"{name!r} is not a tensor of this model")
         elif spec.shape != shape:
             found.append(f"{name!r} must have shape {list(spec.shape)}, got {list(shape)}")
-        elif dtype.is_floating_point != spec.dtype.startswith(("float", "bfloat")):
+        elif _kind(str(dtype)[6:]) != _kind(spec.dtype):
             found.append(f"{name!r} must be of a dtype like {spec.dtype}, got {str(dtype)[6:]}")
     return found + missing(expected, offered) if complete else found
+
+
+def _kind(dtype: str) -> str:
+    if dtype.startswith(("float8", "float4")):
+        return "scaled"
+    return "float" if dtype.startswith(("float", "bfloat")) else "integer"
 
 
 def missing(expected: Schema, offered: Container[str]) -> list[str]:

@@ -16,6 +16,14 @@ def test_what_fits_has_no_mismatch_and_floats_may_be_cast() -> None:
     assert mismatches(EXPECTED, {"w": GOOD["w"]}, complete=False) == []
 
 
+def test_weights_of_eight_bits_are_neither_cast_to_nor_from() -> None:
+    scaled = {"w": TensorSpec(dtype="float8_e4m3fn", shape=(2, 3))}
+    assert mismatches(scaled, {"w": (torch.float8_e4m3fn, (2, 3))}, complete=True) == []
+    for expected, dtype in ((scaled, torch.bfloat16), (EXPECTED, torch.float8_e4m3fn)):
+        (reason,) = mismatches(expected, {"w": (dtype, (2, 3))}, complete=False)
+        assert reason == f"'w' must be of a dtype like {expected['w'].dtype}, got {str(dtype)[6:]}"
+
+
 @pytest.mark.parametrize(
     ("offered", "reason"),
     [
