@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CONFIG_MAPPING,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 from tests.made_once import made_once
+from trainers.fsdp2 import model_class
 from trainers.sources import MTP
 
 CHAT_TEMPLATE = (
@@ -202,4 +204,106 @@ def save_tiny_vision_language(directory: Path, seed: int) -> Path:
     tensors |= random_mtp(config.text_config)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
+    return directory
+
+
+# By an attribute's name, in any family. Heads are as wide as kernels ask for.
+_SIZES: dict[str, Any] = {
+    **{
+        name: SHARED[name]
+        for name in ("vocab_size", "max_position_embeddings", "eos_token_id", "pad_token_id")
+    },
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+    "vocab_size_per_layer_input": 258,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "n_shared_experts"), 1),
+    "num_experts_per_tok": 2,
+    # Kernels of latent attention exist for the sizes of real models only.
+    **{
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    **dict.fromkeys(("index_head_dim", "index_topk"), 128),
+    "index_n_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 32),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    "linear_num_key_heads": 2,
+    "mamba_d_ssm": 128,
+    "n_groups": 1,
+    **{
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": 4,
+        "image_size": 16,
+        "out_hidden_size": 128,
+        "embed_dim": 128,
+    },
+}
+_ATTENTION = {"full_attention", "sliding_attention", "indexed_attention", "chunked_attention"}
+_CONV = {"layer_types": ["conv", "full_attention"]}
+_BIASED = {"topk_method": "noaux_tc"}  # in checkpoints, and in no default
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _BIASED),
+    "afmoe": {"score_func": "sigmoid"},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "gptj": {"rotary_dim": 16},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": {**_BIASED, "first_k_dense_replace": 1},
+    "minimax_m2": {"rotary_dim": 16},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+    "glm5_next_text": {"num_key_value_heads": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {**_CONV, "conv_dim": 128},
+    "lfm2_moe": {**_CONV, "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8},
+}
+
+
+def tiny_config(family: str, **changed: Any) -> PreTrainedConfig:
+    """The configuration of a family (`model_type`) with few of everything that its default has."""
+    made: PreTrainedConfig = CONFIG_MAPPING[family](**_sizes(CONFIG_MAPPING[family]()) | changed)
+    return made
+
+
+def _sizes(default: PreTrainedConfig) -> dict[str, Any]:
+    named = vars(default)
+    made = {
+        name: size
+        for name, size in _SIZES.items()
+        if name in named or name in type(default).attribute_map
+        if isinstance(named.get(default.attribute_map.get(name, name)), int | float)
+        or name in ("pad_token_id", "head_dim", "num_key_value_heads")
+    }
+    if "qk_rope_head_dim" in named:
+        made["num_key_value_heads"] = made["num_attention_heads"]
+    if "qk_rope_head_dim" in named or "_heterogeneity_spec" in named:
+        made.pop("head_dim", None)
+    if set(getattr(default, "layer_types", None) or ()) - _ATTENTION:
+        made["num_hidden_layers"] = 4  # the last one attends
+    if isinstance(rope := named.get("rope_parameters"), dict) and "mrope_section" in rope:
+        made["rope_parameters"] = {**rope, "mrope_section": [4, 6, 6]}
+    for name, part in named.items():
+        if isinstance(part, PreTrainedConfig):
+            made[name] = {"model_type": part.model_type, **_sizes(part)}
+    return made | _OF_FAMILY.get(default.model_type, {})
+
+
+@made_once
+def save_tiny_family(directory: Path, family: str, seed: int = 0) -> Path:
+    """The class that the trainer loads. Raises what transformers does if it cannot be made so small."""
+    torch.manual_seed(seed)
+    config = tiny_config(family)
+    model_class(config).from_config(config).eval().save_pretrained(directory)
     return directory

@@ -27,6 +27,7 @@ class BlankParameter:
     stride: tuple[int, ...]
     # Path, module and name there; several if weights are tied.
     places: list[tuple[str, torch.nn.Module, str]] = field(default_factory=list)
+    views: list[tuple[torch.Tensor, torch.Size, tuple[int, ...]]] = field(default_factory=list)  # buffers
 
     @property
     def names(self) -> list[str]:
@@ -47,6 +48,8 @@ class BlankParameter:
 
     def _place(self, memory: torch.Tensor) -> None:
         self.parameter.data = memory
+        for buffer, shape, stride in self.views:
+            buffer.data = memory.as_strided(shape, stride) if memory.numel() else memory
         for _, module, name in self.places:
             module._parameters[name] = self.parameter
 
@@ -70,6 +73,10 @@ def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
             if parameter is not None:
                 new = BlankParameter(parameter=parameter, shape=parameter.shape, stride=parameter.stride())
                 blanks.setdefault(id(parameter), new).places.append((path, module, name))
+    at = {blank.parameter.data_ptr(): blank for blank in blanks.values()}
+    for buffer in model.buffers():  # Mamba's second shape of its convolution
+        if buffer.numel() and (blank := at.get(buffer.data_ptr())) is not None:
+            blank.views.append((buffer, buffer.shape, buffer.stride()))
     for blank in blanks.values():
         blank.release()
     return list(blanks.values())

@@ -40,6 +40,7 @@ from tests.deployments.weights.staging.families import (
     init_parallel_state,
     use_kernels,
 )
+from tests.tiny_models import tiny_config
 
 Tensors = dict[str, torch.Tensor]
 Families = dict[str, tuple[PretrainedConfig, dict[str, Any]]]
@@ -61,6 +62,7 @@ _ON_CPU: Families = {  # experts first: vLLM makes their group then
         Qwen3MoeConfig(**SMALL, head_dim=32, **_PADDED, architectures=["Qwen3MoeForCausalLM"]),
         {},
     ),
+    "mamba": (tiny_config("mamba2", dtype="bfloat16"), {}),
     "tied": (_TIED, {}),
     "tied-twice": (_TIED, {}),
     "dense-lora": (FAMILIES["dense"][0], _LORA),
@@ -128,19 +130,8 @@ class StagedModel:
             return device_staging_without_gpu(self._config, self._live)
         return device.DeviceStaging(self._config, self._device, self._live)
 
-    @torch.no_grad()
     def stage(self, tensors: Tensors, *, finalize: bool = True) -> None:
-        self._staging.begin()
-        described = describe([(each, tensor.dtype, tensor.shape) for each, tensor in tensors.items()])
-        for chunk in layout(*described.values(), 1 << 14):  # type: ignore[arg-type]
-            block = torch.zeros(chunk.size_bytes, dtype=torch.uint8, device=self._device)
-            pack(chunk, ((entry.name, tensors[entry.name]) for entry in chunk.entries), block)
-            received = packed_chunk(chunk, block)
-            if self._staging.replay(received) is None:
-                self._staging.add(chunk, received.named())
-        if finalize:
-            unfilled = self._staging.finalize(complete=True, check_open=lambda: None)
-            assert not unfilled, unfilled
+        stage(self._staging, tensors, self._device, finalize=finalize)
 
     def drop(self) -> None:
         self._staging.drop()
@@ -169,28 +160,50 @@ class StagedModel:
                 is_checkpoint_format=True,
             )
 
-    def _tensors(self, seen: Observation) -> dict[AccessPath, Content]:
-        # On a GPU some buffers are scratch memory.
-        return (seen.tensors if self._kind == "device" else seen.derivable) | seen.parameters
-
     def behind(self, name: str) -> list[str]:
         """What differs from a fresh load."""
         fresh = self._load(self._configure(name))
-        found, expected = observe(self._live), observe(fresh)
-        ours, theirs = self._tensors(found), self._tensors(expected)
-        paths = changed(ours, theirs)
-        paths += [
-            path
-            for path, number in found.numbers.items()
-            if path in expected.numbers and not same(number, expected.numbers[path])
-        ]
-        if self._kind in ("host", "shadow"):
-            paths += ours.keys() ^ theirs.keys()
-        # Where oneDNN packed a weight, only its address can be compared. LoRA's batch tensors are written
-        # before they are read.
-        ignored = ("handler_tensor", "lora_manager.punica_wrapper_mapping[")
-        names = sorted(name for name in map(path_name, paths) if not any(each in name for each in ignored))
+        names = differing(self._live, fresh, self._kind)
         return names if self._device.type == "cuda" else names + computing_otherwise(self._live, fresh)
+
+
+@torch.no_grad()
+def stage(staging: Staging, tensors: Tensors, device: torch.device, *, finalize: bool = True) -> None:
+    """As a worker does with what a publisher sends."""
+    staging.begin()
+    described = describe([(each, tensor.dtype, tensor.shape) for each, tensor in tensors.items()])
+    for chunk in layout(*described.values(), 1 << 14):  # type: ignore[arg-type]
+        block = torch.zeros(chunk.size_bytes, dtype=torch.uint8, device=device)
+        pack(chunk, ((entry.name, tensors[entry.name]) for entry in chunk.entries), block)
+        received = packed_chunk(chunk, block)
+        if staging.replay(received) is None:
+            staging.add(chunk, received.named())
+    if finalize:
+        unfilled = staging.finalize(complete=True, check_open=lambda: None)
+        assert not unfilled, unfilled
+
+
+def differing(live: torch.nn.Module, fresh: torch.nn.Module, kind: str) -> list[str]:
+    """The paths of what one model holds otherwise than another, after staging of this kind."""
+    found, expected = observe(live), observe(fresh)
+
+    def tensors(seen: Observation) -> dict[AccessPath, Content]:
+        # On a GPU some buffers are scratch memory.
+        return (seen.tensors if kind == "device" else seen.derivable) | seen.parameters
+
+    ours, theirs = tensors(found), tensors(expected)
+    paths = changed(ours, theirs)
+    paths += [
+        path
+        for path, number in found.numbers.items()
+        if path in expected.numbers and not same(number, expected.numbers[path])
+    ]
+    if kind in ("host", "shadow"):
+        paths += ours.keys() ^ theirs.keys()
+    # Where oneDNN packed a weight, only its address can be compared. LoRA's batch tensors are written
+    # before they are read.
+    ignored = ("handler_tensor", "lora_manager.punica_wrapper_mapping[")
+    return sorted(name for name in map(path_name, paths) if not any(each in name for each in ignored))
 
 
 def computing_otherwise(swapped: torch.nn.Module, fresh: torch.nn.Module) -> list[str]:
