@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -283,6 +284,43 @@ def _option(parameter: Any) -> tuple[str, ...]:
     return names, shown, getattr(parameter, "help", None) or ""
 
 
+# -- families of models ----------------------------------------------------------------------------
+
+RESULTS = Path(__file__).with_name("reference") / "models.json"
+_DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+_COLUMNS = ("trained", "published", "stored")
+
+
+def families() -> str:
+    """What `tests.deployments.weights.staging.every_family` found, and how many passed."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    passed = {
+        name: sum(
+            all(each.get(device, {}).get(column) == "yes" for column in _COLUMNS) for each in results.values()
+        )
+        for device, name in _DEVICES.items()
+    }
+    counts = ", ".join(f"{count} on a {name}" for name, count in passed.items())
+    head = ("family", "class", *_COLUMNS, "what failed")
+    return f"Of {len(results)} families all three passed for {counts}.\n\n{table(head, _families(results))}"
+
+
+def _families(results: Mapping[str, Schema]) -> Iterator[tuple[str, ...]]:
+    for family, found in results.items():
+        devices = {name: found[device] for device, name in _DEVICES.items() if device in found}
+        did = (
+            ", ".join(name for name, columns in devices.items() if columns.get(column) == "yes")
+            for column in _COLUMNS
+        )
+        failed = (
+            f"{name}, {column}: {why}"
+            for name, columns in devices.items()
+            for column, why in columns.items()
+            if why != "yes"
+        )
+        yield f"`{family}`", f"`{found['class']}`", *did, "; ".join(failed)
+
+
 PAGES = {
     "reference/configuration.md": configuration,
     "reference/http.md": http,
@@ -290,4 +328,5 @@ PAGES = {
 }
 
 if __name__ == "__main__":
-    print({page.rpartition("/")[2][:-3]: make for page, make in PAGES.items()}[sys.argv[1]]())
+    printed = {page.rpartition("/")[2][:-3]: make for page, make in PAGES.items()}
+    print((printed | {"models": families})[sys.argv[1]]())

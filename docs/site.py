@@ -59,4 +59,7 @@ def on_files(files, config):  # type: ignore[no-untyped-def]  # mkdocs calls it;
 
 
 def on_page_markdown(markdown, page, config, files):  # type: ignore[no-untyped-def]
+    from docs import references
+
+    markdown = markdown.replace("<!-- families -->", references.families())
     return with_links_of_the_site(markdown, page.file.src_uri)

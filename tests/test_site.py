@@ -1,8 +1,10 @@
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +103,28 @@ def test_the_command_line_has_every_command_with_its_options() -> None:
         assert f"## `slipstream {command}`\n" in text
     assert "| `--url` | `http://127.0.0.1:8000` |" in text
     assert "| `--steps` | `20` |" in text, "options of the job, which rl passes on"
+
+
+def test_each_family_has_a_row_with_the_devices_on_which_it_passed_and_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = dict.fromkeys(("served", "trained", "published", "stored"), "yes")
+    failed = {"served": "yes", "trained": "TypeError: a | b"}
+    results = {"a": {"class": "A", "cpu": passed, "cuda": passed}, "b": {"class": "B", "cpu": failed}}
+    monkeypatch.setattr(references, "RESULTS", tmp_path / "models.json")
+    references.RESULTS.write_text(json.dumps(results), encoding="utf-8")
+    text = references.families()
+    assert text.startswith("Of 2 families all three passed for 1 on a CPU, 1 on a GPU.\n")
+    assert "| `a` | `A` | CPU, GPU | CPU, GPU | CPU, GPU |  |\n" in text
+    assert "| `b` | `B` |  |  |  | CPU, trained: TypeError: a \\| b |\n" in text
+
+
+def test_the_page_of_models_is_made_with_what_ran() -> None:
+    page = (ROOT / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    page = site.on_page_markdown(
+        page, SimpleNamespace(file=SimpleNamespace(src_uri="reference/models.md")), {}, []
+    )
+    assert "| `llama` | `LlamaForCausalLM` | CPU" in page
 
 
 @pytest.mark.slow

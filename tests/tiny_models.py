@@ -254,18 +254,25 @@ _SIZES: dict[str, Any] = {
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention", "chunked_attention"}
 _CONV = {"layer_types": ["conv", "full_attention"]}
 _BIASED = {"topk_method": "noaux_tc"}  # in checkpoints, and in no default
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+_WIDE = {"rope_parameters": _MROPE}
+_NARROW = {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
 _OF_FAMILY: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"), _WIDE),
+    **dict.fromkeys(("glm4v_text", "glm4v_moe_text", "glm_ocr_text"), _NARROW),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _BIASED),
-    "afmoe": {"score_func": "sigmoid"},
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "route_scale": 1.0},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "gptj": {"rotary_dim": 16},
     "glm4_moe": {"head_dim": 32},
     "glm4_moe_lite": {**_BIASED, "first_k_dense_replace": 1},
-    "minimax_m2": {"rotary_dim": 16},
+    "hy_v3": {"first_k_dense_replace": 1},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "minimax_m2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
     "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
     "glm5_next_text": {"num_key_value_heads": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "lfm2": {**_CONV, "conv_dim": 128},
+    "lfm2": {**_CONV, "conv_dim": 128, "block_dim": 128},
     "lfm2_moe": {**_CONV, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8},
 }

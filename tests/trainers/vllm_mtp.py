@@ -38,7 +38,7 @@ def drafted(model: Path, scratch: Path, tokens: list[int], hidden: Any) -> Any:
     config.model_config.hf_config = config.model_config.hf_text_config = described
     init_parallel_state(config, scratch / "rendezvous", "gloo")
     Attention.forward = attend
-    _without_torchvision()
+    without_torchvision()
     from vllm.model_executor.models.qwen3_5_mtp import Qwen3_5MTP
 
     with set_current_vllm_config(config), torch.inference_mode(), set_default_torch_dtype(torch.float32):
@@ -50,8 +50,8 @@ def drafted(model: Path, scratch: Path, tokens: list[int], hidden: Any) -> Any:
         return drafter.compute_logits(made).numpy()
 
 
-def _without_torchvision() -> None:
-    """vLLM imports Qwen3.5's processors of images with the model; no image is read here."""
+def without_torchvision() -> None:
+    """Models that see import it in vLLM, with their processors of images; no image is read here."""
     if is_torchvision_available() or find_spec("torchvision") is not None:
         return
     for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
