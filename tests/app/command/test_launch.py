@@ -139,7 +139,9 @@ def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
     with answering(503, {"status": "starting"}) as url:
         result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
         assert result.stderr == f'slipstream: the fleet at {url} is not ready: {{"status": "starting"}}\n'
-    with answering(200, {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}) as url:
+    health = {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}
+    rollouts = {"next": 0, "open": [], "ready": 0, "ends": {}}
+    with answering(200, health | rollouts) as url:
         result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
         assert result.stderr.startswith("slipstream: Ray's dashboard does not answer")
 
