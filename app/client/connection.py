@@ -16,9 +16,7 @@ import httpx
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 1.0
-# Keep idle connections long (httpx: 5 s; Serve: 90 s): httpcore 1.0.9 may close an expired connection that it
-# has just assigned to a request.
-KEPT_S = 60.0
+KEPT_S = 60.0  # for idle connections; Serve closes them after 90
 MAX_SHOWN = 1000  # characters of a response in a message
 Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body, or one event of a stream, and the headers
 
@@ -123,8 +121,10 @@ class AsyncFleetClient:
         say: Callable[[str], object] | None = None,
     ) -> Self:
         """`timeout_s` None: no deadline."""
-        limits = httpx.Limits(max_connections=max_connections, keepalive_expiry=KEPT_S)
-        http = httpx.AsyncClient(**_settings(url, token, timeout_s), limits=limits)
+        from app.client.aiohttp_transport import AiohttpTransport  # most commands need no aiohttp
+
+        transport = AiohttpTransport(max_connections=max_connections, kept_s=KEPT_S)
+        http = httpx.AsyncClient(**_settings(url, token, timeout_s), transport=transport)
         return cls(http, patience_s, say=say)
 
     async def __aenter__(self) -> Self:
