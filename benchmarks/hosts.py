@@ -80,6 +80,7 @@ class Host(Namespaces):
 
     Attributes:
         address: IPv4, in a network that all hosts and this machine are in.
+        tmp: this machine's path of its /tmp.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Host(Namespaces):
                 inside = tmp / path.relative_to("/tmp")
                 script += [f"mkdir -p {inside}", f"mount --rbind {path} {inside}"]
         super().__init__("\n".join([*script, f"mount --rbind {tmp} /tmp"]))
-        self.name, self.address = name, address
+        self.name, self.address, self.tmp = name, address, tmp
         self._switch, self._port = switch, name
         add = ("ip", "link", "add", name, "netns", str(switch.pid), "type", "veth")
         run(*add, "peer", "name", LINK, "netns", str(self.pid))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -41,6 +43,7 @@ from tests.waiting import until
 PAGE = "docs/guides/cluster.md"
 COUNT = 4
 PORT = 8000
+STATE = Path("/tmp/state")
 TOKEN = "a-token-of-these-hosts"
 UP_S = 400.0
 STOP_S = 90.0
@@ -85,8 +88,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @contextmanager
 def _served(hosts: Hosts, root: Path) -> Iterator[Cluster]:
     model = save_tiny_llama(root / "model", seed=1)
-    # Small chunks, so that a round on slow links has many.
+    # Small chunks, so that a round on slow links has many. Below /tmp each host has a directory of its own.
     changes = {
+        "store": {"shared": False},
         "engine": {"num_replicas": COUNT},
         "weights": {"transport": "gloo", "chunk_bytes": 1 << 16},
         "router": {"num_replicas": COUNT},
@@ -98,7 +102,7 @@ def _served(hosts: Hosts, root: Path) -> Iterator[Cluster]:
     document = {
         "http_options": {"host": "0.0.0.0", "port": PORT},
         "logging_config": {"log_level": "WARNING", "enable_access_log": False},
-        "applications": [{**application, "args": settings(model, root / "state", changes)}],
+        "applications": [{**application, "args": settings(model, STATE, changes)}],
     }
     (root / "cluster.yaml").write_text(yaml.safe_dump(document))
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -113,7 +117,7 @@ def _served(hosts: Hosts, root: Path) -> Iterator[Cluster]:
         serve = subprocess.Popen(
             ["bash", "-c", f"exec {command}"], cwd=root, env=environment, stdout=stream, stderr=stream
         )
-    fleet = Fleet(url=f"http://{hosts[0].address}:{PORT}", checkpoint=model, store=root / "state" / "store")
+    fleet = Fleet(url=f"http://{hosts[0].address}:{PORT}", checkpoint=model, store=store_of(hosts[0]))
     try:
         up = f"Slipstream is up: {fleet.url} "
         until(lambda: serve.poll() is not None or up in output.read_text(), UP_S, f"a fleet, see {output}")
@@ -187,6 +191,32 @@ def test_what_a_host_lacks_is_said_in_a_sentence_with_its_name(cluster: Cluster)
         assert any(each.startswith(begin) for each in found), (begin, found)
 
 
+def test_a_replica_takes_its_version_from_another_host(cluster: Cluster) -> None:
+    """Two hosts have lost theirs with their replicas, and no round comes."""
+    lost = cluster.hosts[1:3]
+    with cluster.client() as client:
+        version = train_and_publish(client)
+        expected = complete(client, max_tokens=24).token_ids
+        name = f"v{version:08d}"
+        for host in cluster.hosts:
+            wait_for(store_of(host) / name)
+        before = serving(cluster)
+        for host in lost:
+            shutil.rmtree(store_of(host))
+            (replica,) = [
+                process
+                for process in psutil.Process(host.pid).children(recursive=True)
+                if "ServeReplica:slipstream:rollout" in " ".join(process.cmdline())
+            ]
+            replica.kill()
+        until(lambda: len(serving(cluster).keys() - before.keys()) == len(lost), WHOLE_S, "two successors")
+        for answer in on_every_replica(client, COUNT, max_tokens=24).values():
+            assert (answer.version, answer.token_ids) == (version, expected)
+    places = cluster.places("rollout")
+    came = [store_of(host) / name / "manifest.json" for host in lost if host.address in places]
+    assert came and all(file.is_file() for file in came)
+
+
 @pytest.mark.parametrize(("number", "ways"), [(2, "one way"), (3, "both ways")])
 def test_a_host_that_is_cut_off_in_a_round_answers_with_no_older_version_and_comes_back(
     cluster: Cluster, number: int, ways: str
@@ -254,14 +284,24 @@ def require_whole(cluster: Cluster, version: int) -> None:
     """As many replicas as before serve this version, and a round reaches all of them."""
 
     def is_whole() -> bool:
-        serving = [each["version"] for each in status(cluster)["members"] if each["admitted"]]
-        return serving == [version] * COUNT
+        return list(serving(cluster).values()) == [version] * COUNT
 
     until(is_whole, WHOLE_S, "full strength")
     with cluster.client() as client:
         version = train_and_publish(client)
         for answer in on_every_replica(client, COUNT).values():
             assert answer.version == version
+
+
+def store_of(host: Host) -> Path:
+    """This machine's path of a host's own store."""
+    return host.tmp / STATE.relative_to("/tmp") / "store"
+
+
+def serving(cluster: Cluster, version: int | None = None) -> dict[str, int]:
+    """The versions of the replicas that serve; `version`: of those that serve this one."""
+    found = {each["replica_id"]: each["version"] for each in status(cluster)["members"] if each["admitted"]}
+    return {name: each for name, each in found.items() if version in (None, each)}
 
 
 def status(cluster: Cluster) -> dict[str, Any]:
