@@ -25,6 +25,7 @@ from benchmarks.hosts import DASHBOARD_PORT, START_S, Host, Hosts, NotPossible, 
 from tests.documents import commands_of
 from tests.environment import users_environment
 from tests.fleet.deployed import Fleet, settings
+from tests.fleet.processes import title
 from tests.fleet.talk import (
     PROMPT,
     Reference,
@@ -206,7 +207,7 @@ def test_a_replica_takes_its_version_from_another_host(cluster: Cluster) -> None
             (replica,) = [
                 process
                 for process in psutil.Process(host.pid).children(recursive=True)
-                if "ServeReplica:slipstream:rollout" in " ".join(process.cmdline())
+                if "ServeReplica:slipstream:rollout" in title(process)
             ]
             replica.kill()
         until(lambda: len(serving(cluster).keys() - before.keys()) == len(lost), WHOLE_S, "two successors")
