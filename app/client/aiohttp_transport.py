@@ -1,8 +1,8 @@
 """httpx over aiohttp's connections.
 
-httpcore's pool looks at all connections whenever a request begins or ends: with 128 at a time each took 16 ms
-of processor time and more, and takes about 1 ms so. httpx-aiohttp 0.2 tells no request that was not sent from
-one that may have been executed, and passes some of aiohttp's errors on as they are.
+httpcore's pool looks at all connections whenever a request begins or ends: of 128 at a time each took 9 to 64
+ms of processor time, and takes 1 to 2 ms so (benchmarks/RESULTS.md). httpx-aiohttp 0.2 tells no request that
+was not sent from one that may have been executed, and passes some of aiohttp's errors on as they are.
 """
 
 from collections.abc import AsyncIterator, Iterator

@@ -229,6 +229,7 @@ class RolloutStore:
         try:
             self._db.execute(f"PRAGMA max_page_count={self._max_pages + reserve_pages}")
             self._db.execute("BEGIN IMMEDIATE")
+            before = self._db.total_changes
             yield
             changes = self._ledger.changes()
             put = [
@@ -244,7 +245,7 @@ class RolloutStore:
             self._db.executemany("DELETE FROM infos WHERE rollout = ?", rollouts)
             self._db.executemany(PUT, put)
             self._db.execute("COMMIT")
-            self._is_synced = False
+            self._is_synced = self._is_synced and self._db.total_changes == before
             self._ledger.saved()
         except BaseException as error:  # also of the ledger
             self._ledger.undo()

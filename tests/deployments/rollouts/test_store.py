@@ -223,6 +223,7 @@ def test_calls_share_a_sync_and_none_is_made_without_a_change(
     assert not synced
     for _ in range(3):
         store.sync()
+        store.counts()
     assert [each.name for each in synced] == [f"{NAME}-wal"]
 
 
