@@ -42,6 +42,7 @@ def test_an_engine_on_a_gpu_drafts_with_what_was_published(method: str, graphs: 
     arguments = {
         "enforce_eager": not graphs,
         "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": 1 << 28,  # not measured, which other tests on the GPU disturb
         "weight_transfer_config": {"backend": "slipstream_ipc"},
     }
     found = call(speculate, tmp_path, "device", method, arguments, timeout_s=380.0, **ENVIRONMENT)

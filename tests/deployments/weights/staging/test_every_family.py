@@ -14,4 +14,4 @@ def test_a_tiny_model_of_a_family_is_trained_published_and_stored(family: str, t
 
 
 def test_a_family_that_cannot_be_made_is_named_with_the_reason(tmp_path: Path) -> None:
-    assert walk("no-such-family", tmp_path, "cpu") == {"made": "KeyError: 'no-such-family'"}
+    assert walk("no-such-family", tmp_path, "cpu", "float32") == {"made": "KeyError: 'no-such-family'"}
