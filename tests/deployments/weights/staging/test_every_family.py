@@ -9,7 +9,7 @@ from tests.forked import call
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bloom", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 def test_a_tiny_model_of_a_family_is_trained_published_and_stored(family: str, tmp_path: Path) -> None:
-    found = call(walk, family, tmp_path, "cpu", VLLM_CPU_KVCACHE_SPACE="1")
+    found = call(walk, family, tmp_path, "cpu", "float32", VLLM_CPU_KVCACHE_SPACE="1")
     assert found == dict.fromkeys(("served", "trained", "published", "stored"), "yes")
 
 
