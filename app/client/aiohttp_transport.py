@@ -5,7 +5,8 @@ ms of processor time, and takes 1 to 2 ms so (benchmarks/RESULTS.md). httpx-aioh
 was not sent from one that may have been executed, and passes some of aiohttp's errors on as they are.
 """
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -47,23 +48,29 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         limits = request.extensions.get("timeout", {})
         content = await request.aread()
         with _httpx_errors():
-            answer = await self._session.request(
-                request.method,
-                URL(str(request.url), encoded=True),
-                headers=request.headers.multi_items(),
-                data=content or None,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(
-                    sock_connect=limits.get("connect"),
-                    sock_read=limits.get("read"),
-                    connect=limits.get("pool"),
-                ),
-            )
+            async with asyncio.timeout(_sum(limits)):  # aiohttp waits without limit until a body is sent
+                answer = await self._session.request(
+                    request.method,
+                    URL(str(request.url), encoded=True),
+                    headers=request.headers.multi_items(),
+                    data=content or None,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(
+                        sock_connect=limits.get("connect"),
+                        sock_read=limits.get("read"),
+                        connect=limits.get("pool"),
+                    ),
+                )
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=_Body(answer))
 
     async def aclose(self) -> None:
         if "_session" in self.__dict__:
             await self._session.close()
+
+
+def _sum(limits: Mapping[str, float | None]) -> float | None:
+    waits = [limits.get(each) for each in ("pool", "write", "read")]
+    return None if None in waits else sum(filter(None, waits))
 
 
 class _Body(httpx.AsyncByteStream):
