@@ -82,7 +82,7 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
     """A version with its tensors, which do not change any more. `drafter`: the number and the drafter's
-    tensors of an earlier version that is not in the store, which it keeps if it has none itself."""
+    tensors of the version that had one last, which it keeps if it has none and the store no newer one."""
 
     version: int
     label: str | None
@@ -120,6 +120,7 @@ class VersionWriter:
                 self.result = None  # of an earlier attempt
             if drafter := _drafter_of(version.tensors):
                 self._drafter = version.version, drafter
+            self._drafter = version.drafter or self._drafter
             self._waiting = replace(version, drafter=self._drafter), store
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="version-writer", daemon=True)
@@ -184,8 +185,9 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     """Write a checkpoint directory with its manifest, and return it. If its writer crashed before it could
     report it, the version is there already, and stays. Raises ValueError if the tensors are not those that
     were committed, or are stored otherwise."""
-    drafter = _drafter_of(version.tensors) or (version.drafter[1] if version.drafter else {})
-    kept = None if drafter else _with_drafter(version, store)
+    own = _drafter_of(version.tensors)
+    kept = None if own else _with_drafter(version, store)
+    drafter = own or (version.drafter[1] if version.drafter else {})
     try:
         with ExitStack() as stack:
             source = None if kept is None else stack.enter_context(store.reading(kept.version))
@@ -222,12 +224,13 @@ def _drafter_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _with_drafter(version: CommittedVersion, store: Store) -> VersionManifest | None:
-    """The newest version before this one, if it has a drafter: each keeps that of the one before."""
+    """The newest stored version before this one, if its drafter is newer than what came with this one."""
+    came = -1 if version.drafter is None else version.drafter[0]
     for number in reversed([each for each in store.list() if each < version.version]):
         with suppress(OSError, ValueError):
             found = store.manifest_of(number)
             if found.fleet_id == version.fleet_id:
-                return None if found.drafter is None else found
+                return None if found.drafter is None or found.drafter <= came else found
     return None
 
 
@@ -243,7 +246,7 @@ def _manifest(version: CommittedVersion, kept: VersionManifest | None) -> Versio
     tensors, drafter = dict(version.tensors), None
     if _drafter_of(tensors):
         drafter = version.version
-    elif version.drafter is not None:
+    elif kept is None and version.drafter is not None:
         drafter, added = version.drafter
         tensors |= added
         digests |= {name: digest(tensor.contiguous()) for name, tensor in added.items()}
@@ -271,12 +274,14 @@ def _manifest(version: CommittedVersion, kept: VersionManifest | None) -> Versio
 
 class RetainedVersions:
     """The tensors of a round as they arrived, in host memory until the store has them. One worker of a
-    replica retains the version that is arriving and the newest committed one: on a GPU one copy to the host
-    per tensor, on a CPU a reference. `add` is called on the staging thread, the others on the engine's."""
+    replica retains the version that is arriving, the newest committed one and the newest drafter: on a GPU
+    one copy to the host per tensor, on a CPU a reference. `add` is called on the staging thread, the others
+    on the engine's."""
 
     def __init__(self) -> None:
         self._arriving: _Retained | None = None
         self._committed: _Retained | None = None
+        self._drafter: _Retained | None = None
 
     def begin(self, version: int | None) -> None:
         """Discard what is arriving, and retain what arrives from now on as this version; None: do not."""
@@ -290,11 +295,15 @@ class RetainedVersions:
     def commit(self) -> None:
         """What arrived replaces the retained version, also if it is not retained."""
         self._committed, self._arriving = self._arriving, None
+        if self._committed is not None and (drafter := _drafter_of(self._committed[1])):
+            self._drafter = self._committed[0], drafter
 
     def forget(self, version: int) -> None:
         """Free this version and older ones."""
         if self._committed is not None and self._committed[0] <= version:
             self._committed = None
+        if self._drafter is not None and self._drafter[0] <= version:
+            self._drafter = None
 
     def committed(
         self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
@@ -306,5 +315,10 @@ class RetainedVersions:
                 f"version {version} must be retained to be stored, the retained one is {retained}"
             )
         return CommittedVersion(
-            version=version, label=label, fleet_id=fleet_id, digest=digest, tensors=tensors
+            version=version,
+            label=label,
+            fleet_id=fleet_id,
+            digest=digest,
+            tensors=tensors,
+            drafter=self._drafter,
         )

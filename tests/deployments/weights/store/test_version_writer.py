@@ -5,6 +5,7 @@ import logging
 import re
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -136,6 +137,18 @@ def test_a_drafter_whose_version_was_not_written_is_stored_with_the_next(store: 
     assert writer.wait(TIMEOUT_S)
     assert store.list() == [1, 4]
     assert (drafter_of(store, 1), drafter_of(store, 4)) == ((1, 1.0), (2, 2.0))
+
+
+def test_a_drafter_that_could_not_be_stored_gives_way_to_a_newer_one_in_the_store(store: Store) -> None:
+    writer = VersionWriter(write_files=no_files)
+    store.directory.write_text("no directory")
+    writer.put(with_drafter(1), store)
+    assert writer.wait(TIMEOUT_S)
+    store.directory.unlink()
+    write_version(with_drafter(2), store, no_files)  # by another writer
+    writer.put(version_of(3), store)
+    assert writer.wait(TIMEOUT_S)
+    assert drafter_of(store, 3) == (2, 2.0)
 
 
 def test_a_damaged_drafter_is_found(store: Store) -> None:
@@ -348,9 +361,11 @@ def tensors_of(seed: int) -> dict[str, torch.Tensor]:
     return {"w": torch.full((2, 3), float(seed)), "n": torch.tensor([seed])}
 
 
-def arrive(retained: RetainedVersions, version: int | None) -> dict[str, torch.Tensor]:
+def arrive(
+    retained: RetainedVersions, version: int | None, tensors: Mapping[str, torch.Tensor] | None = None
+) -> Mapping[str, torch.Tensor]:
     """An update arrives; it is retained if it has a version."""
-    tensors = tensors_of(7 if version is None else version)
+    tensors = tensors or tensors_of(7 if version is None else version)
     retained.begin(version)
     for name, tensor in tensors.items():
         (chunk,) = plan_chunks([(name, tensor.dtype, tuple(tensor.shape))], 1 << 20)
@@ -371,6 +386,30 @@ def test_retained_version_has_its_tensors_until_it_is_forgotten() -> None:
     retained.forget(4)
     with pytest.raises(ValueError, match="the retained one is None"):
         retained.committed(3, None)
+
+
+def test_a_drafter_is_retained_until_it_is_in_the_store(store: Store) -> None:
+    """Also if the replica that began to write its version could not."""
+    write_version(with_drafter(1), store, no_files)
+    retained, writer = RetainedVersions(), VersionWriter(write_files=no_files)
+
+    def commit(version: CommittedVersion) -> None:
+        arrive(retained, version.version, version.tensors)
+        retained.commit()
+
+    def stored(number: int) -> tuple[int | None, float]:
+        writer.put(retained.committed(number, None), store)
+        assert writer.wait(TIMEOUT_S)
+        return drafter_of(store, number)
+
+    for version in (with_drafter(2), version_of(3), version_of(4)):
+        commit(version)
+    assert stored(4) == (2, 2.0)
+    retained.forget(4)
+    write_version(with_drafter(5), store, no_files)
+    commit(version_of(6))
+    assert retained.committed(6, None).drafter is None
+    assert stored(6) == (5, 5.0)
 
 
 def test_dropped_update_is_not_retained() -> None:
