@@ -154,7 +154,8 @@ def _fetch_from(holder: ReplicaEndpoint, version: int, directory: Path, until: f
         verify=False,  # else it reads the host's certificates
     ) as client:
         sizes = _SIZES.validate_json(client.get(str(version)).raise_for_status().content)
-        for name, size in sizes.items():
+        for name in sorted(sizes, key=sizes.__getitem__):  # a holder may remove what is not open
+            size = sizes[name]
             file = directory / name
             if not file.resolve().is_relative_to(directory.resolve()):
                 raise ValueError(f"expected a file of a version, got {name!r}")

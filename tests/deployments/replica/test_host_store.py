@@ -133,6 +133,22 @@ async def test_the_next_holder_continues_where_one_was_lost(
     assert asked == b"bytes=1048576-", "one piece had come"
 
 
+async def test_a_version_that_is_removed_while_its_weights_pass_arrives(tmp_path: Path) -> None:
+    """Rounds are faster than a slow link."""
+    source = write(tmp_path / "a")
+    for number in range(9):
+        (source / f"{number}.json").write_text("{}")
+
+    def removed(name: str, body: bytes) -> bytes:
+        if name == WEIGHTS and source.exists():
+            assert Store(tmp_path / "a").remove(VERSION)
+        return body
+
+    answer = told(tmp_path / "b", tmp_path / "a")
+    async with holder(Faulty(tmp_path / "a", removed)) as peer:
+        await take(replace(answer, holders=(peer,)))
+
+
 async def test_what_was_not_committed_is_not_taken(tmp_path: Path) -> None:
     write(tmp_path / "a")
     write(tmp_path / "other", {"w": torch.zeros(3)})
