@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -51,6 +52,7 @@ from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.host_store import HostStore, require_version
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
+from deployments.weights.store.versions import DirectoryLock
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
@@ -238,6 +240,7 @@ class EngineMember(ABC):
         self.loading_version = body.version
         try:
             await asyncio.to_thread(require_version, body)
+            reading = DirectoryLock(Path(body.path))  # another replica removes a host's old versions
         except (OSError, ValueError) as error:
             self.loading_version = None
             raise PayloadRejected(str(error)) from error
@@ -245,6 +248,7 @@ class EngineMember(ABC):
             await self._engine.load(body.path, body.version)
         finally:
             self.loading_version = None
+            reading.close()
 
     async def _check_reloadable(self) -> None:
         refusals = [each for each in await self._engine.workers("reload_refusal") if each is not None]

@@ -112,8 +112,16 @@ async def test_only_an_intact_stored_version_is_loaded(
     path = write_version(committed, Store(tmp_path), lambda directory: None)
     catch_up = CatchUp(version=4, path=str(path))
     if intact:
+        load, removed = member._engine.load, list[bool]()
+
+        async def loading(*arguments: Any) -> None:
+            removed.append(Store(tmp_path).remove(4))  # by the replica of this host that writes
+            await load(*arguments)
+
+        member._engine.load = loading  # type: ignore[method-assign]
         await member.execute(catch_up)
-        assert member.version == 4
+        assert (member.version, removed) == (4, [False])
+        assert Store(tmp_path).remove(4)
         return
     save_file({"w": torch.ones(3)}, path / "model.safetensors")
     with pytest.raises(PayloadRejected, match=r"version 4 in .* is damaged: 'w' was written with digest"):
