@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0  # of every collective
 
 def both(rank: Callable[..., None], *args: Any) -> None:
     """Run a module's function in two processes, as `rank(number, *args)`; fails with what one raises."""
-    call_all(rank, [(number, *args) for number in range(2)], 2 * TIMEOUT_S, {"GLOO_SOCKET_IFNAME": "lo"})
+    call_all(rank, [(number, *args) for number in range(2)], 4 * TIMEOUT_S, {"GLOO_SOCKET_IFNAME": "lo"})
 
 
 @contextmanager

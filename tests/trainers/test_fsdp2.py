@@ -1,4 +1,4 @@
-"""Two processes over Gloo: sharding must not change any result."""
+"""Two processes over Gloo: sharding must not change any result, and both ranks have the same."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.tiny_models import random_mtp
 from tests.trainers import tiny
@@ -17,7 +18,7 @@ from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.layers import decoder_layers
 from trainers.learner import Learner
 from trainers.output_head import OutputHead
-from trainers.settings import DrafterConfig, LearnerConfig, OptimizerConfig
+from trainers.settings import DrafterConfig, LearnerConfig, LoraConfig, OptimizerConfig
 from trainers.sources import MTP, ParameterSource
 from trainers.trained_policy import TrainedPolicy
 
@@ -40,6 +41,7 @@ class Case:
     given: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-3
     drafts: Literal["eagle3", "mtp"] | None = None
+    lora: LoraConfig | None = None
 
 
 CASES = (
@@ -47,6 +49,7 @@ CASES = (
     Case("qwen3-vl"),
     Case("qwen3.5", drafts="mtp"),
     Case("qwen3-moe", {"activation_checkpointing": True}),
+    Case("qwen3", lora=LoraConfig(publish="merged", rank=4, alpha=6.0)),
     # Other micro-batches, so other sums of rounded numbers; AdamW's first steps magnify the small ones.
     Case("llama", {"compute_dtype": "bfloat16", "activation_checkpointing": True}, 0.1),
 )
@@ -55,6 +58,8 @@ CASES = (
 def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> TrainedPolicy:
     """A policy whose logits are made of three positions at a time."""
     policy = TrainedPolicy.load(directory, mesh=mesh, **case.given)
+    if case.lora:
+        policy.adapt(case.lora, seed=3)
     policy._head = OutputHead(policy.model, at_once=3 * 40)
     if case.drafts:
         head = str(directory / "head") if case.drafts == "eagle3" else None
@@ -64,7 +69,7 @@ def load(directory: Path, case: Case, mesh: DeviceMesh | None = None) -> Trained
 
 def all_of(policy: TrainedPolicy, dtype: torch.dtype | None = None) -> ParameterSource:
     drafter = None if policy.drafter is None else policy.drafter.tensors()
-    return ParameterSource(policy.model, dtype=dtype, drafter=drafter)
+    return ParameterSource(policy.model, dtype=dtype, drafter=drafter, adapter=policy.adapter)
 
 
 def head_of(directory: Path, case: Case) -> dict[str, torch.Tensor]:
@@ -90,8 +95,11 @@ def learned_by_a_rank(directory: Path, case: Case) -> dict[str, Any]:
     metrics = [learner.step(BATCH, published=4), learner.step(BATCH, published=4)]
     shares: list[dict[int, float]] = [{}, {}]
     torch.distributed.all_gather_object(shares, learner.score(SEQUENCES))
-    local = sum(p.to_local().numel() for p in policy.model.parameters())  # type: ignore[attr-defined]
+    local = sum(p.to_local().numel() for p in policy.model.parameters() if isinstance(p, DTensor))
     after = {name: tensor.clone() for name, tensor in source}
+    of_both: list[dict[str, torch.Tensor]] = [{}, {}]
+    torch.distributed.all_gather_object(of_both, after)
+    assert all(torch.equal(tensor, of_both[1][name]) for name, tensor in of_both[0].items())
     rounded = {name: tensor.clone() for name, tensor in all_of(policy, torch.bfloat16)}
     policy.load_weights(directory)
     if policy.drafter is not None:
@@ -148,7 +156,7 @@ def test_two_ranks_learn_and_publish_what_one_process_does(directory: Path, case
         for name in mine.keys() - {"step_s"}:
             assert theirs[name] == pytest.approx(mine[name], rel=near, abs=near / 50), name
     assert "logprob_difference_max" in expected[0] and "logprob_difference_max" not in expected[1]
-    total = sum(p.numel() for p in policy.model.parameters())
+    total = sum(p.numel() for name, p in policy.model.named_parameters() if ".lora_" not in name)
     assert of_ranks["local"] == pytest.approx(total / 2, rel=0.1)
 
 

@@ -1,17 +1,16 @@
-"""An adapter that is added to what a source yields: the sums are peft's own, under the model's names."""
+"""An adapter that is added to what a source yields: the sums are peft's own, under the model's names.
+
+`test_fsdp2` has those of a sharded model."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import save_tiny_llama
 from tests.trainers import tiny
-from tests.two_ranks import both, grouped
-from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.settings import LoraConfig
 from trainers.sources import ParameterSource
 from trainers.trained_policy import TrainedPolicy
@@ -27,9 +26,8 @@ def adapted(
     *,
     modules: tuple[str, ...] | None = None,
     dtype: str = "float32",
-    mesh: DeviceMesh | None = None,
 ) -> TrainedPolicy:
-    policy = TrainedPolicy.load(directory, dtype=dtype, mesh=mesh)
+    policy = TrainedPolicy.load(directory, dtype=dtype)
     policy.adapt(LoraConfig(publish="merged", rank=4, alpha=6.0, target_modules=modules), seed=3)
     return policy
 
@@ -105,28 +103,3 @@ def test_before_the_first_step_and_after_other_weights_it_is_the_base(
     assert [parameter.shape for parameter in first] == [parameter.shape for parameter in again]
     train(policy)
     assert all(parameter.abs().sum() > 0 for parameter in again), "both halves learn"
-
-
-def sharded(rank: int, directory: Path) -> None:
-    with grouped(rank, directory):
-        policy = adapted(directory / "model", mesh=mesh_of_all_ranks("cpu"))
-        train(policy)
-        found = [merged(policy), merged(policy, torch.bfloat16)]
-        policy.load_weights(directory / "other")
-        found.append(merged(policy))
-        torch.save(found, directory / f"{rank}.pt")
-
-
-@pytest.mark.slow
-def test_the_sums_of_a_sharded_model_are_the_same_on_every_rank(directory: Path, tmp_path: Path) -> None:
-    policy = adapted(directory)
-    train(policy)
-    expected = [merged(policy), merged(policy, torch.bfloat16)]
-    policy.load_weights(save_tiny_llama(tmp_path / "other", 2))
-    expected.append(merged(policy))
-    both(sharded, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    for own, other, whole in zip(first, second, expected, strict=True):
-        assert own.keys() == other.keys() == whole.keys()
-        assert all(torch.equal(own[name], other[name]) for name in own)
-        torch.testing.assert_close(own, whole)  # one thread may add up in another order than several

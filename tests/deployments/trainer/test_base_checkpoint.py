@@ -51,9 +51,6 @@ KINDS: list[tuple[Save, list[str]]] = [
         ],
     ),
 ]
-every_kind = pytest.mark.parametrize(
-    ("save", "untrained"), [pytest.param(*kind, id=kind[0].__name__) for kind in KINDS]
-)
 
 
 def spec_of(model: Path, tmp_path: Path) -> TrainerSpec:
@@ -66,12 +63,13 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@every_kind
-def test_a_publisher_of_a_part_sends_the_rest_from_the_checkpoint(
+@pytest.mark.parametrize(("save", "untrained"), [pytest.param(*kind, id=kind[0].__name__) for kind in KINDS])
+def test_a_publisher_of_a_part_sends_the_rest_and_a_stored_version_is_a_complete_checkpoint(
     save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess
 ) -> None:
     model = save(tmp_path / "model", 0)
-    worker = TrainerWorker(spec_of(model, tmp_path), 0, controller)  # type: ignore[arg-type]
+    spec = spec_of(model, tmp_path)
+    worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     assert sorted(worker.load(("127.0.0.1", 0)).untrained) == sorted(untrained)
     before = tensors_of(model)
     worker.step(BATCH)
@@ -79,18 +77,6 @@ def test_a_publisher_of_a_part_sends_the_rest_from_the_checkpoint(
     assert controller.received.keys() == before.keys()
     same = {name for name, tensor in controller.received.items() if torch.equal(tensor, before[name])}
     assert {*untrained} <= {*summary(sorted(same))} and "lm_head.weight" not in same
-
-
-@pytest.mark.slow
-@every_kind
-def test_a_stored_version_is_a_complete_checkpoint(
-    save: Save, untrained: list[str], tmp_path: Path, controller: ControllerInProcess
-) -> None:
-    model = save(tmp_path / "model", 0)
-    spec = spec_of(model, tmp_path)
-    worker = started(spec, controller)
-    worker.step(BATCH)
-    published(worker)
     saved = Path(worker.save(str(tmp_path / "saved")).path)
     assert worker.flush(30.0)
     stored = controller.directory_of(1)

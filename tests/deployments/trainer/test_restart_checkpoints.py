@@ -8,27 +8,54 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from deployments.protocol.errors import JournalError
-from deployments.trainer.restart_checkpoints import RestartCheckpoints, restore
+from deployments.trainer.restart_checkpoints import RestartCheckpoints, restore, resume
 from deployments.trainer.spec import state_directory
 from deployments.weights.store.versions import Store
-from tests.deployments.trainer.checkpoint_scene import (
-    BATCH,
-    CONFIG,
-    Weights,
-    checkpoints,
-    equal,
-    load,
-    near,
-    resumed_from,
-    save,
-    weights,
-)
+from tests.deployments.trainer.one_worker import Tensors, equal
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.learner import Learner
-from trainers.settings import LoraConfig
+from trainers.settings import Dtype, LearnerConfig, LoraConfig, OptimizerConfig
+from trainers.sources import ParameterSource, load_parameters
 from trainers.trained_policy import TrainedPolicy
+
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
+BATCH = [
+    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
+]
+
+
+def weights(policy: TrainedPolicy) -> Tensors:
+    return {name: tensor.clone() for name, tensor in ParameterSource(policy.model)}
+
+
+def load(policy: TrainedPolicy, values: Tensors, *, dtype: torch.dtype) -> None:
+    """What a restarted trainer has read from the store."""
+    load_parameters(policy.model, {name: value.to(dtype) for name, value in values.items()})
+
+
+def near(left: Tensors, right: Tensors) -> bool:
+    return all(torch.allclose(left[name], right[name], rtol=1e-3, atol=2e-5) for name in left)
+
+
+def checkpoints(directory: Path, *, rank: int = 0) -> RestartCheckpoints:
+    return RestartCheckpoints(directory / "checkpoints", rank=rank, keep=2)
+
+
+def save(
+    learner: Learner, kept: RestartCheckpoints, *, wire_dtype: Dtype | None = None, **options: Any
+) -> None:
+    assert kept.save(learner, wire_dtype=wire_dtype, **options)
+    kept.wait_until_copied()
+    assert kept.wait(60.0)
+
+
+def resumed_from(
+    kept: RestartCheckpoints, learner: Learner, step: int, *, digest: str | None = None
+) -> str | None:
+    return resume(learner, kept, kept.complete(), step, digest)
 
 
 def names(kept: RestartCheckpoints) -> list[str]:
@@ -47,7 +74,7 @@ def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str
     tiny.policy(tmp_path)
     kept = RestartCheckpoints(tmp_path / "checkpoints", rank=0, keep=3)
     learner = Learner(TrainedPolicy.load(tmp_path, device=device), CONFIG)
-    after: dict[int, Weights] = {}
+    after: dict[int, Tensors] = {}
     for step in (1, 2, 3, 4):
         learner.step(BATCH)  # while the former one is written
         after[step] = weights(learner.policy)
@@ -256,6 +283,7 @@ LORA = LoraConfig(name="math", rank=2)
 def rank_of_two(rank: int, directory: Path) -> None:
     with grouped(rank, directory):
         outcomes = _train_and_resume(rank, directory)
+        _fail_and_agree(rank, directory)
         if rank == 0:
             torch.save(outcomes, directory / "out.pt")
 
@@ -317,36 +345,28 @@ def _resume_adapter(rank: int, directory: Path) -> dict[str, object]:
     return {"adapter": (problem, same, same_after)}
 
 
-def rank_that_may_fail(rank: int, directory: Path) -> None:
+def _fail_and_agree(rank: int, directory: Path) -> None:
     """The disk refuses rank 0's part of a checkpoint; the others see nothing of it."""
-    with grouped(rank, directory):
-        kept = checkpoints(directory, rank=rank)
-        learner = _sharded(directory)
-        learner.step(BATCH)
+    kept = RestartCheckpoints(directory / "failing", rank=rank, keep=2)
+    learner = _sharded(directory)
+    learner.step(BATCH)
 
-        def refuse(*_: object) -> None:
-            raise OSError("no space left on device")
+    def refuse(*_: object) -> None:
+        raise OSError("no space left on device")
 
-        finish, kept._finish = kept._finish, refuse  # type: ignore[method-assign]
-        save(learner, kept)
-        kept._finish = finish  # type: ignore[method-assign]
-        assert kept.step == (None if rank == 0 else 1)
-        learner.step(BATCH)
-        every = 10  # the ranks do not agree on whether a checkpoint is due
-        assert not kept.save(learner, wire_dtype=None, due=2 - (kept.step or 0) >= every)
-        save(learner, kept, due=kept.step is None)
-        dist.barrier()
-        assert (kept.directory / "step-000002").is_dir()
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.slow
-def test_ranks_agree_on_a_checkpoint_after_a_fault_of_one(tmp_path: Path) -> None:
-    tiny.policy(tmp_path)
-    both(rank_that_may_fail, tmp_path)
+    finish, kept._finish = kept._finish, refuse  # type: ignore[method-assign]
+    save(learner, kept)
+    kept._finish = finish  # type: ignore[method-assign]
+    assert kept.step == (None if rank == 0 else 1)
+    learner.step(BATCH)
+    every = 10  # the ranks do not agree on whether a checkpoint is due
+    assert not kept.save(learner, wire_dtype=None, due=2 - (kept.step or 0) >= every)
+    save(learner, kept, due=kept.step is None)
+    dist.barrier()
+    assert (kept.directory / "step-000002").is_dir()
 
 
-def _sharded(directory: Path, stored: Weights | None = None, lora: LoraConfig | None = None) -> Learner:
+def _sharded(directory: Path, stored: Tensors | None = None, lora: LoraConfig | None = None) -> Learner:
     policy = TrainedPolicy.load(directory, mesh=mesh_of_all_ranks("cpu"))
     if lora is not None:
         policy.adapt(lora, seed=7)
@@ -357,7 +377,9 @@ def _sharded(directory: Path, stored: Weights | None = None, lora: LoraConfig | 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_any_number_of_ranks_resumes_and_all_of_them_or_none(tmp_path: Path) -> None:
+def test_any_number_of_ranks_resumes_all_of_them_or_none_and_they_agree_after_a_fault_of_one(
+    tmp_path: Path,
+) -> None:
     tiny.policy(tmp_path)
     single = Learner(TrainedPolicy.load(tmp_path), CONFIG)
     single.step(BATCH)

@@ -18,7 +18,17 @@ from deployments.weights.store.owner import claim
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.proof_sequences import proof_sequences
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import BATCH, equal, published, started
+from tests.deployments.trainer.one_worker import (
+    BATCH,
+    equal,
+    everything,
+    published,
+    saved,
+    spec_of,
+    started,
+    stored,
+    trained,
+)
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.fake_hub import FakeHub
 from trainers.settings import LossConfig
@@ -47,6 +57,32 @@ def test_what_is_published_is_what_save_writes_and_what_the_store_has(
     manifest = Store(Path(spec.store_dir)).manifest_of(1)
     assert (manifest.version, manifest.label, manifest.trainer_step) == (1, "first", 1)
     assert manifest.fleet_id == controller.status.fleet_id and manifest.digest is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "wire_dtype"), [("merged", None), ("drafter", "bfloat16"), ("mtp", "bfloat16")]
+)
+def test_adapters_and_heads_are_published_stored_and_saved_as_a_part_of_the_model(
+    kind: str, wire_dtype: str | None, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    spec = spec_of(tmp_path, kind, wire_dtype=wire_dtype)
+    worker = trained(spec, controller, steps=1)
+    sent = dict(controller.received)
+    whole = everything(worker)
+    assert equal(sent, {name: tensor.to(sent[name].dtype) for name, tensor in whole.items()})
+    assert equal(stored(spec, 1), sent) and equal(saved(worker, tmp_path / "saved"), whole)
+    first = load_file(Path(spec.model) / "model.safetensors")
+    if kind == "drafter":
+        head = load_file(tmp_path / "head" / "model.safetensors")
+        first |= {f"drafter.{name}": tensor for name, tensor in head.items()}
+    assert sent.keys() == first.keys()
+    changed = {name for name in first if not torch.equal(sent[name], first[name].to(sent[name].dtype))}
+    part = {"merged": "proj", "drafter": "drafter.fc.weight", "mtp": "mtp."}[kind]
+    learned = {name for name in first if part in name}
+    assert learned <= changed
+    assert {sent[name].dtype for name in learned} == {torch.bfloat16 if wire_dtype else torch.float32}
+    assert kind != "merged" or all("proj" in name for name in changed)
 
 
 def test_scores_are_those_of_what_was_published(spec: TrainerSpec, controller: ControllerInProcess) -> None:
@@ -89,24 +125,6 @@ def test_a_checkpoint_is_saved_in_the_store_by_default(
     Path(spec.store_dir).parent.joinpath("file").write_text("")
     with pytest.raises(InvalidRequest, match=r"path must be a directory that can be written, got .*/file/x"):
         worker.save(str(Path(spec.store_dir).parent / "file" / "x"))
-
-
-@pytest.mark.slow
-def test_rolling_back_publishes_the_old_weights_as_a_newer_version(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    worker.step(BATCH)
-    worker.publish(None)
-    first = dict(controller.received)
-    worker.step(BATCH)
-    worker.publish(None)
-    assert worker.flush(30.0) and not equal(controller.received, first)
-    worker.load_version(1)
-    assert published(worker, "rollback to 1").version == 3
-    assert equal(controller.received, first)
-    with pytest.raises(InvalidRequest, match="version 9 is not in"):
-        worker.load_version(9)
 
 
 def test_weights_are_cast_for_the_wire_and_the_store(
@@ -245,28 +263,6 @@ def test_rollouts_that_the_trainer_does_not_agree_with_are_warned_of(
     assert f"differ by {metrics['logprob_difference_mean']:.4f} on average" in record.getMessage()
 
 
-def test_a_bad_batch_is_refused_and_changes_nothing(
-    spec: TrainerSpec, controller: ControllerInProcess
-) -> None:
-    worker = started(spec, controller)
-    for change, sentence in (
-        ({"loss_mask": [True]}, "loss_mask must have 2 entries"),
-        ({"advantage": [1.0, float("nan")]}, "advantage must be a finite number"),
-        ({"token_ids": [7, 9999]}, "token ids must lie in"),
-    ):
-        with pytest.raises(InvalidRequest, match=sentence):
-            worker.step([BATCH[0] | change, BATCH[1]])
-    for batch, sentence in (
-        ([], "non-empty list"),
-        ([{"token_ids": [1]}], "prompt_token_ids: Field required"),
-    ):
-        with pytest.raises(InvalidRequest, match=sentence):
-            worker.step(batch)
-    with pytest.raises(InvalidRequest, match="none of 1 trajectories"):
-        worker.step([BATCH[0] | {"loss_mask": [False, False]}])
-    assert worker.step(BATCH)["step"] == 1
-
-
 def test_a_warm_start_needs_tokens_alone(spec: TrainerSpec, controller: ControllerInProcess) -> None:
     config = spec.config.model_copy(update={"loss": LossConfig(name="sft")})
     worker = started(replace(spec, config=config), controller)
@@ -310,3 +306,12 @@ def test_publish_on_a_cpu_uses_one_core(device: str, threads: int) -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_bad_batch_is_refused_and_changes_nothing(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    worker = started(spec, controller)
+    with pytest.raises(InvalidRequest, match="trajectory 0: loss_mask must have 2 entries"):
+        worker.step([BATCH[0] | {"loss_mask": [True]}, BATCH[1]])
+    assert worker.step(BATCH)["step"] == 1

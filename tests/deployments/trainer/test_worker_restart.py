@@ -1,23 +1,29 @@
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.trainer import stored_weights
-from deployments.trainer.spec import LoadedTrainer, TrainerSpec, state_directory
+from deployments.trainer.spec import TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import BATCH, equal, lines, published, saved, started, trained
+from tests.deployments.trainer.one_worker import (
+    BATCH,
+    equal,
+    everything,
+    go_on,
+    lines,
+    of_step,
+    published,
+    saved,
+    spec_of,
+    started,
+    stored,
+    trained,
+)
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.full_disk import full_disk
-from tests.tiny_models import tiny_llama
-from trainers.settings import OptimizerConfig
-
-
-def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
 
 
 def checkpoints(spec: TrainerSpec) -> list[Path]:
@@ -25,16 +31,56 @@ def checkpoints(spec: TrainerSpec) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_restarted_trainer_resumes_from_the_newest_version(
-    spec: TrainerSpec, controller: ControllerInProcess
+@pytest.mark.parametrize(
+    ("kind", "wire_dtype"),
+    [
+        ("all", None),
+        ("all", "bfloat16"),
+        ("merged", "bfloat16"),
+        ("merged on a stored version", None),
+        ("drafter", "bfloat16"),
+        ("merged drafter", None),
+        ("mtp", "bfloat16"),
+    ],
+)
+def test_a_restarted_trainer_is_exactly_where_it_was(
+    kind: str, wire_dtype: str | None, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
-    straight = trained(spec, controller, steps=2)
+    """Also where weights are published, and so stored, rounded."""
+    spec = spec_of(tmp_path, kind, wire_dtype=wire_dtype)
+    steps = 2
+    if "stored" in kind:
+        trained(with_config(spec, checkpoint_every=0), controller, steps=1)
+        steps = 3
+    straight = started(spec, controller)
+    go_on(straight, 2)
     resumed = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
-    parameters = sum(parameter.numel() for parameter in tiny_llama(0, tied=True).parameters())
-    fleet_id = controller.status.fleet_id
-    loaded = LoadedTrainer(version=2, step=2, parameters=parameters, fleet_id=fleet_id)
-    assert resumed.load(("", 0)) == loaded
-    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+    loaded = resumed.load(("", 0))
+    assert (loaded.version, loaded.step, loaded.fleet_id) == (steps, steps, controller.status.fleet_id)
+    before = everything(straight)
+    assert equal(everything(resumed), before)
+    assert equal(before, stored(spec, steps)) is (wire_dtype is None)
+    if kind == "all":
+        assert loaded.parameters == sum(tensor.numel() for tensor in before.values())
+    assert [of_step(resumed), of_step(resumed)] == [of_step(straight), of_step(straight)]
+    assert equal(everything(resumed), everything(straight))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "merged", "drafter"])
+def test_a_rollback_publishes_the_old_weights_as_a_newer_version_and_goes_on_from_them(
+    kind: str, tmp_path: Path, controller: ControllerInProcess
+) -> None:
+    spec = spec_of(tmp_path, kind)
+    worker = trained(spec, controller, steps=2)
+    assert not equal(controller.received, stored(spec, 1))
+    worker.load_version(1)
+    assert published(worker, "rollback to 1").version == 3
+    assert equal(controller.received, stored(spec, 1))
+    go_on(worker, 1)
+    assert equal(everything(started(spec, controller)), everything(worker))
+    with pytest.raises(InvalidRequest, match="version 9 is not in"):
+        worker.load_version(9)
 
 
 def test_a_restart_without_a_checkpoint_resumes_the_schedule(
@@ -72,22 +118,6 @@ def test_one_step_that_is_published_twice_is_saved_once(
     worker.save_checkpoint()
     assert worker.flush(30.0)
     assert checkpoints(spec) == [before]
-
-
-@pytest.mark.slow
-def test_small_updates_survive_a_restart_though_weights_are_published_rounded(
-    spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
-) -> None:
-    small = OptimizerConfig(learning_rate=1e-6)
-    spec = with_config(spec, wire_dtype="bfloat16", optimizer=small)
-    worker = trained(spec, controller, steps=2)
-    before = saved(worker, tmp_path / "trained")
-    assert not equal(before, rounded(before))
-    resumed = started(spec, controller)
-    assert equal(saved(resumed, tmp_path / "resumed"), before)
-    resumed.step(BATCH)
-    worker.step(BATCH)
-    assert equal(saved(resumed, tmp_path / "resumed again"), saved(worker, tmp_path / "trained on"))
 
 
 @pytest.mark.slow
