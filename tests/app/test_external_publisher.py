@@ -1,6 +1,6 @@
 """What a publisher of a part of a checkpoint sends, and what it makes of a lost answer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,71 +90,67 @@ def test_a_fleet_that_stays_silent_leaves_the_outcome_open() -> None:
         SilentFleet(9, [OPENED], []).outcome(limit_s=0.0)
 
 
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[ControllerInProcess]:
+    made = ControllerInProcess(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def publisher(controller: ControllerInProcess) -> Iterator[Publisher]:
+    with (
+        on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
+        Publisher(f"http://{address}", tiny_llama(0)) as made,
+    ):
+        yield made
+
+
 @pytest.mark.slow
-def test_a_publisher_goes_on_from_a_commit_that_was_not_answered(tmp_path: Path) -> None:
-    controller = ControllerInProcess(tmp_path)
-    try:
-        with (
-            on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
-            Publisher(f"http://{address}", tiny_llama(0)) as publisher,
-        ):
-            assert publisher.publish().version == 1
-            controller.loses = {"close_round"}
-            made = publisher.publish()
-            controller.loses.clear()
-            assert (made.version, made.phase) == (2, "committed")
-            assert publisher.publish().version == 3
-    finally:
-        controller.close()
+def test_a_publisher_goes_on_from_a_commit_that_was_not_answered(
+    controller: ControllerInProcess, publisher: Publisher
+) -> None:
+    assert publisher.publish().version == 1
+    controller.loses = {"close_round"}
+    made = publisher.publish()
+    controller.loses.clear()
+    assert (made.version, made.phase) == (2, "committed")
+    assert publisher.publish().version == 3
 
 
 @pytest.mark.slow
 def test_a_publish_that_is_refused_is_not_taken_for_the_interrupted_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    controller = ControllerInProcess(tmp_path)
-    try:
-        with (
-            on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
-            Publisher(f"http://{address}", tiny_llama(0)) as publisher,
-        ):
-            send = publisher._fleet.send
+    send = publisher._fleet.send
 
-            def interrupted(call: Call[Any]) -> Any:
-                answer = send(call)
-                if call.path == "/finish_weight_update":
-                    raise KeyboardInterrupt  # Ctrl-C in a notebook
-                return answer
+    def interrupted(call: Call[Any]) -> Any:
+        answer = send(call)
+        if call.path == "/finish_weight_update":
+            raise KeyboardInterrupt  # Ctrl-C in a notebook
+        return answer
 
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(publisher._fleet, "send", interrupted)
-                publisher.publish()
-            publisher._client.start_weight_update()
-            with pytest.raises(FleetError, match="start_weight_update was called twice"):
-                publisher.publish()
-            with pytest.raises(FleetError, match="has brought no payload"):
-                publisher._client.finish_weight_update()
-    finally:
-        controller.close()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(publisher._fleet, "send", interrupted)
+        publisher.publish()
+    publisher._client.start_weight_update()
+    with pytest.raises(FleetError, match="start_weight_update was called twice"):
+        publisher.publish()
+    with pytest.raises(FleetError, match="has brought no payload"):
+        publisher._client.finish_weight_update()
 
 
 @pytest.mark.slow
-def test_a_publisher_that_fails_gives_its_round_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_that_fails_gives_its_round_up(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next one would wait until the lease of the first ends: 60 s."""
-    controller = ControllerInProcess(tmp_path)
-    try:
-        with (
-            on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
-            Publisher(f"http://{address}", tiny_llama(0)) as publisher,
-        ):
-            for failure in (RuntimeError("out of memory"), KeyboardInterrupt(), FleetError("no answer")):
+    for failure in (RuntimeError("out of memory"), KeyboardInterrupt(), FleetError("no answer")):
 
-                def fails(update_info: object, failure: BaseException = failure) -> None:
-                    raise failure
+        def fails(update_info: object, failure: BaseException = failure) -> None:
+            raise failure
 
-                with monkeypatch.context() as patch, pytest.raises(type(failure)):
-                    patch.setattr(publisher._client, "update_weights", fails)
-                    publisher.publish()
-            assert publisher.publish().version == 1
-    finally:
-        controller.close()
+        with monkeypatch.context() as patch, pytest.raises(type(failure)):
+            patch.setattr(publisher._client, "update_weights", fails)
+            publisher.publish()
+    assert publisher.publish().version == 1

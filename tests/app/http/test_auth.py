@@ -141,11 +141,6 @@ async def test_every_forwarded_route_needs_a_token() -> None:
                 assert (await status(route, {}), await status(route, bearer(OPERATOR))) == (401, 200), route
 
 
-async def test_without_tokens_everything_is_open() -> None:
-    async with client(FakeController()) as fleet:
-        assert (await fleet.post("/pause")).json() == {"status": "paused"}
-
-
 async def test_browser_is_told_to_ask_for_it() -> None:
     async with client(FakeController(), token=OPERATOR) as fleet:
         answer = await fleet.get("/fleet")

@@ -13,7 +13,6 @@ from deployments.protocol.engine_state import (
     SleepTag,
     WakeUp,
 )
-from deployments.protocol.errors import Conflict
 from tests.app.http.fake_controller import FakeController
 
 OPERATIONS: list[tuple[str, bytes, Operation]] = [  # `test_same_as_vllm` has what vLLM itself accepts
@@ -90,14 +89,6 @@ async def test_requests_are_aborted_on_every_replica_and_counted(fleet: httpx.As
     for ids, aborted in ((["a", "b"], 2), (None, 4)):
         answer = await fleet.post("/abort_requests", json={"request_ids": ids})
         assert answer.json() == {"status": "aborted", "aborted": aborted}
-
-
-async def test_refusal_of_the_controller_is_returned(
-    fleet: httpx.AsyncClient, controller: FakeController
-) -> None:
-    controller.fail_next["call"] = Conflict("wake the weights first: /wake_up?tags=weights")
-    answer = await fleet.post("/wake_up")
-    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "conflict")
 
 
 async def test_cache_that_one_replica_cannot_reset_is_no_success(

@@ -13,12 +13,6 @@ from tests.app.http.fake_trainer import FakeTrainer
 from tests.app.http.serving import MAX_BODY_BYTES, client
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_vllm_route_is_forwarded(path: str) -> None:
-    async with client(FakeController()) as fleet:
-        assert (await fleet.post(path)).json() == {"replica": path}
-
-
 @pytest.mark.parametrize("path", ["/no/such/route", "/pause/", "/collective_rpc", "/scale_elastic_ep"])
 async def test_unlisted_route_is_not_found(path: str) -> None:
     async with client(FakeController()) as fleet:

@@ -99,12 +99,15 @@ async def test_unknown_fields_are_ignored_as_vllm_does(
 
 @pytest.mark.parametrize("allowed", [False, True])
 async def test_pickled_handles_need_the_switch(controller: FakeController, allowed: bool) -> None:
-    body = {"update_info": {"names": ["a"], "ipc_handles_pickled": "gARdlC4="}}  # an empty list
+    pickled = {"names": ["a"], "ipc_handles_pickled": "gARdlC4="}  # an empty list
+    read = {"names": ["a"], "ipc_handles": []}
     async with client(controller, allow_pickled_ipc=allowed) as fleet:
         await fleet.post("/start_weight_update")
-        answer = await fleet.post("/update_weights", json=body)
-    assert answer.status_code == (200 if allowed else 400)
-    assert controller.sent == ([{"names": ["a"], "ipc_handles": []}] if allowed else [])
+        for sent in (pickled, [pickled] * 4):  # to all workers, to each
+            answer = await fleet.post("/update_weights", json={"update_info": sent})
+            assert answer.status_code == (200 if allowed else 400)
+            assert allowed or "allow_pickled_ipc_over_http" in answer.text
+    assert controller.sent == ([read, [read] * 4] if allowed else [])
 
 
 # -- questions -------------------------------------------------------------------------------------

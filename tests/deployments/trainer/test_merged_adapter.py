@@ -88,19 +88,16 @@ def test_a_trainer_of_all_weights_takes_no_checkpoint_of_an_adapter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["a stored version", "rollback", "damaged"])
+@pytest.mark.parametrize("case", ["rollback", "no checkpoint"])
 def test_the_penalty_compares_with_the_model_when_the_base_is_another(
     spec: TrainerSpec, case: str, controller: ControllerInProcess
 ) -> None:
-    spec = with_config(spec, loss={**spec.config.loss.model_dump(), "kl_coefficient": 0.1})
-    every = 0 if case == "a stored version" else 1
-    worker = trained(with_config(spec, checkpoint_every=every), controller, steps=2)
+    loss = {**spec.config.loss.model_dump(), "kl_coefficient": 10.0}
+    spec = with_config(spec, loss=loss, optimizer={"learning_rate": 0.01})
+    worker = trained(with_config(spec, checkpoint_every=0), controller, steps=1)
+    expected = worker.step(BATCH)["loss"]  # of version 1, compared with version 0
     if case == "rollback":
         worker.load_version(1)
     else:
-        for file in (state_directory(spec.store_dir) / "checkpoints").glob("step-*/*.distcp"):
-            file.write_bytes(file.read_bytes()[:100])
         worker = started(spec, controller)
-    metrics = worker.step(BATCH)  # of a policy that is two steps from the model, or one
-    kl = [name for name in metrics if "kl" in name]
-    assert kl and all(metrics[name] != 0 for name in kl)
+    assert worker.step(BATCH)["loss"] == pytest.approx(expected, rel=1e-3)
