@@ -19,9 +19,11 @@ from app.main import (
 )
 from app.settings.config import RouterConfig, parse_config
 from app.settings.section import ConfigError
+from deployments.host.fork_server.client import is_read_at_import
 from deployments.serve.placement import FREE_TIMEOUT_S
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
+from deployments.trainer.worker_group import resources
 from tests.app.settings.complaints import COLOCATED, SEPARATE
 from tests.tiny_models import save_tiny_llama
 
@@ -104,6 +106,18 @@ def test_a_fleet_whose_hosts_share_no_store_says_so_to_all_who_use_one(tmp_path:
 def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:
     environment = rollout(tmp_path)._replica_config.ray_actor_options["runtime_env"]["env_vars"]
     assert int(environment["VLLM_MAX_COMPLETION_PROMPTS"]) >= RouterConfig().max_sequences
+
+
+def test_a_trainers_ranks_are_forks_of_the_replicas_server(tmp_path: Path) -> None:
+    """A second one costs 17 s of imports at each start."""
+    replica = rollout(tmp_path)._replica_config.ray_actor_options
+    config = parse_config({"model": "m", "device": "cuda", "weights": {"transport": "ipc"}, "trainer": {}})
+    rank = resources(trainer_spec(config, config.trainer, "m"), 0, None)
+    of_replica, of_rank = (
+        {name: value for name, value in each["runtime_env"]["env_vars"].items() if is_read_at_import(name)}
+        for each in (replica, rank)
+    )
+    assert of_replica == of_rank
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ PER_PROCESS = {
         "VLLM_API_KEY",
         "VLLM_CPU_KVCACHE_SPACE",
         "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_MAX_COMPLETION_PROMPTS",
     ),
     *("CUDA_VISIBLE_DEVICES", "PWD", "OLDPWD", "SHLVL", "_"),
 }
@@ -89,7 +90,7 @@ def _options(command: list[str]) -> int:
 
 
 def _own_directory() -> str:
-    environment = {name: value for name, value in os.environ.items() if _is_read_at_import(name)}
+    environment = {name: value for name, value in os.environ.items() if is_read_at_import(name)}
     identity = json.dumps([sys.executable, os.stat(__file__).st_mtime, sorted(environment.items())])
     key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     path = f"{PREFIX}-{os.getuid()}-{os.getppid()}-{key}"
@@ -101,7 +102,8 @@ def _own_directory() -> str:
     return path
 
 
-def _is_read_at_import(name: str) -> bool:
+def is_read_at_import(name: str) -> bool:
+    """Whether processes that differ in this variable have different servers."""
     if name == MODULES or name.startswith("RAY_SERVE_"):
         return True
     return name not in PER_PROCESS and not name.startswith(PER_PROCESS_PREFIXES)
