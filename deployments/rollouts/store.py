@@ -256,9 +256,10 @@ class RolloutStore:
             raise
 
     def _unavailable(self, error: Exception) -> FleetUnavailable:
+        until = "" if self._failure is None else " until the controller is started again"
         return FleetUnavailable(
-            f"rollouts cannot be recorded in {self._path}: {error}. Requests without 'x-rollout-id' are "
-            "served",
+            f"rollouts cannot be recorded in {self._path}{until}: {error}. Requests without 'x-rollout-id' "
+            "are served",
             {"disk": str(error)},
         )
 
