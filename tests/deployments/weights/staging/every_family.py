@@ -125,7 +125,15 @@ class _Walk:
         config.compilation_config.static_forward_context.clear()  # no engine computes after this
         with set_current_vllm_config(config):
             fresh = get_model(vllm_config=config)
-        if behind := differing(live, fresh, "device" if device == "cuda" else "automatic"):
+        # Mamba 1 loads an exponential, computed where the tensor is: a GPU and a CPU round it differently.
+        theirs = dict(fresh.named_parameters())
+        near = {
+            name
+            for name, tensor in live.named_parameters()
+            if tensor.is_floating_point() and torch.allclose(tensor, theirs[name], rtol=1e-6, atol=0.0)
+        }
+        behind = differing(live, fresh, "device" if device == "cuda" else "automatic")
+        if behind := [name for name in behind if name not in near]:
             found["published"] = f"{len(behind)} of the engine's tensors differ, first {behind[0]}"
         elif after > max(bound, 2 * before):
             found["published"] = f"log-probabilities differ by {after:.2g}, and by {before:.2g} before"
