@@ -25,11 +25,6 @@ from trainers.trained_policy import TrainedPolicy
 CONFIG = LearnerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-3), max_tokens_per_microbatch=12, updates_per_step=2
 )
-BATCH = [
-    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
-    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
-    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
-]
 CPU = torch.device("cpu")
 
 
@@ -70,7 +65,7 @@ def test_the_policy_learns_bit_for_bit_as_without_a_drafter(tmp_path: Path, opti
     before = copies(drafter.tensors())
     learners = Learner(with_drafter, CONFIG), Learner(without, CONFIG)
     for _ in range(2):
-        mine, theirs = (learner.step(BATCH) for learner in learners)
+        mine, theirs = (learner.step(tiny.BATCH) for learner in learners)
         assert {**mine, "step_s": 0} == {**theirs, "step_s": 0} | {
             name: mine[name] for name in ("drafter_loss", "drafter_agreement", "drafter_grad_norm")
         }
@@ -84,7 +79,7 @@ def test_the_policy_learns_bit_for_bit_as_without_a_drafter(tmp_path: Path, opti
 @pytest.mark.slow
 def test_the_loss_falls_and_more_tokens_agree(tmp_path: Path) -> None:
     learner = Learner(drafting(tmp_path), LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-6)))
-    metrics = [learner.step(BATCH) for _ in range(40)]
+    metrics = [learner.step(tiny.BATCH) for _ in range(40)]
     first, last = metrics[0], metrics[-1]
     assert last["drafter_loss"] < 0.3 * first["drafter_loss"]
     assert last["drafter_agreement"] > max(0.8, first["drafter_agreement"])
@@ -97,13 +92,13 @@ def loss(policy: TrainedPolicy, batch: TokenBatch, total: int) -> float:
     return float(drafter.loss(batch, total, counts=True).detach())
 
 
-def laid_out(rows: list[tuple[int, ...]], trajectories: list[Any] = BATCH) -> TokenBatch:
+def laid_out(rows: list[tuple[int, ...]], trajectories: list[Any] = tiny.BATCH) -> TokenBatch:
     return collate(trajectories, rows, pad_token_id=0, device=CPU)
 
 
 def in_a_line(rows: list[tuple[int, ...]]) -> TokenBatch:
     """Packed, with the mask in a form that has a backward pass on CPUs."""
-    batch = packed(BATCH, rows)
+    batch = packed(tiny.BATCH, rows)
     mask, length = batch.attention_mask, batch.input_ids.shape[1]
     assert isinstance(mask, BlockMask)
     return replace(batch, attention_mask=create_mask(mask.mask_mod, 1, 1, length, length, device="cpu"))
@@ -119,7 +114,7 @@ def test_the_loss_does_not_depend_on_the_layout(tmp_path: Path) -> None:
 
 
 def test_a_packed_line_has_no_slot_for_a_first_token() -> None:
-    batch = packed(BATCH, [(0, 1), (2,)])
+    batch = packed(tiny.BATCH, [(0, 1), (2,)])
     mask, kept = batch.attention_mask, batch.position_ids[0] > 0
     assert isinstance(mask, BlockMask)
     restricted = only_keys(mask, kept)
@@ -163,7 +158,7 @@ def test_a_gradient_of_the_drafter_that_is_not_finite_leaves_it_as_it_is(tmp_pat
     with torch.no_grad():
         policy.drafter.head.norm.weight[0] = float("inf")
     drafter, own = copies(policy.drafter.tensors()), copies(dict(policy.model.named_parameters()))
-    metrics = Learner(policy, CONFIG).step(BATCH)
+    metrics = Learner(policy, CONFIG).step(tiny.BATCH)
     assert not metrics["skipped"] and metrics["drafter_loss"] != metrics["drafter_loss"]
     assert all(torch.equal(drafter[name], tensor) for name, tensor in policy.drafter.tensors().items())
     assert not any(torch.equal(own[name], tensor) for name, tensor in policy.model.named_parameters())

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,6 @@ LEARNING = LearnerConfig(
     share_prompts=False,
 )
 LORA = LoraConfig(name="math", rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))
-BATCH = [
-    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
-    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
-    tiny.trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
-]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The operations are tiny: threads that wait for each other take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adapted(directory: Path, lora: LoraConfig = LORA, kind: str = "llama", **loading: Any) -> TrainedPolicy:
@@ -48,16 +33,8 @@ def adapted(directory: Path, lora: LoraConfig = LORA, kind: str = "llama", **loa
 def trained(policy: TrainedPolicy, steps: int = 2, config: LearnerConfig = LEARNING) -> Learner:
     learner = Learner(policy, config)
     for _ in range(steps):
-        learner.step(BATCH)
+        learner.step(tiny.BATCH)
     return learner
-
-
-def values(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in policy.trained().items()}
-
-
-def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def written(
@@ -72,13 +49,13 @@ def written(
 
 def test_a_step_changes_the_adapter_and_nothing_else(tmp_path: Path) -> None:
     policy = adapted(tmp_path)
-    before, adapter = dict(policy.model.state_dict()), values(policy)
+    before, adapter = dict(policy.model.state_dict()), tiny.trained(policy)
     base = {name: tensor.clone() for name, tensor in before.items() if ".lora_" not in name}
-    metrics = trained(policy, 1).step(BATCH)
+    metrics = trained(policy, 1).step(tiny.BATCH)
     assert metrics["step"] == 2 and metrics["skipped"] is False
     after = policy.model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
-    changed = values(policy)
+    changed = tiny.trained(policy)
     assert all(not torch.equal(changed[name], tensor) for name, tensor in adapter.items())
     assert len(adapter) == 2 * 2 * 2 and sum(p.numel() for p in policy.parameters()) < 1000
 
@@ -99,12 +76,12 @@ def test_a_module_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
 
 
 def test_the_first_values_depend_on_the_seed_alone(tmp_path: Path) -> None:
-    first = values(adapted(tmp_path))
+    first = tiny.trained(adapted(tmp_path))
     torch.manual_seed(99)
-    assert equal(values(adapted(tmp_path)), first)
+    assert tiny.equal(tiny.trained(adapted(tmp_path)), first)
     other = TrainedPolicy.load(tmp_path)
     other.adapt(LORA, seed=8)
-    assert not equal(values(other), first)
+    assert not tiny.equal(tiny.trained(other), first)
 
 
 def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
@@ -121,9 +98,9 @@ def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
     straight = trained(adapted(tmp_path))
     resumed = Learner(adapted(tmp_path), LEARNING)
     tiny.copy_state(straight, resumed)
-    assert equal(values(resumed.policy), values(straight.policy))
-    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
-    assert equal(values(resumed.policy), values(straight.policy))
+    assert tiny.equal(tiny.trained(resumed.policy), tiny.trained(straight.policy))
+    assert resumed.step(tiny.BATCH) | {"step_s": 0} == straight.step(tiny.BATCH) | {"step_s": 0}
+    assert tiny.equal(tiny.trained(resumed.policy), tiny.trained(straight.policy))
 
 
 @pytest.mark.slow
@@ -134,8 +111,8 @@ def test_the_reference_of_the_penalty_is_the_base_without_a_copy(tmp_path: Path)
     shared = Learner(one, config, reference=BaseOf(one))
     copied = Learner(two, config, reference=TrainedPolicy.load(tmp_path))
     for _ in range(3):
-        assert shared.step(BATCH) | {"step_s": 0} == copied.step(BATCH) | {"step_s": 0}
-    assert equal(values(one), values(two))
+        assert shared.step(tiny.BATCH) | {"step_s": 0} == copied.step(tiny.BATCH) | {"step_s": 0}
+    assert tiny.equal(tiny.trained(one), tiny.trained(two))
 
 
 def test_an_adapter_of_other_settings_is_not_read(tmp_path: Path) -> None:
@@ -155,7 +132,7 @@ def test_an_adapter_of_other_settings_is_not_read(tmp_path: Path) -> None:
 def test_tensors_of_another_base_are_not_taken(tmp_path: Path) -> None:
     policy = adapted(tmp_path)
     assert policy.adapter is not None
-    wrong = {name: torch.zeros(1, 1) for name in values(policy)}
+    wrong = {name: torch.zeros(1, 1) for name in tiny.trained(policy)}
     with pytest.raises(ValueError, match="8 tensors are of another adapter or base"):
         policy.adapter.restore(wrong)
     with pytest.raises(ValueError, match="8 tensors are of another adapter or base"):
@@ -177,9 +154,9 @@ def adapted_rank(rank: int, directory: Path) -> None:
         policy.adapt(LORA, seed=7)
         assert policy.adapter is not None
         learner = Learner(policy, LEARNING)
-        metrics = [learner.step(BATCH), learner.step(BATCH)]
+        metrics = [learner.step(tiny.BATCH), learner.step(tiny.BATCH)]
         files = policy.adapter.files(dtype=torch.bfloat16, metadata={"a": "1", "b": "2"})
-        torch.save((values(policy), metrics, files), directory / f"out{rank}.pt")
+        torch.save((tiny.trained(policy), metrics, files), directory / f"out{rank}.pt")
 
 
 @pytest.mark.slow
@@ -189,11 +166,11 @@ def test_two_ranks_train_the_same_adapter_as_one_process(tmp_path: Path) -> None
     (first, metrics, files), (second, _, others) = (
         torch.load(tmp_path / f"out{rank}.pt", weights_only=False) for rank in (0, 1)
     )
-    assert equal(first, second), "each rank holds the whole adapter"
-    assert equal(files, others), "and would publish the same bytes"
+    assert tiny.equal(first, second), "each rank holds the whole adapter"
+    assert tiny.equal(files, others), "and would publish the same bytes"
     learner = Learner(policy, LEARNING)
-    expected = [learner.step(BATCH), learner.step(BATCH)]
-    for name, tensor in values(policy).items():
+    expected = [learner.step(tiny.BATCH), learner.step(tiny.BATCH)]
+    for name, tensor in tiny.trained(policy).items():
         torch.testing.assert_close(first[name], tensor, rtol=1e-3, atol=1e-5)
     for mine, theirs in zip(expected, metrics, strict=True):
         for name in ("loss", "grad_norm", "tokens", "importance_mean", "entropy"):

@@ -1,6 +1,6 @@
 """Models of a few thousand parameters, one for each way of holding weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -118,6 +118,22 @@ def trajectory(
         advantage=advantage,
         weight_versions=span,
     )
+
+
+BATCH = [
+    trajectory((3, 4), (5, 6, 1), advantage=1.0),
+    trajectory((3, 4), (7, 1), advantage=-1.0),
+    trajectory((8, 9, 10), (11, 12, 13), advantage=0.5),
+]
+
+
+def trained(policy: TrainedPolicy) -> dict[str, torch.Tensor]:
+    """A copy of what it learns, by name."""
+    return {name: tensor.detach().clone() for name, tensor in policy.trained().items()}
+
+
+def equal(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def kept_by_a_step(learner: Learner, batch: Sequence[Trajectory]) -> int:

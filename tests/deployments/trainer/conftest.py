@@ -2,7 +2,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
@@ -20,12 +19,3 @@ def controller(tmp_path: Path) -> Iterator[ControllerInProcess]:
 @pytest.fixture
 def spec(tmp_path: Path) -> TrainerSpec:
     return small_spec(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The operations are tiny: threads that wait for each other take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

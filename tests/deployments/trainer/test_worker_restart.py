@@ -50,6 +50,7 @@ def test_a_restarted_trainer_is_exactly_where_it_was(
     spec = spec_of(tmp_path, kind, wire_dtype=wire_dtype)
     steps = 2
     if "stored" in kind:
+        spec = with_config(spec, loss={"kl_coefficient": 10.0})  # from the model, not from the base
         trained(with_config(spec, checkpoint_every=0), controller, steps=1)
         steps = 3
     straight = started(spec, controller)
@@ -67,7 +68,7 @@ def test_a_restarted_trainer_is_exactly_where_it_was(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["all", "merged", "drafter"])
+@pytest.mark.parametrize("kind", ["all", "merged", "drafter", "mtp"])
 def test_a_rollback_publishes_the_old_weights_as_a_newer_version_and_goes_on_from_them(
     kind: str, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
