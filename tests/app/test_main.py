@@ -46,6 +46,7 @@ def rollout(tmp_path: Path, **engine: Any) -> Deployment:
     )
 
 
+@pytest.mark.slow
 def test_serve_waits_for_a_stopping_trainer_until_it_has_written_its_last_version(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model", seed=0)
     router = build(parse_config({"model": str(model), "state_dir": str(tmp_path), "trainer": {}}))
@@ -93,6 +94,7 @@ def test_shared_memory_does_not_connect_several_hosts(tmp_path: Path) -> None:
         require_hosts(config, str(tmp_path), 2)
 
 
+@pytest.mark.slow
 def test_a_fleet_whose_hosts_share_no_store_says_so_to_all_who_use_one(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model", seed=0)
     for shared, kept in ((True, None), (False, (str(tmp_path / "store"), 3))):

@@ -55,6 +55,7 @@ def test_the_head_learns_and_the_policy_learns_bit_for_bit_as_without_it(model: 
     assert len(trained) - len(alone.trained()) == 15
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_that_is_trained_here_is_refused(model: Path, tmp_path: Path) -> None:
     other = save_tiny_llama(tmp_path / "llama", 0)
     with pytest.raises(ValueError, match=r"expected a dense Qwen3.5 with one layer .*, got 'llama' with 1$"):

@@ -23,6 +23,8 @@ from trainers.fsdp2 import mesh_of_all_ranks
 from trainers.settings import LoraConfig
 from trainers.trained_policy import TrainedPolicy
 
+pytestmark = pytest.mark.slow  # each reads a whole checkpoint
+
 
 @contextmanager
 def as_one_of(ranks: int) -> Iterator[DeviceMesh]:
@@ -113,7 +115,6 @@ def test_a_checkpoint_without_a_parameter_is_refused(tmp_path: Path, sharded: bo
     assert torch.equal(policy.model.state_dict()["model.embed_tokens.weight"], before)
 
 
-@pytest.mark.slow
 def test_weights_of_another_model_are_refused_and_those_of_the_same_are_read_in_shards(
     tmp_path: Path,
 ) -> None:

@@ -232,6 +232,7 @@ def test_in_a_terminal_a_round_is_a_table(
     assert "committed" in shown and "{" not in shown
 
 
+@pytest.mark.slow
 def test_a_directory_is_published_and_the_rounds_progress_is_shown(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ async def test_routes_are_not_revealed_without_a_token() -> None:
             assert await status(route, bearer(USER)) in (404, 405), route
 
 
+@pytest.mark.slow
 async def test_users_routes_take_both_tokens() -> None:
     async with statuses() as status:
         for token in (USER, OPERATOR):
@@ -126,6 +127,7 @@ async def test_operators_routes_are_not_for_users() -> None:
                 assert await status(route, basic(OPERATOR)) not in (401, 403), route
 
 
+@pytest.mark.slow
 async def test_users_need_no_token_where_none_is_configured() -> None:
     async with statuses(user=None) as status:
         for route in USERS_ROUTES:
@@ -133,6 +135,7 @@ async def test_users_need_no_token_where_none_is_configured() -> None:
         assert await status(("POST", "/pause"), {}) == 401
 
 
+@pytest.mark.slow
 async def test_every_forwarded_route_needs_a_token() -> None:
     async with statuses() as status:
         for path, methods in PASSED.items():
@@ -247,6 +250,7 @@ def test_damaged_token_file_keeps_the_previous_tokens(
 # -- never shown -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_no_answer_and_no_log_shows_a_token(caplog: pytest.LogCaptureFixture) -> None:
     answers: list[httpx.Response] = []
     serve_logger().addHandler(caplog.handler)

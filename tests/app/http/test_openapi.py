@@ -16,6 +16,8 @@ from deployments.replica.server_info import add_server_info
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import FakeRouter, NoReplica, application, client
 
+pytestmark = pytest.mark.slow  # the whole document
+
 STATUS = {
     "title": "vLLM's own",
     "anyOf": [{"$ref": "#/components/schemas/Part"}, {"$ref": "#/components/schemas/Status"}],
@@ -101,7 +103,6 @@ async def test_last_document_is_used_while_no_replica_answers() -> None:
     assert seen[2] == seen[1]
 
 
-@pytest.mark.slow
 def test_document_of_vllms_own_server_is_merged_whole() -> None:
     server = build_app(server_arguments(SPEC), ("generate",))
     add_server_info(server, None)  # type: ignore[arg-type]

@@ -11,6 +11,8 @@ from app.jobs.environments.environment import HELD_OUT
 from tests.app.http.fake_status import report
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
 
+pytestmark = pytest.mark.slow  # whole runs
+
 
 async def test_an_evaluation_is_of_the_served_version_and_in_the_record(tmp_path: Path) -> None:
     given = ["--steps", "3", "--eval-every", "2", "--eval-problems", "2", "--eval-attempts", "2"]

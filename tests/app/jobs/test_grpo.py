@@ -262,6 +262,7 @@ async def test_a_batch_that_the_trainer_refuses_is_left_out_and_a_second_one_end
     assert [dict(record.trainer) == {} for record in records] == [True, False, True, True, False]
 
 
+@pytest.mark.slow
 async def test_a_run_of_which_no_problem_is_answered_ends(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.deadly = {str(number) for number in range(1000)}
@@ -313,6 +314,7 @@ async def test_a_group_without_signal_is_replaced_and_counts_in_the_reward(tmp_p
     assert len(fleet.batches[0]) == 6
 
 
+@pytest.mark.slow
 async def test_a_task_without_any_signal_ends_dynamic_sampling_with_a_sentence(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.same = True

@@ -80,6 +80,7 @@ def test_server_info_is_vllms_without_secrets(config: VllmConfig) -> None:
     assert answer["vllm_config"] == theirs
 
 
+@pytest.mark.slow
 def test_data_parallel_size_of_a_replica_is_hidden(config: VllmConfig) -> None:
     config.parallel_config.data_parallel_size = 4
     assert ours(config, "?config_format=json")["vllm_config"]["parallel_config"]["data_parallel_size"] == 1

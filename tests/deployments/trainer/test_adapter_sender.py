@@ -14,7 +14,7 @@ from tests.deployments.trainer.one_adapter import TENSORS, adapter_spec, live_fi
 from tests.deployments.trainer.one_worker import BATCH, lines
 from tests.tiny_adapters import save_tiny_adapter
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # optimizer steps
 
 
 @pytest.fixture

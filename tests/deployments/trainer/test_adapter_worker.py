@@ -30,7 +30,7 @@ from tests.deployments.trainer.one_worker import BATCH, equal, lines
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_adapters import save_tiny_adapter
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # optimizer steps
 
 
 @pytest.fixture
@@ -74,7 +74,6 @@ def test_a_publish_survives_a_controller_that_dies_in_any_of_its_calls(
         assert published(worker).version == version and controller.live[-1] == f"math@{version}", fate
 
 
-@pytest.mark.slow
 def test_a_name_that_others_loaded_is_not_replaced(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,7 +143,6 @@ def test_an_adapter_is_saved_in_the_store_by_default(
 # -- a trainer of an adapter that is started again: what it goes on from ---------------------------
 
 
-@pytest.mark.slow
 def test_a_restarted_trainer_continues_exactly(
     spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
 ) -> None:
@@ -165,7 +163,6 @@ def test_a_restarted_trainer_continues_exactly(
     assert published(resumed).version == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not saved", "damaged"])
 def test_a_lost_checkpoint_costs_moments_and_not_weights(
     spec: TrainerSpec,
@@ -190,7 +187,6 @@ def test_a_lost_checkpoint_costs_moments_and_not_weights(
     assert resumed.step(BATCH)["step"] == 3
 
 
-@pytest.mark.slow
 def test_a_run_takes_nothing_from_a_run_whose_store_is_beside_its_own(tmp_path: Path) -> None:
     """As on a shared disk: all stores are in one directory."""
     (tmp_path / "shared").mkdir()
@@ -206,7 +202,6 @@ def test_a_run_takes_nothing_from_a_run_whose_store_is_beside_its_own(tmp_path: 
     assert sorted(each.name for each in (tmp_path / "shared").iterdir()) == ["one", "two"]
 
 
-@pytest.mark.slow
 def test_nothing_is_resumed_once_the_store_is_moved_away(spec: TrainerSpec, tmp_path: Path) -> None:
     """What users do to start anew; a user who keeps the journal has to unload the adapter, too."""
     controller = ControllerInProcess(tmp_path / "state")
@@ -218,7 +213,6 @@ def test_nothing_is_resumed_once_the_store_is_moved_away(spec: TrainerSpec, tmp_
     controller.close()
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_leaves_the_one_before_where_the_adapter_is_not_live(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -230,7 +224,6 @@ def test_a_damaged_checkpoint_leaves_the_one_before_where_the_adapter_is_not_liv
         assert started(spec, controller).step(BATCH)["step"] == step
 
 
-@pytest.mark.slow
 def test_an_unloaded_adapter_is_published_again_from_where_it_was(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
@@ -241,7 +234,6 @@ def test_an_unloaded_adapter_is_published_again_from_where_it_was(
     assert (report.version, report.step) == (3, 2) and controller.live == ["math@3"]
 
 
-@pytest.mark.slow
 def test_an_adapter_is_not_continued_with_other_settings(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:

@@ -20,6 +20,8 @@ from trainers.settings import Dtype, LearnerConfig, LoraConfig, OptimizerConfig
 from trainers.sources import ParameterSource, load_parameters
 from trainers.trained_policy import TrainedPolicy
 
+pytestmark = pytest.mark.slow  # optimizer steps
+
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
 BATCH = [
     tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
@@ -68,7 +70,6 @@ def stepped(directory: Path) -> Learner:
     return learner
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_each_checkpoint_of_a_run_is_of_its_own_step(tmp_path: Path, device: str) -> None:
     tiny.policy(tmp_path)
@@ -199,7 +200,6 @@ def test_weights_of_the_same_step_that_are_not_those_of_the_checkpoint_stay(tmp_
     assert equal(weights(resumed.policy), before)
 
 
-@pytest.mark.slow
 def test_a_trainer_that_went_back_keeps_the_checkpoints_that_it_makes_from_then_on(tmp_path: Path) -> None:
     learner, kept = stepped(tmp_path), checkpoints(tmp_path)
     learner.step(BATCH)
@@ -376,7 +376,6 @@ def _sharded(directory: Path, stored: Tensors | None = None, lora: LoraConfig | 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
 def test_any_number_of_ranks_resumes_all_of_them_or_none_and_they_agree_after_a_fault_of_one(
     tmp_path: Path,
 ) -> None:

@@ -16,6 +16,8 @@ from tests.deployments.trainer.trainer_specs import trainer_spec
 from tests.tiny_models import tiny_llama
 from trainers.sources import ParameterSource
 
+pytestmark = pytest.mark.slow  # optimizer steps
+
 SPEC = trainer_spec(chunk_bytes=1 << 18)
 
 

@@ -36,6 +36,8 @@ from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import parse_trajectories
 from trainers.trajectory_arrays import to_bytes
 
+pytestmark = pytest.mark.slow  # optimizer steps
+
 
 def test_what_is_published_is_what_save_writes_and_what_the_store_has(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
@@ -59,7 +61,6 @@ def test_what_is_published_is_what_save_writes_and_what_the_store_has(
     assert manifest.fleet_id == controller.status.fleet_id and manifest.digest is not None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wire_dtype"), [("merged", None), ("drafter", "bfloat16"), ("mtp", "bfloat16")]
 )
@@ -138,7 +139,6 @@ def test_weights_are_cast_for_the_wire_and_the_store(
     assert config["dtype"] == "bfloat16"
 
 
-@pytest.mark.slow
 def test_a_disk_that_fails_does_not_end_training(
     spec: TrainerSpec, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
@@ -175,7 +175,6 @@ def test_a_checkpoint_is_saved_neither_anywhere_nor_over_what_is_there(
     assert (taken / "config.json").read_text() == "mine" and len(list(taken.iterdir())) == 1
 
 
-@pytest.mark.slow
 def test_a_model_of_the_hub_is_trained_from_where_it_was_downloaded_to(
     spec: TrainerSpec, tmp_path: Path, hub: FakeHub, controller: ControllerInProcess
 ) -> None:

@@ -61,6 +61,7 @@ async def test_requests_are_sampled_as_the_policy_wants_and_name_their_rollout()
 
 
 @pytest.mark.parametrize("with_usage", [False, True])
+@pytest.mark.slow
 async def test_an_agent_that_streams_gets_the_whole_answer_in_one_event(with_usage: bool) -> None:
     import openai
 

@@ -19,6 +19,8 @@ import pytest
 from deployments.host.fork_server.client import MODULES, PREFIX, REASON, SERVER, SWITCH
 from deployments.host.fork_server.use import CLIENT
 
+pytestmark = pytest.mark.slow  # starts processes
+
 # What a client or a server is started with, with another limit.
 QUICK = "import sys; sys.path.insert(0, {folder!r}); import {module} as m; m.{name} = {value}; m.main()"
 SHOW = (
@@ -208,7 +210,6 @@ def test_a_server_that_hangs_is_replaced(environment: dict[str, str]) -> None:
     assert after["reason"] is None and after["server"] != server
 
 
-@pytest.mark.slow
 def test_imports_that_fail_or_start_threads_leave_ordinary_interpreters(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -313,7 +314,6 @@ def test_what_multiprocessing_spawns_in_a_fork_is_a_fork_too(
     ran(client(str(script)), environment)
 
 
-@pytest.mark.slow
 def test_hundreds_of_forks_leave_a_server_as_it_was(environment: dict[str, str]) -> None:
     (server,) = [psutil.Process(shown(environment)["server"])]
     for _ in range(20):
@@ -329,7 +329,6 @@ def test_hundreds_of_forks_leave_a_server_as_it_was(environment: dict[str, str])
     assert server.children() == []
 
 
-@pytest.mark.slow
 def test_the_imports_of_an_engine_leave_a_process_that_can_fork(environment: dict[str, str]) -> None:
     """vLLM's and torch's, and what they have read of the environment is that of the command."""
     del environment[MODULES]
