@@ -79,7 +79,7 @@ class Sampler:
         for pid in list(self._pids()):
             with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
                 figures = _figures(Path(f"/proc/{pid}"))
-                self.samples.append(Sample(rounds=rounds, pid=pid, title=_title(pid), figures=figures))
+                self.samples.append(Sample(rounds=rounds, pid=pid, title=title(pid), figures=figures))
         self.samples.append(Sample(rounds=rounds, pid=0, title=SHARED, figures=_shared_memory()))
         if (used := _gpu_mib()) is not None:
             self.samples.append(Sample(rounds=rounds, pid=0, title=GPU, figures={"used_mib": used}))
@@ -144,7 +144,8 @@ def _figures(directory: Path) -> dict[str, float]:
     }
 
 
-def _title(pid: int) -> str:
+def title(pid: int) -> str:
+    """What a process runs, in short."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     title = words[0].strip()
     if "python" in title:  # the module or script that it runs

@@ -15,7 +15,7 @@ Columns: *start* until training begins; *to goal* from then until the mean rewar
 *tokens/s* are sampled, and learned from, for each GPU; *idle* is the time without a kernel on each GPU;
 *update* is the time that a step's weights take to the engine; *lost* are tokens that the engine made and
 nobody learned from; *outage* is the time from the kill to the next step. Rates are of the steps between the
-first and the kill.
+first and the kill. The JSON also has the processor time of a step, by process.
 """
 
 import argparse
@@ -39,9 +39,11 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import httpx
+import psutil
 
 from app.jobs import metrics
 from app.settings.models import resolve_model
+from benchmarks.process_samples import title
 from benchmarks.recipe import Recipe, Step, problems, steps
 from benchmarks.recovery import MARK, victims
 from benchmarks.servers import CPU, MODEL, Setup, fleet, vllm_serve
@@ -72,6 +74,7 @@ class Watch:
         self.gpus = gpus
         self.use: list[tuple[float, str, float]] = []
         self.samples: list[tuple[float, float]] = []
+        self.processors: list[tuple[int, dict[str, float]]] = []  # after so many steps: seconds by process
         self._done = threading.Event()
 
     @contextmanager
@@ -100,6 +103,15 @@ class Watch:
         """Tokens; a new engine counts from zero."""
         counts = [count for when, count in self.samples if begin <= when <= end]
         return sum(max(0.0, after - before) for before, after in pairwise(counts))
+
+    def processor_ms(self) -> dict[str, float]:
+        """Of a step, by process, the largest first."""
+        if len(self.processors) < 2:
+            return {}
+        (first, before), (last, after) = self.processors[0], self.processors[-1]
+        spent = {name: 1000 * (s - before.get(name, 0.0)) / (last - first) for name, s in after.items()}
+        largest = sorted(spent.items(), key=lambda each: -each[1])
+        return {name: round(ms, 1) for name, ms in largest if ms >= 1.0}
 
     def _watch_gpus(self, lines: Iterator[str]) -> None:
         for each in lines:
@@ -229,6 +241,22 @@ def their_program(name: str, recipe: Recipe, gpus: Sequence[str], port: int, roo
     return Program(engine, gpus[:1], command, gpus[-1:], lambda: steps(record), began_at)
 
 
+def ours_of(mark: str) -> list[psutil.Process]:
+    """The processes of a program."""
+    found = psutil.process_iter(["environ"])
+    return [each for each in found if (each.info["environ"] or {}).get(MARK) == mark]
+
+
+def used(processes: Sequence[psutil.Process]) -> dict[str, float]:
+    """Processor seconds, by process."""
+    found = {}
+    for each in processes:
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended
+            times = each.cpu_times()
+            found[f"{title(each.pid)} {each.pid}"] = times.user + times.system
+    return found
+
+
 def seen(gpus: Sequence[str]) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
@@ -250,9 +278,12 @@ def run(name: str, recipe: Recipe, options: argparse.Namespace, root: Path) -> R
                     watch.url = stack.enter_context(program.engine())
                 process = stack.enter_context(learner(program, watch.url, root / "learner.log"))
                 done, last = 0, time.time()
+                processes: list[psutil.Process] = []
                 while process.poll() is None:
                     if (now := len(program.steps())) > done:
+                        processes = processes or ours_of(mark)
                         done, last = now, time.time()
+                        watch.processors.append((done, used(processes)))
                     if killed is None and 0 < options.kill <= done:
                         killed = time.time()
                         for pid in victims("VLLM::EngineCore", mark) or [process.pid]:
@@ -294,6 +325,7 @@ def figures(done: Sequence[Step], began: float, killed: float | None, goal: floa
         "tokens_per_s": tokens / (end - first) / max(1, len(watch.gpus)),
         "idle": watch.idle(first, end),
         "staleness": fmean(each.staleness for each in rest),
+        "processor_ms": watch.processor_ms(),
         "update_s": median(each.update_s for each in rest),
         **({"wait_s": median(waits)} if waits else {}),
         **({"lost": max(0.0, 1 - tokens / made)} if made else {}),

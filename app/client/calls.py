@@ -99,9 +99,9 @@ def run_position(run: str) -> Call[responses.RunPosition]:
     return Call(method="GET", path=f"/rollouts/runs/{run}", read=typed(responses.RunPosition))
 
 
-def begin_group(run: str, number: int) -> Call[responses.Status]:
-    """Open the group RUN.NUMBER."""
-    body = {"run": run, "number": number}
+def begin_groups(run: str, number: int, count: int) -> Call[responses.Status]:
+    """Open so many groups from RUN.NUMBER on."""
+    body = {"run": run, "number": number, "count": count}
     return Call(method="POST", path="/rollouts/begin", body=body, read=typed(responses.Status))
 
 

@@ -77,12 +77,14 @@ class BeginBody(OwnBody):
     run: str = Field(pattern=f"^{RUN}$")
     """The job's name."""
     number: int = Field(ge=0)
-    """The group's; all before it have begun."""
+    """The first group's; all before it have begun."""
+    count: int = Field(default=1, ge=1, le=4096)
+    """How many groups."""
 
 
 class SettleBody(OwnBody):
     group: str
-    """As `/rollouts/begin` answered it."""
+    """RUN.NUMBER."""
     rollouts: list[SettledRollout]
     """Those that are learned from. The group's others are discarded."""
     reason: str = Field(default="discarded", min_length=1, max_length=128)

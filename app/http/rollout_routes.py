@@ -28,8 +28,8 @@ RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests"
 
 
 async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, path: str) -> TurnId:
-    """Open the rollout that a request's headers name. Raises SlipstreamError: wrong headers, or the rollout
-    takes no turn of this request."""
+    """Open the rollouts that a request's headers name. Raises SlipstreamError: wrong headers, or one of
+    them takes no turn of this request."""
     once = (ID_HEADER, GROUP_HEADER, SIZE_HEADER, REQUEST_HEADER, CONTINUE_HEADER)
     for name in once:
         if len(values := request.headers.getlist(name)) > 1:
@@ -37,7 +37,7 @@ async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, 
     rollout = rollout_of(request.headers, guard.owner(request), path)
     turn = check_id(REQUEST_HEADER, request.headers.get(REQUEST_HEADER, uuid.uuid4().hex))
     await retried(controller, "rollouts", "open", rollout, limit_s=LIMIT_S)
-    return TurnId(rollout_id=rollout.rollout_id, owner=rollout.owner, request=turn, attempt=0)
+    return TurnId(rollout_ids=rollout.rollout_ids, owner=rollout.owner, request=turn, attempt=0)
 
 
 OfGuard = Annotated[Guard, of_app("guard")]
@@ -62,8 +62,8 @@ async def position(
 
 @routes("POST", "/rollouts/begin", repeatable=True)
 async def begin(controller: Controller, body: BeginBody) -> Status:
-    """Open the group RUN.NUMBER of a job, for requests with this name in `x-rollout-group`."""
-    await _call(controller, "begin", body.run, body.number)
+    """Open `count` groups of a job from RUN.NUMBER on, for requests with their names in `x-rollout-group`."""
+    await _call(controller, "begin", body.run, body.number, body.count)
     return Status(status="begun")
 
 

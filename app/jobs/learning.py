@@ -6,6 +6,7 @@ After a kill between any two of them the next job takes the same groups for the 
 trainer whether it has learned from them.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Sequence
@@ -145,9 +146,10 @@ async def trained(
 ) -> StepRecord:
     """The record after a step and a publish; arguments as in `train`."""
     run.doing = f"the trainer learns from {len(batch)} answers"
-    acceptance = await draft_acceptance(run)
     try:
-        made = await train(run, batch, record, steps, newer_than)
+        made, acceptance = await asyncio.gather(
+            train(run, batch, record, steps, newer_than), draft_acceptance(run)
+        )
     except BatchRefused as error:
         # It would be refused again after each --resume. Two in a row are no matter of one batch.
         if run.refused:
@@ -241,7 +243,7 @@ async def continued(run: Run, past: Sequence[StepRecord]) -> None:
     """Continue after the last recorded step, with the groups that the ledger has of this run."""
     position = await run.policy.client.send(calls.run_position(run.name))
     run.next_problem, run.ready = position.next, position.ready
-    run.again = [int(group.rpartition(".")[2]) for group in position.open]
+    run.begun.extend(int(group.rpartition(".")[2]) for group in position.open)
     if not past:
         return
     last = past[-1]

@@ -57,16 +57,19 @@ class Policy:
         """A name for an attempt at a problem: its rollout's."""
         return f"{self.group or 'evaluation'}.{uuid.uuid4().hex[:16]}"
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], attempt: str) -> Answer:
-        """An answer to one conversation. Raises as `sample`; Unanswered also for a conversation that exceeds
-        the model's context."""
-        body = self._sampling() | {"model": self.name, "messages": list(messages)}
+    async def chat(self, messages: Sequence[Mapping[str, str]], attempts: Sequence[str]) -> Sequence[Answer]:
+        """An answer to one conversation for each attempt. Raises as `sample`; Unanswered also for a
+        conversation that exceeds the model's context."""
+        body = self._sampling() | {"model": self.name, "messages": list(messages), "n": len(attempts)}
         try:
-            return (await self.forward(completions.chat(body), "", attempt)).answer
+            answers = (await self.forward(completions.chat(body), "", ",".join(attempts))).answers
         except FleetError as error:
             if is_too_long(error):
                 raise Unanswered(error.message) from error
             raise
+        if len(answers) != len(attempts):
+            raise FleetError(f"expected {len(attempts)} choices of the fleet's answer, got {len(answers)}")
+        return answers
 
     async def complete(self, prompt_token_ids: Sequence[int], attempt: str) -> Answer:
         """The next tokens; turns of an attempt go to one replica."""
@@ -75,7 +78,8 @@ class Policy:
         return (await self.forward(call, attempt, attempt)).answer
 
     async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
-        """The answer to a request, at the policy's version; `session`: may be empty. Raises as `sample`."""
+        """The answer to a request, at the policy's version; `session`: may be empty; `attempt`: several have
+        commas between them. Raises as `sample`."""
         headers = self._headers(attempt) | ({"x-session-id": session} if session else {})
         call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)

@@ -37,7 +37,7 @@ class Run:
     trained: int = 0  # the newest published step
     refused: bool = False  # the last batch, by the trainer
     next_problem: int = 0
-    again: list[int] = field(default_factory=list)  # problems that a killed job had begun
+    begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
     ready: int = 0  # groups that the ledger has for the next step
     filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
     stale: int = 0  # groups since the last step
@@ -68,18 +68,19 @@ class Run:
             self.changed.notify_all()
 
     async def begin_problem(self) -> int:
-        """The next problem, while the ledger has room. One at a time: a killed job then leaves no number
-        out."""
+        """The next problem, while the ledger has room. A killed job leaves no number out: those that it had
+        begun are open."""
         async with self.beginning:
             async with self.changed:
                 await self.changed.wait_for(
                     lambda: self.sampling and self.ready < self.options.groups_per_step
                 )
-            if self.again:
-                return self.again.pop(0)
-            await self.policy.client.send(calls.begin_group(self.name, self.next_problem))
-            self.next_problem += 1
-            return self.next_problem - 1
+            if not self.begun:
+                count = self.options.groups_in_flight
+                await self.policy.client.send(calls.begin_groups(self.name, self.next_problem, count))
+                self.begun.extend(range(self.next_problem, self.next_problem + count))
+                self.next_problem += count
+            return self.begun.popleft()
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
         """Close a problem's group; without rollouts it is left out for the reason."""

@@ -59,9 +59,9 @@ class RolloutLimits(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """The rollout that a request belongs to, by its headers."""
+    """The rollout that a request belongs to, by its headers; several: one for each of its choices."""
 
-    rollout_id: str
+    rollout_ids: tuple[str, ...]
     owner: str  # "": the operator, or anyone where users need no token
     group: str | None = None
     group_size: int = 0  # 0: only the deadline closes the group
@@ -71,13 +71,13 @@ class RolloutRequest:
 class TurnId:
     """What a replica needs to record a request's answers. `attempt` grows each time that it is sent."""
 
-    rollout_id: str
+    rollout_ids: tuple[str, ...]
     owner: str
     request: str
     attempt: int
 
     def header(self) -> str:
-        return f"{self.rollout_id},{self.owner},{self.request},{self.attempt}"
+        return ",".join((self.owner, self.request, str(self.attempt), *self.rollout_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +120,8 @@ def turn_of(value: bytes | None) -> TurnId | None:
     """The turn in a `TURN_HEADER`; None: the request is not captured."""
     if value is None:
         return None
-    rollout_id, owner, request, attempt = value.decode().split(",")
-    return TurnId(rollout_id=rollout_id, owner=owner, request=request, attempt=int(attempt))
+    owner, request, attempt, *rollout_ids = value.decode().split(",")
+    return TurnId(rollout_ids=tuple(rollout_ids), owner=owner, request=request, attempt=int(attempt))
 
 
 def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequest:
@@ -131,8 +131,11 @@ def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequ
     group = headers.get(GROUP_HEADER)
     if (continues := headers.get(CONTINUE_HEADER, "true")) not in ("true", "false"):
         raise InvalidRequest(f"{CONTINUE_HEADER} must be true or false, got {continues[:40]!r}")
+    names = [name.strip() for name in headers[ID_HEADER].split(",")]
+    if len(set(names)) < len(names):
+        raise InvalidRequest(f"{ID_HEADER}: expected another id for each choice, got {headers[ID_HEADER]!r}")
     return RolloutRequest(
-        rollout_id=check_id(ID_HEADER, headers[ID_HEADER]),
+        rollout_ids=tuple(check_id(ID_HEADER, name) for name in names),
         owner=owner,
         group=None if group is None else check_id(GROUP_HEADER, group),
         group_size=int(number_of(headers, SIZE_HEADER, 0, most=MAX_SIZE, whole=True)),

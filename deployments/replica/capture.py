@@ -7,14 +7,14 @@ controller has a turn before the client has its last token, so a reward never co
 import copy
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from deployments.protocol.errors import InvalidRequest, SlipstreamError
 from deployments.protocol.rollouts import CapturedTurn, TurnId
 from deployments.replica.continuation import Said
 
-Append = Callable[[TurnId, CapturedTurn], Awaitable[None]]
+Append = Callable[[str, Sequence[tuple[str, CapturedTurn]]], Awaitable[None]]  # owner, turns by rollout
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -40,7 +40,7 @@ class Capture:
         """Instead of a random one, for events: every replica makes the same ones for a request."""
         self._ids += 1
         return uuid.uuid5(
-            uuid.NAMESPACE_OID, f"{self._turn.rollout_id}/{self._turn.request}/{self._ids}"
+            uuid.NAMESPACE_OID, f"{self._turn.rollout_ids[0]}/{self._turn.request}/{self._ids}"
         ).hex[:16]
 
     def sampling(self, params: Any) -> Any:
@@ -72,10 +72,18 @@ class Capture:
                 "learn from others"
             )
             raise self.failure
+        rollouts = self._turn.rollout_ids
+        if 1 < len(rollouts) < first_choice + asked.n:
+            self.failure = InvalidRequest(
+                f"x-rollout-id: expected one id, or one for each choice, got {len(rollouts)} for "
+                f"{first_choice + asked.n} choices"
+            )
+            raise self.failure
         answers: dict[int, _Answer] = {}
         async for output in stream:
             if self.said is not None:
                 self.said.add(output, adapter(), with_logprobs=asked.num_logprobs is not None)
+            finished = []
             for completion in output.outputs:
                 answer = answers.setdefault(completion.index, _Answer())
                 answer.add(completion, is_delta=asked.output_kind.name == "DELTA")
@@ -83,10 +91,13 @@ class Capture:
                     completion.logprobs = completion.cumulative_logprob = None
                 if completion.finish_reason is not None and answer.token_ids:
                     choice = first_choice + completion.index
-                    await self._record(output, completion, asked, answer, choice, adapter())
+                    turn = self._captured(output, completion, asked, answer, choice, adapter())
+                    finished.append((rollouts[choice if len(rollouts) > 1 else 0], turn))
+            if finished:
+                await self._record(finished)
             yield output
 
-    async def _record(
+    def _captured(
         self,
         output: Any,
         completion: Any,
@@ -94,8 +105,8 @@ class Capture:
         answer: "_Answer",
         choice: int,
         adapter: str | None,
-    ) -> None:
-        turn = CapturedTurn(
+    ) -> CapturedTurn:
+        return CapturedTurn(
             key=f"{self._turn.request}/{choice}",
             attempt=self._turn.attempt,
             prompt_token_ids=array("i", output.prompt_token_ids).tobytes(),
@@ -109,8 +120,10 @@ class Capture:
             finish_reason=completion.finish_reason,
             sampling={name: getattr(asked, name) for name in SAMPLING},
         )
+
+    async def _record(self, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
         try:
-            await self._append(self._turn, turn)
+            await self._append(self._turn.owner, turns)
         except SlipstreamError as error:
             self.failure = error
             raise

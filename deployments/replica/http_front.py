@@ -100,7 +100,7 @@ class ReplicaFront:
     Args:
         admit: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why no request may be answered now; None if it may.
-        append: records a turn of a rollout; raises SlipstreamError.
+        append: records turns of rollouts of an owner; raises SlipstreamError.
         versions: serves the files of this host's versions to other replicas; None: hosts share a store.
         require_passed: raises SlipstreamError for a method and path that routers must not pass.
     """

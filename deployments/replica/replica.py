@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import JoinAnswer, Unloadable
-from deployments.protocol.rollouts import CapturedTurn, TurnId
+from deployments.protocol.rollouts import CapturedTurn
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.follower import Follower
 from deployments.replica.graceful_shutdown import shut_down
@@ -157,7 +157,7 @@ class Replica:
             admit=self._admission.wait,
             refusal=self._admission.refusal,
             version=lambda: self._engine.version,
-            append=partial(_append_turn, self._controller),
+            append=partial(_append_turns, self._controller),
             versions=own_store,
         )
         await self._until_admitted()
@@ -261,10 +261,11 @@ class Replica:
         await self._follower.send_last_report()
 
 
-async def _append_turn(controller: CallHandle, turn: TurnId, captured: CapturedTurn) -> None:
-    """Record a turn of a rollout, if need be with the controller's successor."""
-    names = turn.rollout_id, turn.owner
-    await retried(controller, "rollouts", "append", *names, captured, limit_s=RECORD_S)
+async def _append_turns(
+    controller: CallHandle, owner: str, turns: Sequence[tuple[str, CapturedTurn]]
+) -> None:
+    """Record turns of rollouts, if need be with the controller's successor."""
+    await retried(controller, "rollouts", "append", owner, turns, limit_s=RECORD_S)
 
 
 def _application_stops() -> bool:

@@ -205,11 +205,14 @@ class RolloutLedger:
     # -- agents -------------------------------------------------------------------------------
 
     def open(self, request: RolloutRequest, now: float) -> None:
-        """A turn of this rollout begins; the first one creates it. Raises Conflict: it takes no more turns,
-        or another user began it or its group; OverQuota: its user has a share; FleetUnavailable: too many
-        rollouts are kept."""
+        """A turn of these rollouts begins; the first one creates them. Raises Conflict: one takes no more
+        turns, or another user began it or its group; OverQuota: its user has a share; FleetUnavailable: too
+        many rollouts are kept."""
         self.tick(now)
-        key = request.rollout_id
+        for key in request.rollout_ids:
+            self._open(key, request, now)
+
+    def _open(self, key: str, request: RolloutRequest, now: float) -> None:
         if key in self._rollouts:
             rollout = self._of(key, request.owner)
             wanted = request.group or ALONE + key
@@ -230,7 +233,7 @@ class RolloutLedger:
                 f"{len(self._rollouts)} rollouts are kept, the most that 'rollouts.max_rollouts' allows: "
                 "take or discard some"
             )
-        group = self._join(request, now)
+        group = self._join(key, request, now)
         self._put(replace(group, members=(*group.members, key)))
         self._put(Rollout(key=key, owner=request.owner, group=group.key))
 
@@ -247,8 +250,8 @@ class RolloutLedger:
                 "or wait until a trainer has taken them"
             )
 
-    def _join(self, request: RolloutRequest, now: float) -> Group:
-        name = request.group or ALONE + request.rollout_id
+    def _join(self, key: str, request: RolloutRequest, now: float) -> Group:
+        name = request.group or ALONE + key
         group = self._groups.get(name)
         if group is None:
             due = now + self._limits.group_timeout_s
@@ -344,18 +347,17 @@ class RolloutLedger:
 
     # -- jobs ---------------------------------------------------------------------------------
 
-    def begin(self, run: str, number: int, now: float) -> None:
-        """Open the group RUN.NUMBER. Repeated calls are harmless, as are calls
-        for earlier numbers. Raises Conflict: an agent has begun a group of that name."""
+    def begin(self, run: str, number: int, count: int, now: float) -> None:
+        """Open `count` groups from RUN.NUMBER on. Repeated calls are harmless, as are calls for earlier
+        numbers. Raises Conflict: an agent has begun a group of one of their names."""
         self.tick(now)
         known = self._run(run)
-        key = f"{run}.{number}"
-        if number < known.next:
-            return
-        if key in self._groups:
-            raise Conflict(f"group {key!r} was begun by a request: expected another name of the run")
-        self._put(Group(key=key, owner="", size=0, members=(), due=now + RUN_KEPT_S, run=run))
-        self._put(replace(known, next=number + 1))
+        for new in range(max(number, known.next), number + count):
+            key = f"{run}.{new}"
+            if key in self._groups:
+                raise Conflict(f"group {key!r} was begun by a request: expected another name of the run")
+            self._put(Group(key=key, owner="", size=0, members=(), due=now + RUN_KEPT_S, run=run))
+            self._put(replace(known, next=new + 1))
 
     def settle(self, group_id: str, rewards: Mapping[str, Reward], reason: str, now: float) -> None:
         """Reward these members of a group, discard the others, and close it. The same call again is harmless.

@@ -11,7 +11,7 @@ import math
 import sqlite3
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
 from hashlib import blake2b
@@ -127,8 +127,13 @@ class RolloutStore:
     position = partialmethod(_call, "position", RESERVE_PAGES)
     counts = partialmethod(_call, "counts", RESERVE_PAGES)
 
-    def append(self, rollout_id: str, owner: str, captured: CapturedTurn) -> None:
-        """Store a finished turn; see `RolloutLedger.append`."""
+    def append(self, owner: str, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
+        """Store finished turns of rollouts, or none of them; see `RolloutLedger.append`."""
+        with self._transaction(0):
+            for rollout_id, captured in turns:
+                self._append(rollout_id, owner, captured)
+
+    def _append(self, rollout_id: str, owner: str, captured: CapturedTurn) -> None:
         if not math.isfinite(sum(array("f", captured.logprobs))):
             raise InvalidRequest(
                 "x-rollout-id: expected finite log-probabilities, the engine returned others"
@@ -144,20 +149,19 @@ class RolloutStore:
             version=version,
             digest=lambda length: blake2b(memoryview(tokens)[: 4 * length], digest_size=16).hexdigest(),
         )
-        with self._transaction(0):
-            added = self._ledger.append(rollout_id, owner, new)
-            if added is not None:
-                _, turn = added
-                detail = {
-                    "weight_versions": captured.weight_versions,
-                    "adapter": captured.adapter,
-                    "constrained": captured.constrained,
-                    "finish_reason": captured.finish_reason,
-                    "sampling": captured.sampling,
-                }
-                prompt = captured.prompt_token_ids[4 * (turn.length - turn.stored) :]
-                row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
-                self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
+        added = self._ledger.append(rollout_id, owner, new)
+        if added is not None:
+            _, turn = added
+            detail = {
+                "weight_versions": captured.weight_versions,
+                "adapter": captured.adapter,
+                "constrained": captured.constrained,
+                "finish_reason": captured.finish_reason,
+                "sampling": captured.sampling,
+            }
+            prompt = captured.prompt_token_ids[4 * (turn.length - turn.stored) :]
+            row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
+            self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
 
     def settle(self, group: str, rewards: Mapping[str, tuple[Reward, str]], reason: str) -> None:
         """See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the rollout."""

@@ -333,7 +333,7 @@ def _captured(request: Outgoing, turn: TurnId, *, continues: bool) -> Outgoing:
     if continues:
         headers[SAID_NAME] = str(len(request.body))
         if b'"request_id"' not in request.body:  # events of all replicas have one id
-            headers.setdefault("x-request-id", f"{turn.rollout_id}-{turn.request}")
+            headers.setdefault("x-request-id", f"{turn.rollout_ids[0]}-{turn.request}")
     return replace(request, headers=headers, turn=turn)
 
 

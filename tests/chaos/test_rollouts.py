@@ -227,7 +227,9 @@ def answers(record: Record) -> dict[str, list[int]]:
     for call in [each for each in record.of(MOMENTS["open"]) if each.status == 200]:
         number = int(call.headers["x-rollout-group"].rpartition(".")[2])
         assert call.json["messages"][0]["content"] == f"number {number % PROMPTS}"
-        said[call.headers["x-rollout-id"]] = call.answer_json["choices"][0]["token_ids"]
+        rollouts = call.headers["x-rollout-id"].split(",")
+        choices = [choice["token_ids"] for choice in call.answer_json["choices"]]
+        said |= dict(zip(rollouts, choices, strict=True))
     return said
 
 

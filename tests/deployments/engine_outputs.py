@@ -5,7 +5,9 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def sampling_params(*, delta: bool, logprobs: int | None = None, grammar: object = None) -> Any:
+def sampling_params(
+    *, delta: bool, logprobs: int | None = None, grammar: object = None, choices: int = 1
+) -> Any:
     """vLLM's `SamplingParams`."""
     numbers = dict.fromkeys(("top_p", "min_p", "repetition_penalty"), 1.0)
     numbers |= dict.fromkeys(("top_k", "presence_penalty", "frequency_penalty"), 0)
@@ -18,14 +20,16 @@ def sampling_params(*, delta: bool, logprobs: int | None = None, grammar: object
         temperature=0.7,
         seed=None,
         max_tokens=16,
+        n=choices,
     )
 
 
 async def generated(
     prompt: Sequence[int] | None, answers: Sequence[Sequence[int]], *, delta: bool
 ) -> AsyncGenerator[Any, None]:
-    """The outputs of one call: of each choice a token after the other, or all at once. A token's
+    """The outputs of one call: a token of a choice after the other, or all choices at once. A token's
     log-probability is its negative."""
+    whole = []
     for index, tokens in enumerate(answers):
         pieces = [[token] for token in tokens] if delta else [list(tokens)]
         for number, piece in enumerate(pieces, 1):
@@ -40,4 +44,9 @@ async def generated(
                 stop_reason=None,
                 weight_versions=[span] if last else None,
             )
-            yield SimpleNamespace(prompt_token_ids=prompt, num_cached_tokens=0, outputs=[completion])
+            if delta:
+                yield SimpleNamespace(prompt_token_ids=prompt, num_cached_tokens=0, outputs=[completion])
+            else:
+                whole.append(completion)
+    if whole:
+        yield SimpleNamespace(prompt_token_ids=prompt, num_cached_tokens=0, outputs=whole)

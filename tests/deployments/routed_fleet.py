@@ -142,9 +142,11 @@ class Engine:
         asked = await request.json()
         self.ids.append(request.headers.get("x-request-id", asked.get("request_id")))
         streams = asked.get("stream", False)
-        outputs = generated(asked["prompt"], [asked["answer"]], delta=streams)
+        outputs = generated(asked["prompt"], [asked["answer"]] * asked.get("n", 1), delta=streams)
         if recorder.capture is not None:
-            sampling = sampling_params(delta=streams, logprobs=asked.get("logprobs"))
+            sampling = sampling_params(
+                delta=streams, logprobs=asked.get("logprobs"), choices=asked.get("n", 1)
+            )
             prompt, choice, adapter = {"type": "token"}, recorder.open_call(1), self.adapter
             outputs = recorder.capture.taken(outputs, prompt, sampling, choice, lambda: adapter)
             outputs = self._answered(outputs, recorder.capture, asked)

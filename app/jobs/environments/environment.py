@@ -28,6 +28,7 @@ from app.jobs.user_code import blamed
 
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
 HELD_OUT = 1 << 39  # problems from here on are for evaluation only
+AT_ONCE = 16  # answers of one request, which costs the same for one and for many, and goes to one replica
 
 
 class Environment(ABC):
@@ -111,11 +112,16 @@ class Task(Environment):
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         problem = self.problem(number)
-        return await all_of(self._rollout(problem, policy) for _ in range(count))
+        shares = [min(AT_ONCE, count - begun) for begun in range(0, count, AT_ONCE)]
+        made = await all_of(self._rollouts(problem, share, policy) for share in shares)
+        return [rollout for share in made for rollout in share]
 
-    async def _rollout(self, problem: Problem, policy: Policy) -> Rollout:
-        attempt = policy.attempt()
-        answer = await policy.chat(problem.messages, attempt)
+    async def _rollouts(self, problem: Problem, count: int, policy: Policy) -> Sequence[Rollout]:
+        attempts = [policy.attempt() for _ in range(count)]
+        answers = await policy.chat(problem.messages, attempts)
+        return await all_of(self._rollout(problem, *each) for each in zip(attempts, answers, strict=True))
+
+    async def _rollout(self, problem: Problem, attempt: str, answer: Answer) -> Rollout:
         return Rollout(
             id=attempt,
             reward=await self.score(problem, answer),

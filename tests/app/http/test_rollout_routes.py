@@ -1,7 +1,7 @@
 """Rollouts from the ingress to the disk: real routes, router, fronts and store; only the engine is a fake."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
 from deployments.controller.rollout_calls import Rollouts
 from deployments.protocol.responses import RunPosition
-from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, TurnId
+from deployments.protocol.rollouts import CapturedTurn, RolloutLimits
 from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
 from tests.app.http.fake_controller import Handle
@@ -43,9 +43,9 @@ class Controller:
         self.calls.append(name)
         return await self.store.call(name, {"": self.version}, *arguments)
 
-    async def append(self, turn: TurnId, captured: CapturedTurn) -> None:
-        self.attempts.append(captured.attempt)
-        await self.rollouts("append", turn.rollout_id, turn.owner, captured)
+    async def append(self, owner: str, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
+        self.attempts += [captured.attempt for _, captured in turns]
+        await self.rollouts("append", owner, turns)
 
 
 class Scene:
@@ -142,7 +142,7 @@ async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> No
     scene.client.headers.update(OPERATOR)
     send = AsyncFleetClient(scene.client).send
     for number in range(3):
-        await send(calls.begin_group("r", number))
+        await send(calls.begin_groups("r", number, 1))
     for rollout in ("a", "b"):
         await scene.chat(rollout, [1], [2], group="r.0")
     for _ in range(2):
@@ -169,7 +169,7 @@ async def test_a_request_that_is_sent_again_with_its_name_replaces_its_answer(sc
 
 
 async def test_a_request_without_the_header_asks_the_controller_nothing(scene: Scene) -> None:
-    spoofed = {"x-slipstream-turn": "a,,r,1", **OPERATOR}
+    spoofed = {"x-slipstream-turn": ",r,1,a", **OPERATOR}
     body = {"prompt": [1], "answer": [2]}
     assert (await scene.client.post(CHAT, json=body, headers=spoofed)).status_code == 200
     assert scene.controller.calls == []
@@ -253,8 +253,7 @@ async def test_a_user_with_too_many_rollouts_is_told_how_many_and_others_go_on(s
 
 
 async def test_a_group_is_ready_when_its_last_member_is_settled(scene: Scene) -> None:
-    for name in ("a", "b"):
-        await scene.chat(name, [1], [2], group="g", size=2)
+    assert (await scene.chat("a,b", [1], [2], group="g", size=2, n=2)).status_code == 200
     await scene.post("a/reward", reward=[[0.5]])
     assert (await scene.take())["groups"] == []
     assert (await scene.post("b/discard")).json() == {"status": "discarded"}
@@ -279,6 +278,8 @@ async def test_bad_input(scene: Scene) -> None:
     refused(await scene.chat("a", [1], [2], continues=0), 400, "x-rollout-continue must be true or false")
     headers = [("x-rollout-id", "a"), ("x-rollout-id", "b"), *OPERATOR.items()]
     refused(await scene.client.post(CHAT, json={}, headers=headers), 400, "must come once")
+    refused(await scene.chat("a,b,a", [1], [2]), 400, "another id for each choice, got 'a,b,a'")
+    refused(await scene.chat("b,c", [1], [2], n=3), 400, "or one for each choice, got 2 for 3 choices")
     refused(await scene.chat("..", [1], [2]), 400, "x-rollout-id: expected 1 to 128 letters")
     named = {"x-rollout-id": "a", **OPERATOR}
     batch = await scene.client.post(f"{CHAT}/batch", json={}, headers=named)

@@ -180,7 +180,7 @@ class FakeFleet:
             match path.removeprefix("/rollouts/"):
                 case "begin":
                     begin = BeginBody.model_validate_json(content)
-                    self.store.begin(begin.run, begin.number)
+                    self.store.begin(begin.run, begin.number, begin.count)
                 case "settle":
                     settle = SettleBody.model_validate_json(content)
                     rewards: Any = {each.id: (each.reward, each.info) for each in settle.rollouts}
@@ -198,32 +198,35 @@ class FakeFleet:
         return httpx.Response(200, json=found)
 
     def capture(self, headers: Mapping[str, str], completion: Mapping[str, Any]) -> None:
-        (choice,) = completion["choices"]
-        tokens = choice["token_ids"]
-        captured = CapturedTurn(
-            key=headers["x-rollout-turn"],
-            attempt=time.time_ns(),
-            prompt_token_ids=array("i", [1, 2]).tobytes(),
-            token_ids=array("i", tokens).tobytes(),
-            logprobs=array("f", [-1.0] * len(tokens)).tobytes(),
-            weight_versions=((self.version, 0, len(tokens)),),
-            adapter=choice.get("adapter"),
-            constrained=False,
-            finish_reason=choice["finish_reason"],
-            sampling={},
-        )
-        self.store.append(headers["x-rollout-id"], "", captured)
+        turns = [
+            CapturedTurn(
+                key=f"{headers['x-rollout-turn']}/{number}",
+                attempt=time.time_ns(),
+                prompt_token_ids=array("i", [1, 2]).tobytes(),
+                token_ids=array("i", choice["token_ids"]).tobytes(),
+                logprobs=array("f", [-1.0] * len(choice["token_ids"])).tobytes(),
+                weight_versions=((self.version, 0, len(choice["token_ids"])),),
+                adapter=choice.get("adapter"),
+                constrained=False,
+                finish_reason=choice["finish_reason"],
+                sampling={},
+            )
+            for number, choice in enumerate(completion["choices"])
+        ]
+        self.store.append("", list(zip(headers["x-rollout-id"].split(","), turns, strict=True)))
 
     def ends(self) -> dict[str, int]:
         """What became of the groups of the only run; one that is neither here nor in a step is lost."""
         return self.store.counts()[1]
 
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One token longer than the last answer to the same prompt."""
-        prompt = f"{request['messages'][0]['content']} at {request['at']}"
-        self.asked_for[prompt] += 1
-        length = 2 if self.same else self.asked_for[prompt]
-        return {"choices": [chat_choice([7] * length, text="x" * length, version=self.version)]}
+        """Each choice is one token longer than the last answer to the same prompt."""
+        prompt, choices = f"{request['messages'][0]['content']} at {request['at']}", []
+        for _ in range(request["n"]):
+            self.asked_for[prompt] += 1
+            length = 2 if self.same else self.asked_for[prompt]
+            choices.append(chat_choice([7] * length, text="x" * length, version=self.version))
+        return {"choices": choices}
 
 
 @dataclass

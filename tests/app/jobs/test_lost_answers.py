@@ -218,11 +218,11 @@ async def test_a_killed_job_whose_batch_gave_way_to_others_goes_on_without_it(
     with pytest.raises(Killed):
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3")
     kept = sum(fleet.store.counts()[0].values())
-    others = [RolloutRequest(rollout_id=f"other-{number}", owner="") for number in range(60 - kept + 12)]
+    others = [RolloutRequest(rollout_ids=(f"other-{number}",), owner="") for number in range(60 - kept + 12)]
     for each in others:
         fleet.store.open(each)
     for each in others:
-        fleet.store.discard(each.rollout_id, "")
+        fleet.store.discard(each.rollout_ids[0], "")
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
     assert [record.step for record in records] == [1, 2, 3] and len(fleet.batches) == 3
     assert "step 2 is made of other groups" in capsys.readouterr().out

@@ -51,7 +51,7 @@ def fleet(*answers: Reply) -> tuple[AsyncFleetClient, list[httpx.Request]]:
 
 async def test_everything_that_changes_the_distribution_is_given() -> None:
     client, asked = fleet([CHOICE])
-    await Policy(client=client, model="m", max_tokens=9, stop=["\n"]).chat(TALK, "a")
+    await Policy(client=client, model="m", max_tokens=9, stop=["\n"]).chat(TALK, ["a"])
     request = json.loads(asked[0].content)
     assert asked[0].url.path == "/v1/chat/completions"
     assert (request["max_tokens"], request["stop"]) == (9, ["\n"])
@@ -65,7 +65,7 @@ async def test_a_request_names_its_rollout_and_keeps_its_name_when_it_is_sent_ag
     policy = Policy(client=client, model="m", max_tokens=9, group="r.4")
     attempt = policy.attempt()
     for _ in range(2):
-        await policy.chat(TALK, attempt)
+        await policy.chat(TALK, [attempt])
     first, again, other = (request.headers for request in asked)
     assert attempt.startswith("r.4.") and attempt != policy.attempt()
     assert {each["x-rollout-id"] for each in (first, again, other)} == {attempt}
@@ -116,10 +116,10 @@ async def test_a_prompt_that_the_model_cannot_take_is_unanswered_and_another_wro
     for words in ("maximum context length is 8", "max_tokens must be at least 1, got 0."):  # none is left
         policy = Policy(client=fleet(refusal(400, "x", words))[0], model="m", max_tokens=9)
         with pytest.raises(Unanswered, match=words):
-            await policy.chat(TALK, "a")
+            await policy.chat(TALK, ["a"])
     policy = Policy(client=fleet(refusal(400, "x", "temperature"))[0], model="m", max_tokens=9)
     with pytest.raises(FleetError, match="temperature"):
-        await policy.chat(TALK, "a")
+        await policy.chat(TALK, ["a"])
 
 
 async def test_an_empty_answer_that_was_not_cut_off_is_an_error() -> None:

@@ -18,7 +18,7 @@ async def play(fleet: Fleet, rollout: str, version: int, adapter: str | None = N
     controller = fleet.controller
     await controller.rollouts("open", request(rollout))
     turn = captured("k/0", [1], [2], version=version, adapter=adapter)
-    await controller.rollouts("append", rollout, "", turn)
+    await controller.rollouts("append", "", [(rollout, turn)])
     await controller.rollouts("reward", rollout, "", 1.0)
 
 

@@ -1,6 +1,8 @@
 """What an engine answers is recorded below the routes, and they see nothing of it."""
 
 from array import array
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from deployments.protocol.rollouts import CapturedTurn, TurnId
 from deployments.replica.capture import Capture
 from tests.deployments.engine_outputs import generated, sampling_params
 
-TURN = TurnId(rollout_id="a", owner="", request="r", attempt=5)
+TURN = TurnId(rollout_ids=("a",), owner="ann", request="r", attempt=5)
 
 
 class Recorder:
@@ -18,13 +20,15 @@ class Recorder:
 
     def __init__(self) -> None:
         self.turns: list[CapturedTurn] = []
+        self.calls: list[list[str]] = []  # rollouts
         self.fails = False
 
-    async def append(self, turn: TurnId, captured: CapturedTurn) -> None:
+    async def append(self, owner: str, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
         if self.fails:
             raise FleetUnavailable("the disk is full")
-        assert turn == TURN
-        self.turns.append(captured)
+        assert owner == TURN.owner
+        self.turns += [captured for _, captured in turns]
+        self.calls.append([rollout for rollout, _ in turns])
 
 
 @pytest.fixture
@@ -33,7 +37,7 @@ def recorder() -> Recorder:
 
 
 async def outputs(capture: Capture, *, delta: bool, logprobs: int | None = None, **options: Any) -> list[Any]:
-    asked = sampling_params(delta=delta, logprobs=logprobs, grammar=options.pop("grammar", None))
+    asked = sampling_params(delta=delta, logprobs=logprobs, grammar=options.pop("grammar", None), choices=2)
     assert capture.sampling(asked).logprobs is not None
     assert asked.logprobs == logprobs, "the route's own are as before"
     first, prompt = options.pop("first", 0), {"type": options.pop("kind", "token")}
@@ -53,6 +57,16 @@ async def test_each_choice_is_a_turn(recorder: Recorder, delta: bool) -> None:
     assert array("f", first.logprobs).tolist() == [-3.0, -4.0]
     assert first.weight_versions == ((7, 0, 2),) and first.adapter == "math@4"
     assert first.constrained and first.finish_reason == "stop" and first.sampling["temperature"] == 0.7
+
+
+@pytest.mark.parametrize("delta", [True, False])
+async def test_each_choice_is_the_turn_of_its_own_rollout(recorder: Recorder, delta: bool) -> None:
+    several = replace(TURN, rollout_ids=("a", "b"))
+    await outputs(Capture(several, recorder.append), delta=delta)
+    assert recorder.calls == ([["a"], ["b"]] if delta else [["a", "b"]])
+    assert [each.key for each in recorder.turns] == ["r/0", "r/1"]
+    with pytest.raises(InvalidRequest, match="or one for each choice, got 2 for 4 choices"):
+        await outputs(Capture(several, recorder.append), delta=delta, first=2)
 
 
 @pytest.mark.parametrize("delta", [True, False])

@@ -113,9 +113,8 @@ def test_a_group_that_never_completes_closes_at_its_deadline() -> None:
 
 def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
     ledger = RolloutLedger(LIMITS)
-    for number in range(4):
-        ledger.begin("r", number, 0)
-    ledger.begin("r", 2, 0)  # the call is repeated
+    for number, count in ((0, 2), (2, 2), (1, 2)):  # the last one was sent before
+        ledger.begin("r", number, count, 0)
     for name in ("a", "b"):
         ledger.open(request(name, group="r.0"), 0)
         ledger.append(name, "", new_turn())
@@ -137,14 +136,14 @@ def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
         ledger.settle("r.9", {}, "", 0)
     ledger.open(request("d", group="r.4"), 0)
     with pytest.raises(Conflict, match=r"'r\.4' was begun by a request"):
-        ledger.begin("r", 4, 0)
+        ledger.begin("r", 4, 1, 0)
 
 
 def test_a_job_that_is_away_finds_what_it_has_not_finished() -> None:
     """What was taken, and perhaps not learned from, is not finished before the next step."""
     ledger = RolloutLedger(LIMITS)
     for number in range(4):
-        ledger.begin("r", number, 0)
+        ledger.begin("r", number, 1, 0)
     for number in range(3):
         ledger.open(request(f"a{number}", group=f"r.{number}"), 0)
         ledger.append(f"a{number}", "", new_turn())
@@ -267,7 +266,7 @@ def test_groups_that_are_too_stale_are_discarded_and_counted() -> None:
 def test_a_settled_group_that_was_too_stale_since_is_settled_again() -> None:
     """The answer of the first call was lost."""
     ledger = RolloutLedger(LIMITS)
-    ledger.begin("r", 0, 0)
+    ledger.begin("r", 0, 1, 0)
     ledger.open(request("a", group="r.0"), 0)
     ledger.append("a", "", new_turn(version=3))
     ledger.settle("r.0", {"a": 1.0}, "", 0)
@@ -337,7 +336,7 @@ def test_what_is_discarded_takes_nothing_from_a_step_that_may_ask_again() -> Non
 def test_runs_that_were_given_up_take_no_room_from_others() -> None:
     ledger = RolloutLedger(LIMITS)
     for number in range(LIMITS.max_rollouts):
-        ledger.begin(f"r{number}", 0, 0)
+        ledger.begin(f"r{number}", 0, 1, 0)
         ledger.open(request(f"a{number}", group=f"r{number}.0"), 0)
     ledger.append("a0", "", new_turn())
     ledger.settle("r0.0", {"a0": 1.0}, "", 0)

@@ -57,8 +57,8 @@ def taken(
 def played(store: RolloutStore, *rollouts: str) -> None:
     for each in rollouts:
         store.open(request(each))
-        store.append(each, "", captured("k/0", [1, 2], [3, 4]))
-        store.append(each, "", captured("l/0", [1, 2, 3, 4, 5], [6], version=4))
+        store.append("", [(each, captured("k/0", [1, 2], [3, 4]))])
+        store.append("", [(each, captured("l/0", [1, 2, 3, 4, 5], [6], version=4))])
         store.reward(each, "", 0.5)
 
 
@@ -78,9 +78,9 @@ def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> No
 def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: Clock) -> None:
     played(store, "b", "a", "c")
     store.open(request("open", owner="ann", group="g", size=2))
-    store.begin("r", 0)
+    store.begin("r", 0, 1)
     store.open(request("d", group="r.0"))
-    store.append("d", "", captured("k/0", [1], [2]))
+    store.append("", [("d", captured("k/0", [1], [2]))])
     store.settle("r.0", {"d": (1.0, "said")}, "")
     first = taken(store)
     assert first["groups"][0]["group"] == "~b", "the oldest one"
@@ -104,7 +104,7 @@ def test_tokens_are_removed_with_their_rollout(store: RolloutStore, tmp_path: Pa
     assert set(store.counts()[0].values()) == {0}
     store = again(store, tmp_path, clock)
     store.open(request("a"))
-    store.append("a", "", captured("k/0", [8], [9]))
+    store.append("", [("a", captured("k/0", [8], [9]))])
     store.reward("a", "", 1.0)
     (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[9]]
@@ -113,9 +113,9 @@ def test_tokens_are_removed_with_their_rollout(store: RolloutStore, tmp_path: Pa
 
 def test_a_turn_of_a_later_attempt_replaces_the_tokens(store: RolloutStore) -> None:
     store.open(request("a"))
-    store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
-    store.append("a", "", captured("k/0", [1], [3], attempt=2))
-    store.append("a", "", captured("k/0", [1], [2, 2], attempt=1))
+    store.append("", [("a", captured("k/0", [1], [2, 2], attempt=1))])
+    store.append("", [("a", captured("k/0", [1], [3], attempt=2))])
+    store.append("", [("a", captured("k/0", [1], [2, 2], attempt=1))])
     store.reward("a", "", 1.0)
     (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[3]]
@@ -129,7 +129,7 @@ def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStor
         pytest.raises(FleetUnavailable, match="'x-rollout-id' are served"),
     ):
         while True:
-            store.append("a", "", captured(f"{turns}/0", [turns], [1]))
+            store.append("", [("a", captured(f"{turns}/0", [turns], [1]))])
             turns += 1
     store.reward("a", "", (1.0,) * turns)
     (group,) = taken(store)["groups"]
@@ -146,7 +146,7 @@ def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clo
                 while True:
                     name = f"{clock.now:g}-{len(names)}"
                     small.open(request(name))
-                    small.append(name, "", captured("k/0", range(3000), [1]))
+                    small.append("", [(name, captured("k/0", range(3000), [1]))])
                     names.append(name)
             return names
 
@@ -174,7 +174,7 @@ def test_a_users_rollouts_take_no_more_of_the_disk_than_is_counted(store: Rollou
         before, owner, name = size(), f"{turns:0>32}", f"{turns:->128}"
         store.open(request(name, owner=owner, group=name))
         for turn in range(turns):
-            store.append(name, owner, captured(f"{turn:->128}/0", [turn], range(tokens), version=1 << 40))
+            store.append(owner, [(name, captured(f"{turn:->128}/0", [turn], range(tokens), version=1 << 40))])
         store.reward(name, owner, ((-1.2345678901234567e-300,) * tokens,) * turns)
         assert size() - before <= store._ledger._bytes[owner]
     store.discard(name, owner)
@@ -201,7 +201,7 @@ def test_what_is_not_finite_is_not_recorded(store: RolloutStore) -> None:
     store.open(request("a"))
     broken = replace(captured("k/0", [1], [2, 3]), logprobs=array("f", [-1.0, float("nan")]).tobytes())
     with pytest.raises(InvalidRequest, match="expected finite log-probabilities"):
-        store.append("a", "", broken)
+        store.append("", [("a", broken)])
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ class Walk(RuleBasedStateMachine):
     @rule(undone=st.booleans())
     def begin(self, undone: bool) -> None:
         number = self.oracle.begun["r"]
-        self.ledger.begin("r", number, self.now)
+        self.ledger.begin("r", number, 1, self.now)
         if undone:
             self.ledger.undo()
             return
