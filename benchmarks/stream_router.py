@@ -7,7 +7,6 @@ The replicas are chosen in turn. Several processes may listen on one port.
 
 import argparse
 import itertools
-import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +20,6 @@ import uvloop
 from app.http.auth import Guard
 from app.http.ingress import build_app
 from app.settings.security import Tokens, TokenSource
-from deployments.calls.rpc import CallAddress, CallHandle
 from deployments.protocol.routing import Demand
 from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
@@ -51,14 +49,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)
     parser.add_argument("engines", type=int, nargs="+")
-    parser.add_argument("--controller", help="address and key, as JSON; none: no request is captured")
     options = parser.parse_args()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     router = Router(InTurn(options.engines), LIMITS)  # type: ignore[arg-type]
     nobody = TokenSource(tokens=(), file=None)
     controller: Any = None  # only requests that pass are sent
-    if options.controller:
-        controller = CallHandle(CallAddress(**json.loads(options.controller)))
     app = build_app(Guard(Tokens(operator=nobody, user=nobody)), router, controller, scrape=router.metrics)
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

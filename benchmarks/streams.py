@@ -113,13 +113,7 @@ def between(
     elif name == "HAProxy":
         pids = [haproxy(port, engines, int(count or 1), stack)]
     else:
-        options = ()
-        if name == CAPTURED:
-            directory = stack.enter_context(tempfile.TemporaryDirectory())
-            controller = stack.enter_context(running(*module("stream_controller", directory)))
-            assert controller.stdout is not None
-            options = ("--controller", controller.stdout.readline().decode())
-        command = module("stream_router", port, *engines, *options)
+        command = module("stream_router", port, *engines)
         processes = [stack.enter_context(running(*command)) for _ in range(int(count or 1))]
         pids = [process.pid for process in processes]
     listens(port)

@@ -20,7 +20,7 @@ from app.http.auth import Access, Guard, Unauthorized, passed_access, require_gu
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import Scrape
 from app.http.openapi import Description
-from app.http.rollout_routes import begin_rollout
+from app.http.rollout_routes import named_rollout
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, Routes, explain
 from app.settings.security import Tokens
 from deployments.calls.rpc import CallHandle, is_lost
@@ -112,7 +112,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """The router's application. `trainer` is None for an external trainer."""
-    passed_on = _PassedOn(router, guard, controller)
+    passed_on = _PassedOn(router, guard)
     app = FastAPI(
         title="Slipstream",
         version="1",
@@ -142,13 +142,11 @@ class _PassedOn:
 
     Checks the token first: without one a caller cannot tell which routes exist.
 
-    A request for one of our own routes arrives here if its method is HEAD or not allowed. The controller has
-    the rollouts that requests may name.
+    A request for one of our own routes arrives here if its method is HEAD or not allowed.
     """
 
-    def __init__(self, router: ASGIApp, guard: Guard, controller: CallHandle) -> None:
+    def __init__(self, router: ASGIApp, guard: Guard) -> None:
         self._router = router
-        self._controller = controller
         self._guard = guard
         self._own = {route.path: route for route in OWN}
 
@@ -172,10 +170,10 @@ class _PassedOn:
                 f"{path}: expected {expected}, got {scope['method'][:20]!r}", {"allow": route.allowed}
             )
         require_passed(scope["method"], path)
-        if self._controller is not None and scope["method"] == "POST" and path in GENERATING:
+        if scope["method"] == "POST" and path in GENERATING:
             request = Request(scope)
             if ID_HEADER in request.headers:
-                scope["rollout"] = await begin_rollout(self._controller, self._guard, request, path)
+                scope["rollout"] = named_rollout(self._guard, request, path)
         await self._router(scope, receive, send)
 
 

@@ -1,6 +1,5 @@
 """Routes of captured rollouts: agents and their environments reward or discard them, trainers take them."""
 
-import uuid
 from typing import Annotated, Any
 
 from fastapi import Path, Request, Response
@@ -18,8 +17,7 @@ from deployments.protocol.rollouts import (
     REQUEST_HEADER,
     SIZE_HEADER,
     Reward,
-    TurnId,
-    check_id,
+    RolloutRequest,
     rollout_of,
 )
 
@@ -27,17 +25,13 @@ LIMIT_S = 90.0  # more than the controller waits for its disk
 RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests")]
 
 
-async def begin_rollout(controller: CallHandle, guard: Guard, request: Request, path: str) -> TurnId:
-    """Open the rollouts that a request's headers name. Raises SlipstreamError: wrong headers, or one of
-    them takes no turn of this request."""
+def named_rollout(guard: Guard, request: Request, path: str) -> RolloutRequest:
+    """The rollouts that a request's headers name; the replica opens them. Raises InvalidRequest."""
     once = (ID_HEADER, GROUP_HEADER, SIZE_HEADER, REQUEST_HEADER, CONTINUE_HEADER)
     for name in once:
         if len(values := request.headers.getlist(name)) > 1:
             raise InvalidRequest(f"{name} must come once, got {values}")
-    rollout = rollout_of(request.headers, guard.owner(request), path)
-    turn = check_id(REQUEST_HEADER, request.headers.get(REQUEST_HEADER, uuid.uuid4().hex))
-    await retried(controller, "rollouts", "open", rollout, limit_s=LIMIT_S)
-    return TurnId(rollout_ids=rollout.rollout_ids, owner=rollout.owner, request=turn, attempt=0)
+    return rollout_of(request.headers, guard.owner(request), path)
 
 
 OfGuard = Annotated[Guard, of_app("guard")]

@@ -1,6 +1,7 @@
 """What routers, replicas and the controller tell each other about captured rollouts."""
 
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ ID_HEADER = "x-rollout-id"
 REQUEST_HEADER = "x-rollout-turn"
 GROUP_HEADER, SIZE_HEADER = "x-rollout-group", "x-rollout-group-size"
 CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
-TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `TurnId`
+TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `RolloutRequest`
 # From router to replica: the client's body has so many bytes; after them comes what was said already. In the
 # stream the replica says more of it, in comments, which the router keeps.
 SAID_HEADER = b"x-slipstream-said"
@@ -59,25 +60,26 @@ class RolloutLimits(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """The rollout that a request belongs to, by its headers; several: one for each of its choices."""
+    """What a replica needs to record a request's answers.
 
-    rollout_ids: tuple[str, ...]
-    owner: str  # "": the operator, or anyone where users need no token
-    group: str | None = None
-    group_size: int = 0  # 0: only the deadline closes the group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnId:
-    """What a replica needs to record a request's answers. `attempt` grows each time that it is sent."""
+    Attributes:
+        rollout_ids: one, or one for each choice.
+        owner: "": the operator, or anyone where users need no token.
+        request: the request's own name.
+        attempt: grows each time that it is sent.
+        group_size: 0: only the deadline closes the group.
+    """
 
     rollout_ids: tuple[str, ...]
     owner: str
     request: str
-    attempt: int
+    attempt: int = 0
+    group: str | None = None
+    group_size: int = 0
 
     def header(self) -> str:
-        return ",".join((self.owner, self.request, str(self.attempt), *self.rollout_ids))
+        given = (self.owner, self.request, self.attempt, self.group or "", self.group_size)
+        return ",".join((*map(str, given), *self.rollout_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +118,23 @@ def check_id(name: str, value: str) -> str:
     return value
 
 
-def turn_of(value: bytes | None) -> TurnId | None:
-    """The turn in a `TURN_HEADER`; None: the request is not captured."""
+def turn_of(value: bytes | None) -> RolloutRequest | None:
+    """What a `TURN_HEADER` has; None: the request is not captured."""
     if value is None:
         return None
-    owner, request, attempt, *rollout_ids = value.decode().split(",")
-    return TurnId(rollout_ids=tuple(rollout_ids), owner=owner, request=request, attempt=int(attempt))
+    owner, request, attempt, group, size, *rollout_ids = value.decode().split(",")
+    return RolloutRequest(
+        rollout_ids=tuple(rollout_ids),
+        owner=owner,
+        request=request,
+        attempt=int(attempt),
+        group=group or None,
+        group_size=int(size),
+    )
 
 
 def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequest:
-    """The rollout that a client's headers name. Raises InvalidRequest."""
+    """The rollouts that a client's headers name. Raises InvalidRequest."""
     if path not in CAPTURED:
         raise InvalidRequest(f"{ID_HEADER}: expected a request to one of {', '.join(CAPTURED)}, got {path}")
     group = headers.get(GROUP_HEADER)
@@ -137,6 +146,7 @@ def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequ
     return RolloutRequest(
         rollout_ids=tuple(check_id(ID_HEADER, name) for name in names),
         owner=owner,
+        request=check_id(REQUEST_HEADER, headers.get(REQUEST_HEADER, uuid.uuid4().hex)),
         group=None if group is None else check_id(GROUP_HEADER, group),
         group_size=int(number_of(headers, SIZE_HEADER, 0, most=MAX_SIZE, whole=True)),
     )

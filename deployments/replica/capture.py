@@ -1,9 +1,11 @@
 """Captures what an engine answers to a request of a rollout, below every HTTP route.
 
 The front puts a `Capture` beside the request's spans; `RecordingLLM` passes each engine call through it. The
-controller has a turn before the client has its last token, so a reward never comes first.
+controller opens the rollouts while the engine begins, before the client has anything, and has a turn before
+the client has its last token: a reward never comes first.
 """
 
+import asyncio
 import copy
 import uuid
 from array import array
@@ -11,10 +13,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from deployments.protocol.errors import InvalidRequest, SlipstreamError
-from deployments.protocol.rollouts import CapturedTurn, TurnId
+from deployments.protocol.rollouts import CapturedTurn, RolloutRequest
 from deployments.replica.continuation import Said
 
-Append = Callable[[str, Sequence[tuple[str, CapturedTurn]]], Awaitable[None]]  # owner, turns by rollout
+Ledger = Callable[..., Awaitable[None]]  # takes the name of a method of the `RolloutStore`, and its arguments
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -22,19 +24,32 @@ SAMPLING = (
 
 
 class Capture:
-    """The turns of one HTTP request.
+    """The turns of one HTTP request. Make it in an event loop.
 
     Attributes:
         said: what the router is told for a continuation; None: the stream cannot be continued.
         failure: why a turn could not be recorded; the client gets this error.
     """
 
-    def __init__(self, turn: TurnId, append: Append, said: Said | None = None) -> None:
+    def __init__(self, turn: RolloutRequest, ledger: Ledger, said: Said | None = None) -> None:
         self._turn = turn
         self.said = said
-        self._append = append
+        self._ledger = ledger
+        self._opening = asyncio.ensure_future(ledger("open", turn))
+        self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # is retrieved
         self.failure: SlipstreamError | None = None
         self._ids = 0
+
+    def close(self) -> None:
+        self._opening.cancel()
+
+    async def opened(self) -> None:
+        """Raises SlipstreamError: a rollout takes no turn of this request."""
+        try:
+            await self._opening
+        except SlipstreamError as error:
+            self.failure = error
+            raise
 
     def next_id(self) -> str:
         """Instead of a random one, for events: every replica makes the same ones for a request."""
@@ -81,6 +96,8 @@ class Capture:
             raise self.failure
         answers: dict[int, _Answer] = {}
         async for output in stream:
+            if not answers:
+                await self.opened()
             if self.said is not None:
                 self.said.add(output, adapter(), with_logprobs=asked.num_logprobs is not None)
             finished = []
@@ -123,7 +140,7 @@ class Capture:
 
     async def _record(self, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
         try:
-            await self._append(self._turn.owner, turns)
+            await self._ledger("append", self._turn.owner, turns)
         except SlipstreamError as error:
             self.failure = error
             raise

@@ -33,7 +33,7 @@ from deployments.protocol.routing import (
     part_of,
     router_of,
 )
-from deployments.replica.capture import Append, Capture
+from deployments.replica.capture import Capture, Ledger
 from deployments.replica.continuation import Said
 from deployments.replica.host_store import VERSIONS
 from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
@@ -100,7 +100,7 @@ class ReplicaFront:
     Args:
         admit: returns when a request with this demand may be answered; raises SlipstreamError.
         refusal: why no request may be answered now; None if it may.
-        append: records turns of rollouts of an owner; raises SlipstreamError.
+        rollouts: calls the ledger of rollouts; None: nothing is captured.
         versions: serves the files of this host's versions to other replicas; None: hosts share a store.
         require_passed: raises SlipstreamError for a method and path that routers must not pass.
     """
@@ -113,13 +113,13 @@ class ReplicaFront:
         admit: Callable[[Demand], Awaitable[None]],
         refusal: Callable[[], str | None],
         version: Callable[[], int],
-        append: Append | None = None,
+        rollouts: Ledger | None = None,
         versions: App | None = None,
         require_passed: Callable[[str, str], None] = require_passed,
     ) -> None:
         self._app = app
         self._require_passed = require_passed
-        self._append = append
+        self._rollouts = rollouts
         self._versions = versions
         self.replica_id = replica_id
         self._admit = admit
@@ -171,12 +171,12 @@ class ReplicaFront:
                 await self._admit(demand)
             recorder, part = SpanRecorder(self._version()), part_of(headers.get(PART_HEADER))
             turn = turn_of(headers.get(TURN_HEADER))
-            if turn is not None and self._append is not None:
+            if turn is not None and self._rollouts is not None:
                 said = None
                 if (own_bytes := headers.get(SAID_HEADER)) is not None:
                     receive, received = await split_body(receive, int(own_bytes))
                     said = Said(received)
-                recorder.capture = Capture(turn, self._append, said)
+                recorder.capture = Capture(turn, self._rollouts, said)
             answer = _Response(self, send, recorder, part)
             self._running[task] = answer
             with tracing.span("replica", tracing.received(headers), replica=self.replica_id):
@@ -236,6 +236,8 @@ class _Response:
             raise self._failure or self._replacement or self._front.refused() or refusal from error
         finally:
             self._recorder.end()
+            if self._recorder.capture is not None:
+                self._recorder.capture.close()
         if self._replacement is not None:
             raise self._replacement
 
@@ -302,6 +304,8 @@ class _Response:
                     return
             piece = self._annotate(piece)
         if not self.begun:
+            if self._recorder.capture is not None:
+                await self._recorder.capture.opened()
             self.begun, self._is_named = True, piece.startswith(b"event: ")
             await self._send_start(len(piece) if self._is_json else None)
         if self._is_stream and (said := self._said) is not None:

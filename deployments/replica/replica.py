@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from deployments.host.logs import serve_logger
 from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import JoinAnswer, Unloadable
-from deployments.protocol.rollouts import CapturedTurn
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.follower import Follower
 from deployments.replica.graceful_shutdown import shut_down
@@ -43,7 +42,7 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.versions import DirectoryLock
 
 ASK_AGAIN_S = 1.0
-RECORD_S = 90.0  # for a turn of a rollout; the controller waits for its disk
+RECORD_S = 90.0  # for a call of the ledger of rollouts; the controller waits for its disk
 JOIN_S = 20.0  # the controller answers `join` at once; after this the call or its answer is lost
 logger = serve_logger()
 
@@ -157,7 +156,7 @@ class Replica:
             admit=self._admission.wait,
             refusal=self._admission.refusal,
             version=lambda: self._engine.version,
-            append=partial(_append_turns, self._controller),
+            rollouts=partial(retried, self._controller, "rollouts", limit_s=RECORD_S),
             versions=own_store,
         )
         await self._until_admitted()
@@ -259,13 +258,6 @@ class Replica:
     async def _send_last_report(self) -> None:
         self._following.cancel()  # a later report would register it again
         await self._follower.send_last_report()
-
-
-async def _append_turns(
-    controller: CallHandle, owner: str, turns: Sequence[tuple[str, CapturedTurn]]
-) -> None:
-    """Record turns of rollouts, if need be with the controller's successor."""
-    await retried(controller, "rollouts", "append", owner, turns, limit_s=RECORD_S)
 
 
 def _application_stops() -> bool:

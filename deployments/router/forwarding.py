@@ -22,7 +22,7 @@ from deployments.host import tracing
 from deployments.host.logs import serve_logger
 from deployments.protocol import routing
 from deployments.protocol.errors import DeadlyRequest, FleetUnavailable
-from deployments.protocol.rollouts import TURN_HEADER, TurnId
+from deployments.protocol.rollouts import TURN_HEADER, RolloutRequest
 from deployments.protocol.routing import Demand, ReplicaEndpoint
 from deployments.router.affinity import Affinity
 from deployments.router.deadly_requests import DeadlyRequests, RequestIdentity
@@ -60,7 +60,7 @@ class Outgoing:
     sequences: int
     identity: RequestIdentity  # identifies the client's whole request
     blocks: Sequence[int] = ()  # see `affinity.block_hashes`
-    turn: TurnId | None = None  # of a rollout
+    turn: RolloutRequest | None = None  # of a rollout
 
     @property
     def load(self) -> int:

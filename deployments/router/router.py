@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import FleetUnavailable, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import keeps_state, route_path
-from deployments.protocol.rollouts import CONTINUE_HEADER, SAID_HEADER, TURN_HEADER, TurnId
+from deployments.protocol.rollouts import CONTINUE_HEADER, SAID_HEADER, TURN_HEADER, RolloutRequest
 from deployments.protocol.routing import KEY_HEADER, PART_HEADER, ROUTER_HEADER, Part, demand_of
 from deployments.router.affinity import block_hashes
 from deployments.router.cut_streams import CutStream
@@ -327,7 +327,7 @@ def _last_event(path: str, error: SlipstreamError) -> bytes:
     return b"\n\n" + name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-def _captured(request: Outgoing, turn: TurnId, *, continues: bool) -> Outgoing:
+def _captured(request: Outgoing, turn: RolloutRequest, *, continues: bool) -> Outgoing:
     """A rollout's request."""
     headers = request.headers.copy()
     if continues:

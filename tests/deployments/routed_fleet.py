@@ -16,7 +16,7 @@ from starlette.routing import Route
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import Conflict, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.routing import Demand
-from deployments.replica.capture import Append, Capture
+from deployments.replica.capture import Capture, Ledger
 from deployments.replica.continuation import begin_of
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.spans import RECORDER
@@ -220,7 +220,7 @@ class Fleet:
         self.metadata: dict[str, dict[str, Any]] = {}
         self.loads: dict[str, int] = {}  # as the replicas have reported them
         self.demands: list[Demand] = []
-        self.append: Append | None = None  # records turns
+        self.rollouts: Ledger | None = None
 
     async def add(self, name: str) -> HttpServer:
         engine = self.engines[name] = Engine()
@@ -237,7 +237,7 @@ class Fleet:
             admit=admit,
             refusal=lambda: engine.refusal,
             version=lambda: 6,
-            append=self.append,
+            rollouts=self.rollouts,
             require_passed=lambda method, path: None,  # its routes are not vLLM's
         )
         self.fronts[name] = front

@@ -1,7 +1,7 @@
 """Rollouts from the ingress to the disk: real routes, router, fronts and store; only the engine is a fake."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from app.settings.security import Tokens, TokenSource
 from deployments.calls.http_server import HttpServer
 from deployments.controller.rollout_calls import Rollouts
 from deployments.protocol.responses import RunPosition
-from deployments.protocol.rollouts import CapturedTurn, RolloutLimits
+from deployments.protocol.rollouts import RolloutLimits
 from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
 from tests.app.http.fake_controller import Handle
@@ -41,11 +41,9 @@ class Controller:
 
     async def rollouts(self, name: str, *arguments: Any) -> Any:
         self.calls.append(name)
+        if name == "append":
+            self.attempts += [captured.attempt for _, captured in arguments[1]]
         return await self.store.call(name, {"": self.version}, *arguments)
-
-    async def append(self, owner: str, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
-        self.attempts += [captured.attempt for _, captured in turns]
-        await self.rollouts("append", owner, turns)
 
 
 class Scene:
@@ -84,7 +82,7 @@ async def serving(
     directory: Path, limits: RolloutLimits | None = LIMITS, replicas: str = "ab"
 ) -> AsyncIterator[Scene]:
     controller, fleet = Controller(directory, limits), Fleet()
-    fleet.append = controller.append
+    fleet.rollouts = controller.rollouts
     servers = [await fleet.add(name) for name in replicas]
     most = RouterLimits(max_ongoing_requests=8, max_body_bytes=9999, max_sequences=8, request_timeout_s=1.0)
     router = Router(fleet, most)  # type: ignore[arg-type]
@@ -218,7 +216,7 @@ async def test_an_answer_that_no_client_got_is_replaced(scene: Scene) -> None:
     """Replicas record their answers and are lost before they send them: the last one's is kept."""
     answer = await scene.chat("a", [1], [2], dies=True)
     assert answer.status_code == 422, answer.text
-    assert scene.controller.calls == ["open", "append", "append"]
+    assert scene.controller.calls == ["open", "append"] * 2
     first, last = scene.controller.attempts
     assert 0 < first < last
     assert (await scene.post("a/reward", reward=[1.0])).status_code == 200

@@ -9,10 +9,10 @@ import pytest
 
 from app.client.connection import FleetError
 from app.jobs import metrics
-from deployments.protocol.rollouts import RolloutRequest
 from tests.app.fake_answers import refusal
 from tests.app.jobs import fake_fleet
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
+from tests.deployments.rollouts.turns import request
 
 
 @pytest.mark.parametrize("call", ["step", "publish"])
@@ -218,7 +218,7 @@ async def test_a_killed_job_whose_batch_gave_way_to_others_goes_on_without_it(
     with pytest.raises(Killed):
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3")
     kept = sum(fleet.store.counts()[0].values())
-    others = [RolloutRequest(rollout_ids=(f"other-{number}",), owner="") for number in range(60 - kept + 12)]
+    others = [request(f"other-{number}") for number in range(60 - kept + 12)]
     for each in others:
         fleet.store.open(each)
     for each in others:

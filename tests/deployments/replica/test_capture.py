@@ -1,18 +1,17 @@
 """What an engine answers is recorded below the routes, and they see nothing of it."""
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest
-from deployments.protocol.rollouts import CapturedTurn, TurnId
+from deployments.protocol.rollouts import CapturedTurn, RolloutRequest
 from deployments.replica.capture import Capture
 from tests.deployments.engine_outputs import generated, sampling_params
 
-TURN = TurnId(rollout_ids=("a",), owner="ann", request="r", attempt=5)
+TURN = RolloutRequest(rollout_ids=("a",), owner="ann", request="r", attempt=5)
 
 
 class Recorder:
@@ -21,11 +20,14 @@ class Recorder:
     def __init__(self) -> None:
         self.turns: list[CapturedTurn] = []
         self.calls: list[list[str]] = []  # rollouts
-        self.fails = False
+        self.fails = ""  # a call
 
-    async def append(self, owner: str, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
-        if self.fails:
+    async def call(self, name: str, *arguments: Any) -> None:
+        if self.fails == name:
             raise FleetUnavailable("the disk is full")
+        if name == "open":
+            return
+        owner, turns = arguments
         assert owner == TURN.owner
         self.turns += [captured for _, captured in turns]
         self.calls.append([rollout for rollout, _ in turns])
@@ -49,7 +51,7 @@ async def outputs(capture: Capture, *, delta: bool, logprobs: int | None = None,
 
 @pytest.mark.parametrize("delta", [True, False])
 async def test_each_choice_is_a_turn(recorder: Recorder, delta: bool) -> None:
-    await outputs(Capture(TURN, recorder.append), delta=delta, first=2, grammar={}, adapter="math@4")
+    await outputs(Capture(TURN, recorder.call), delta=delta, first=2, grammar={}, adapter="math@4")
     first, second = recorder.turns
     assert (first.key, second.key, first.attempt) == ("r/2", "r/3", 5)
     assert array("i", first.prompt_token_ids).tolist() == [1, 2]
@@ -62,34 +64,35 @@ async def test_each_choice_is_a_turn(recorder: Recorder, delta: bool) -> None:
 @pytest.mark.parametrize("delta", [True, False])
 async def test_each_choice_is_the_turn_of_its_own_rollout(recorder: Recorder, delta: bool) -> None:
     several = replace(TURN, rollout_ids=("a", "b"))
-    await outputs(Capture(several, recorder.append), delta=delta)
+    await outputs(Capture(several, recorder.call), delta=delta)
     assert recorder.calls == ([["a"], ["b"]] if delta else [["a", "b"]])
     assert [each.key for each in recorder.turns] == ["r/0", "r/1"]
     with pytest.raises(InvalidRequest, match="or one for each choice, got 2 for 4 choices"):
-        await outputs(Capture(several, recorder.append), delta=delta, first=2)
+        await outputs(Capture(several, recorder.call), delta=delta, first=2)
 
 
 @pytest.mark.parametrize("delta", [True, False])
 async def test_the_client_gets_log_probabilities_only_if_it_asked(recorder: Recorder, delta: bool) -> None:
-    seen = await outputs(Capture(TURN, recorder.append), delta=delta)
+    seen = await outputs(Capture(TURN, recorder.call), delta=delta)
     assert all(each.logprobs is each.cumulative_logprob is None for out in seen for each in out.outputs)
-    seen = await outputs(Capture(TURN, recorder.append), delta=delta, logprobs=0)
+    seen = await outputs(Capture(TURN, recorder.call), delta=delta, logprobs=0)
     assert all(each.logprobs for out in seen for each in out.outputs)
 
 
 async def test_a_turn_is_recorded_before_its_last_output_passes(recorder: Recorder) -> None:
     stream = generated([1], [[3, 4]], delta=True)
     asked, prompt = sampling_params(delta=True), {"type": "token"}
-    taken = Capture(TURN, recorder.append).taken(stream, prompt, asked, 0, lambda: None)
+    taken = Capture(TURN, recorder.call).taken(stream, prompt, asked, 0, lambda: None)
     await anext(taken)
     assert recorder.turns == []
     last = await anext(taken)
     assert last.outputs[0].token_ids == [4] and len(recorder.turns) == 1
 
 
-async def test_what_cannot_be_recorded_fails(recorder: Recorder) -> None:
-    recorder.fails = True
-    capture = Capture(TURN, recorder.append)
+@pytest.mark.parametrize("call", ["open", "append"])
+async def test_what_cannot_be_recorded_fails(recorder: Recorder, call: str) -> None:
+    recorder.fails = call
+    capture = Capture(TURN, recorder.call)
     with pytest.raises(FleetUnavailable):
         await outputs(capture, delta=False)
     assert capture.failure is not None and capture.failure.message == "the disk is full"
@@ -98,10 +101,10 @@ async def test_what_cannot_be_recorded_fails(recorder: Recorder) -> None:
 @pytest.mark.parametrize("options", [{"first": None}, {"kind": "embeds"}, {"kind": "multimodal"}])
 async def test_beams_embeddings_and_images_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="tokens alone, and no beam search"):
-        await outputs(Capture(TURN, recorder.append), delta=False, **options)
+        await outputs(Capture(TURN, recorder.call), delta=False, **options)
 
 
-def test_each_replica_makes_the_same_ids(recorder: Recorder) -> None:
-    first, second = (Capture(TURN, recorder.append) for _ in range(2))
+async def test_each_replica_makes_the_same_ids(recorder: Recorder) -> None:
+    first, second = (Capture(TURN, recorder.call) for _ in range(2))
     ids = [first.next_id(), first.next_id()]
     assert len(set(ids)) == 2 and ids == [second.next_id(), second.next_id()]

@@ -15,7 +15,7 @@ def request(
     group: str | None = None,
     size: int = 0,
 ) -> RolloutRequest:
-    return RolloutRequest(rollout_ids=(rollout_id,), owner=owner, group=group, group_size=size)
+    return RolloutRequest(rollout_ids=(rollout_id,), owner=owner, request="", group=group, group_size=size)
 
 
 def captured(
