@@ -15,7 +15,8 @@ Columns: *start* until training begins; *to goal* from then until the mean rewar
 *tokens/s* are sampled, and learned from, for each GPU; *idle* is the time without a kernel on each GPU;
 *update* is the time that a step's weights take to the engine; *lost* are tokens that the engine made and
 nobody learned from; *outage* is the time from the kill to the next step. Rates are of the steps between the
-first and the kill. The JSON also has the processor time of a step, by process.
+first and the kill. The JSON also has the processor time of a step, by process, and the
+parts of our rounds.
 """
 
 import argparse
@@ -41,6 +42,8 @@ from unittest import mock
 import httpx
 import psutil
 
+from app.client import calls
+from app.client.connection import FleetClient
 from app.jobs import metrics
 from app.settings.models import resolve_model
 from benchmarks.process_samples import title
@@ -241,6 +244,13 @@ def their_program(name: str, recipe: Recipe, gpus: Sequence[str], port: int, roo
     return Program(engine, gpus[:1], command, gpus[-1:], lambda: steps(record), began_at)
 
 
+def round_parts(url: str) -> dict[str, float]:
+    """Of the rounds of all steps but the first, medians of what a round's seconds are made of."""
+    with FleetClient.connect(url) as client:
+        ended = client.send(calls.rounds())[1:]
+    return {part: median(each.parts[part] for each in ended) for part in (ended[0].parts if ended else ())}
+
+
 def ours_of(mark: str) -> list[psutil.Process]:
     """The processes of a program."""
     found = psutil.process_iter(["environ"])
@@ -293,6 +303,8 @@ def run(name: str, recipe: Recipe, options: argparse.Namespace, root: Path) -> R
                     time.sleep(0.1)
                 signal.alarm(0)  # what follows has limits of its own
                 row["ended"] = reason(root / "learner.log", process.returncode)
+                if name == "ours" and watch.url is not None:
+                    row["round_s"] = round_parts(watch.url)
         except (OutOfTime, RuntimeError) as error:
             print(error, file=sys.stderr, flush=True)
             row["ended"] = str(error).strip().split("\n")[-1]

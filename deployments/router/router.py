@@ -131,7 +131,7 @@ class StreamProxy(Response):
         async def take_events(piece: bytes) -> None:
             assert self._cut is not None
             if events := self._cut.events(piece):
-                await take(events)
+                await send({"type": "http.response.body", "body": events, "more_body": True})
 
         started = self._started
         while True:

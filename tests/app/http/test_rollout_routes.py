@@ -132,7 +132,8 @@ async def test_an_agent_is_learned_from(scene: Scene) -> None:
     counts = (await scene.client.get("/rollouts", headers=OPERATOR)).json()
     assert counts["states"]["consumed"] == 1 and counts["ends"] == {"consumed": 1}
     refused(await scene.post("a/reward", reward=2), 409, "'a' is consumed")
-    refused(await scene.chat("a", [1], [2]), 409, "'a' is consumed")
+    for options in ({}, {"stream": True}, {"stream": True, "opens": 2}):  # and events before its first token
+        refused(await scene.chat("a", [1], [2], **options), 409, "'a' is consumed")
     assert (await scene.take("another"))["groups"] == []
 
 
