@@ -31,11 +31,11 @@ def test_a_valid_file_is_summed_up() -> None:
     )
 
 
-def test_what_is_wrong_is_said_as_a_start_says_it(tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_and_ends_a_start_before_anything_starts(tmp_path: Path) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(yaml.safe_dump({"applications": [{"args": {"model": "m", "engin": {}}}]}))
-    for command in ("check", "show"):
-        result = CliRunner().invoke(cli, ["config", command, str(config)])
+    for command in (["config", "check"], ["config", "show"], ["serve", "--config"]):
+        result = CliRunner().invoke(cli, [*command, str(config)])
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr == "slipstream: unknown setting 'engin' (did you mean 'engine'?)\n"
 

@@ -247,20 +247,6 @@ def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: 
     assert f"logs are in {fleet.logs()}" in text and fleet.logs().is_dir()
 
 
-@pytest.mark.slow
-def test_a_wrong_setting_ends_the_launcher_before_anything_starts(tmp_path: Path) -> None:
-    config = tmp_path / "serve.yaml"
-    config.write_text(yaml.safe_dump({"applications": [{"args": {"model": "m", "engin": {}}}]}))
-    done = subprocess.run(
-        [sys.executable, "-m", "app.command.cli", "serve", "--config", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 1
-    assert done.stderr == "slipstream: unknown setting 'engin' (did you mean 'engine'?)\n"
-
-
 def details(status: str, ready: int, message: str = "") -> dict[str, Any]:
     replicas = [{"state": "RUNNING"}] * ready + [{"state": "STARTING"}] * (2 - ready)
     rollout = {"replicas": replicas, "target_num_replicas": 2, "message": message}

@@ -10,6 +10,7 @@ from app.jobs import metrics
 from app.jobs.environments.environment import HELD_OUT
 from tests.app.http.fake_status import report
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
+from tests.app.jobs.test_lost_answers import Killed
 
 pytestmark = pytest.mark.slow  # whole runs
 
@@ -106,10 +107,6 @@ async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> Non
     await run_job(fleet, tmp_path / "m.jsonl", *given, "--resume")
     assert len(fleet.saved) == 1
     assert [body["path"] for body in fleet.published] == fleet.saved
-
-
-class Killed(Exception):
-    """The job, where a test kills it."""
 
 
 class KillingFleet(KeepingFleet):

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from app.http.requests import SettledRollout
@@ -80,10 +78,3 @@ def test_over_the_whole_batch_a_group_of_equal_rewards_is_compared_with_the_othe
     assert advantages == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=0.01)
     same = [group(0, 1, rewards=(1.0, 1.0)), group(1, 1, rewards=(1.0, 1.0))]
     assert trajectories(same, AdvantageEstimator.REINFORCE_PP) == []
-
-
-def test_a_penalty_changes_the_advantage_and_not_the_reward() -> None:
-    one = group(0, 1, rewards=(1.0, 1.0))
-    long = replace(one, rollouts=[one.rollouts[0], replace(one.rollouts[1], penalty=-0.5)])
-    assert long.has_signal
-    assert [t.advantage for t in trajectories([long], AdvantageEstimator.DR_GRPO)] == [0.25, -0.25]

@@ -90,6 +90,7 @@ def test_a_record_is_a_line_for_a_person() -> None:
         "step   3 of 20  reward 0.500 ± 0.25  version 7  3 tokens (10% cut)  staleness 1.0  "
     )
     assert "1.5 s, 2 min left  left out: 6 with equal rewards, 4 too stale, 6 unanswered  '6 + 2 = 8'" in line
+    assert "loss none" in replace(record(1), trainer={"loss": None, "skipped": True}).line(2, None)
 
 
 @pytest.mark.parametrize(("share", "spoken_of"), [(None, False), (0.5, False), (0.017, True), (0, True)])
@@ -156,10 +157,6 @@ def test_a_user_without_a_home_is_told_to_name_the_record(monkeypatch: pytest.Mo
     for file in (new_metrics_file, newest_metrics_file):
         with pytest.raises(ValueError, match="expected a home directory: set HOME, or --metrics"):
             file()
-
-
-def test_a_step_without_a_finite_loss_is_shown() -> None:
-    assert "loss none" in replace(record(1), trainer={"loss": None, "skipped": True}).line(2, None)
 
 
 def test_a_tracker_gets_every_number_of_a_step() -> None:

@@ -4,19 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from app.command.deploy import read_serve_file
 from app.settings.config import parse_config
 from app.settings.weights import WeightsConfig
 from deployments.ledger.ledger_config import LedgerConfig
 from deployments.weights.transports.registry import TRANSPORTS
 
 LAYOUTS = Path("app/layouts")
-
-
-@pytest.mark.parametrize("file", sorted(LAYOUTS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_layout_is_valid(file: Path) -> None:
-    assert read_serve_file(file).config.device == "cuda"
-    assert f"serve run app/layouts/{file.name}" in file.read_text(), "its comment has the command"
 
 
 def test_adapters_are_loaded_from_the_users_roots_and_from_the_trainers_own_directory(tmp_path: Path) -> None:

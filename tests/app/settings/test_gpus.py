@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from app.command.deploy import read_serve_file
+from app.command.machine import build_for
 from app.main import slot_plan
 from app.settings.config import AppConfig, parse_config
 from app.settings.gpus import check_gpus, total_gpus
@@ -99,7 +100,9 @@ def test_a_layout_needs_as_many_gpus_as_its_comment_and_the_page_say(file: Path)
     check_gpus(config, [float(needed)])
     with pytest.raises(ConfigError, match=f"at least {needed} GPUs"):
         check_gpus(config, [needed - 1.0])
-    said = re.search(r"^# Needs (\d) GPUs? of \d+ GB", file.read_text(), re.MULTILINE)
+    text = file.read_text()
+    assert build_for(text) == "gpu" and f"serve run app/layouts/{file.name}" in text, "its comment's command"
+    said = re.search(r"^# Needs (\d) GPUs? of \d+ GB", text, re.MULTILINE)
     assert said is not None and int(said[1]) == needed
     page = Path("docs/guides/sizing.md").read_text()
     rows = (line.split("|")[1:3] for line in page.splitlines() if ".yaml` |" in line)

@@ -108,15 +108,6 @@ async def test_token_ids_go_in_and_out() -> None:
     assert session.answers[""][0].newest_version == 3
 
 
-async def test_an_answer_that_was_cut_off_is_asked_for_again() -> None:
-    answers = [chat_choice([5], finish_reason="abort"), chat_choice([6])]
-    async with relayed(
-        lambda _: httpx.Response(200, json={"choices": [answers.pop(0)], "prompt_token_ids": [1]})
-    ) as (session, agent):
-        await agent.post(f"{session.url}{CHAT}", json={"messages": []})
-    assert [each.token_ids for each in session.answers[""]] == [[6]]
-
-
 LONG = "This model's maximum context length is 8 tokens"
 
 
