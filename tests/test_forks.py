@@ -12,25 +12,9 @@ pytestmark = pytest.mark.slow
 def outcome(directory: Path, *options: str, **files: str) -> tuple[int, str]:
     for name, text in files.items():
         (directory / f"test_{name}.py").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "tests.forks",
-        "--forks",
-        "2",
-        "-c",
-        "/dev/null",
-        *options,
-    ]
-    run = subprocess.run(
-        [*command, f"--rootdir={directory}", directory],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    forks = [sys.executable, "-m", "pytest", "-p", "tests.forks", "--forks", "2", "-c", "/dev/null"]
+    command = [*forks, *options, f"--rootdir={directory}", directory]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     return run.returncode, run.stdout + run.stderr
 
 
@@ -41,16 +25,19 @@ def test_each_test_runs_once_and_its_outcome_is_reported(tmp_path: Path) -> None
     assert "test_fails.py::test_fails" in output and "assert 1 == 2" in output and "said" in output, output
 
 
+@pytest.mark.long
 def test_a_file_that_cannot_be_collected_is_an_error(tmp_path: Path) -> None:
     code, output = outcome(tmp_path, broken="import nothing_of_this_name")
     assert code != 0 and "ModuleNotFoundError" in output, output
 
 
+@pytest.mark.long
 def test_an_argument_that_is_no_test_is_named(tmp_path: Path) -> None:
     code, output = outcome(tmp_path, "nothing_here.py")
     assert code == pytest.ExitCode.USAGE_ERROR and "nothing_here.py" in output, output
 
 
+@pytest.mark.long
 def test_a_test_of_this_folder_that_is_named_runs_once(tmp_path: Path) -> None:
     code, output = outcome(
         tmp_path, "tests/deployments/ledger/test_proof.py::test_equal_replicas_have_no_difference"
@@ -63,6 +50,7 @@ def test_a_process_that_dies_is_named_with_its_test(tmp_path: Path) -> None:
     assert code == 3 and "died in test_dies.py::test_dies" in output, output
 
 
+@pytest.mark.long
 def test_a_run_ends_at_its_first_failure(tmp_path: Path) -> None:
     code, output = outcome(
         tmp_path, "-x", a="def test_fails(): assert 0", b="import time\ndef test(): time.sleep(600)"
