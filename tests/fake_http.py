@@ -40,3 +40,15 @@ def serving(handler: type[JsonHandler]) -> Iterator[int]:
         finally:
             server.shutdown()
             thread.join(10)
+
+
+@contextmanager
+def answering(status: int, body: Any) -> Iterator[str]:
+    """The address of a server that gives one answer to every GET."""
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            self.answer(status, body)
+
+    with serving(Handler) as port:
+        yield f"http://127.0.0.1:{port}"

@@ -21,7 +21,7 @@ from app.command import asking
 from app.command.cli import cli
 from deployments.protocol.responses import FleetLoad, ReplicaLoad, RoundStatus
 from tests.app.http.fake_status import report, status
-from tests.fake_http import JsonHandler, serving
+from tests.fake_http import JsonHandler, answering, serving
 from tests.tiny_models import save_tiny_llama
 
 STATUS = asdict(status(3, ["replica-0"]))
@@ -121,16 +121,6 @@ def test_watching_goes_on_while_the_fleet_restarts(url: str) -> None:
     ]
 
 
-class Other(JsonHandler):
-    """Something else than a fleet."""
-
-    status: int
-    content: Any
-
-    def do_GET(self) -> None:
-        self.answer(self.status, self.content)
-
-
 @pytest.mark.parametrize(
     ("status", "content", "said"),
     [
@@ -145,19 +135,17 @@ class Other(JsonHandler):
     ],
 )
 def test_an_address_that_is_no_slipstream_is_said_so(status: int, content: Any, said: str) -> None:
-    Other.status, Other.content = status, content
-    with serving(Other) as port:
-        result = CliRunner().invoke(cli, ["status", "--url", f"http://127.0.0.1:{port}"])
-    start = f"slipstream: expected a Slipstream fleet of this version at http://127.0.0.1:{port}, got {said}"
+    with answering(status, content) as url:
+        result = CliRunner().invoke(cli, ["status", "--url", url])
+    start = f"slipstream: expected a Slipstream fleet of this version at {url}, got {said}"
     assert result.exit_code == 1 and result.stderr.startswith(start) and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("token", "found"), [(None, "none"), ("wrong", "another one")])
 def test_a_token_that_is_missing_or_wrong_says_where_it_is_expected(token: str | None, found: str) -> None:
-    Other.status = 401
-    Other.content = {"error": {"type": "unauthorized", "message": "/fleet needs the operator's token"}}
-    with serving(Other) as port:
-        environment = {"SLIPSTREAM_TOKEN": token, "SLIPSTREAM_URL": f"http://127.0.0.1:{port}"}
+    refused = {"error": {"type": "unauthorized", "message": "/fleet needs the operator's token"}}
+    with answering(401, refused) as url:
+        environment = {"SLIPSTREAM_TOKEN": token, "SLIPSTREAM_URL": url}
         result = CliRunner().invoke(cli, ["status"], env=environment)
     assert result.stderr == (
         "slipstream: /fleet needs the operator's token (401): this command expects it in SLIPSTREAM_TOKEN or "

@@ -30,7 +30,7 @@ from app.command.doctor import (
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import Device
 from tests.app.http.fake_status import status
-from tests.fake_http import JsonHandler, serving
+from tests.fake_http import answering
 
 ROOT = Path(__file__).parents[3]
 GOOD = Host(
@@ -227,22 +227,14 @@ def test_a_disk_holds_the_kept_versions_and_the_next(free: int, grade: str) -> N
 
 
 def test_a_fleet_that_serves_is_known_and_another_server_is_not() -> None:
-    class Answers(JsonHandler):
-        status, body = 200, asdict(status(3, ["replica-0"]))
-
-        def do_GET(self) -> None:
-            self.answer(self.status, self.body)
-
-    class Refuses(Answers):
-        status, body = 401, {"error": {"message": "a token", "type": "unauthorized"}}
-
-    class Another(Answers):
-        status, body = 404, {"detail": "Not Found"}
-
-    for handler, expected in ((Answers, True), (Refuses, True), (Another, False)):
-        with serving(handler) as port:
-            assert serves(f"http://127.0.0.1:{port}") is expected
-    assert not serves(f"http://127.0.0.1:{port}"), "it has ended"
+    for code, body, expected in (
+        (200, asdict(status(3, ["replica-0"])), True),
+        (401, {"error": {"message": "a token", "type": "unauthorized"}}, True),
+        (404, {"detail": "Not Found"}, False),
+    ):
+        with answering(code, body) as url:
+            assert serves(url) is expected
+    assert not serves(url), "it has ended"
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:

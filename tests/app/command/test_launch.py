@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.versions import Store
 from tests.environment import users_environment
-from tests.fake_http import JsonHandler, serving
+from tests.fake_http import answering
 from tests.free_ports import free_ports
 
 
@@ -144,18 +144,6 @@ def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
     with answering(200, health | rollouts) as url:
         result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
         assert result.stderr.startswith("slipstream: Ray's dashboard does not answer")
-
-
-@contextmanager
-def answering(status: int, body: Any) -> Iterator[str]:
-    """An HTTP server with one answer."""
-
-    class Server(JsonHandler):
-        def do_GET(self) -> None:
-            self.answer(status, body)
-
-    with serving(Server) as port:
-        yield f"http://127.0.0.1:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,19 +96,15 @@ def test_a_round_sends_every_tensor_and_states_the_label(controller: ControllerI
     publisher.close()
 
 
-def new_epoch(controller: ControllerInProcess) -> None:
-    controller.add_replica()
-
-
-def other_publisher(controller: ControllerInProcess) -> None:
-    controller.publish_as("an outside trainer")
-
-
-def restarted_controller(controller: ControllerInProcess) -> None:
-    controller.restart()
-
-
-@pytest.mark.parametrize("change", [new_epoch, other_publisher, restarted_controller])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda controller: controller.add_replica(),
+        lambda controller: controller.publish_as("an outside trainer"),
+        lambda controller: controller.restart(),
+    ],
+    ids=["new epoch", "other publisher", "restarted controller"],
+)
 def test_a_connection_is_replaced_only_when_the_fleet_needs_it(
     change: Callable[[ControllerInProcess], None], controller: ControllerInProcess
 ) -> None:
