@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from tests.deployments.staged_fleet import LIMIT_S, StagedFleet, staged_fleet
 from tests.deployments.weights.staging.memory_worker import Tensors, weights
-from tests.deployments.weights.transports.transport_contract import free_port
 from tests.deployments.weights.transports.transport_fleet import ListSource
 from tests.deployments.weights.transports.vllm_trainer import vllm_without_a_gpu
+from tests.deployments.weights.transports.vllm_wires import init_info
 from tests.waiting import reached
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* has size")  # vLLM's, of a buffer this small
@@ -31,20 +29,9 @@ def _without_a_gpu() -> Iterator[None]:
 
 async def connect(fleet: StagedFleet, wire: str, source: ListSource) -> Any:
     """A trainer as vLLM's examples make theirs, with its defaults but for the size of the buffer."""
-    packed = wire.endswith("packed")
+    workers = (await fleet.http.get("/get_world_size")).json()["world_size"]
     # Two pieces: over NCCL one is full when it has more than this, over IPC when the next does not fit.
-    sizes = {"packed_buffer_size_bytes": 20 if wire.startswith("nccl") else 24} if packed else {}
-    world_size = 1 + (await fleet.http.get("/get_world_size")).json()["world_size"]
-    info: Any = IPCTrainerInitInfo(rank=0, packed=packed, **sizes)
-    if wire.startswith("nccl"):
-        info = NCCLTrainerInitInfo(
-            rank=0,
-            master_address="127.0.0.1",
-            master_port=free_port(),
-            world_size=world_size,
-            packed=packed,
-            **sizes,
-        )
+    info = init_info(wire, workers, 20 if wire.startswith("nccl") else 24)
     client = fleet.client()
     return await asyncio.wait_for(
         asyncio.to_thread(WeightTransferTrainerFactory.trainer_init, info, client=client, source=source),

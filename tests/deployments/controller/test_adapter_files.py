@@ -13,17 +13,6 @@ def owned() -> None:
     """The store is this fleet's."""
 
 
-async def test_files_that_come_late_are_waited_for(tmp_path: Path) -> None:
-    keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned)
-    copying = asyncio.create_task(keeper.copy(str(tmp_path / "a"), 1))
-    await asyncio.sleep(0.15)
-    assert not copying.done()
-    save_tiny_adapter(tmp_path / "a", 1)
-    files = await copying
-    await keeper.complete(1)
-    assert Path(files.path).is_dir()
-
-
 async def test_files_that_do_not_come_are_an_error_of_the_caller(tmp_path: Path) -> None:
     keeper = AdapterKeeper(tmp_path / "store", [tmp_path], owned, lag_s=0.1)
     with pytest.raises(NotFound, match="does not exist"):

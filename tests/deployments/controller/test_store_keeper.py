@@ -81,20 +81,6 @@ async def test_a_version_whose_writer_could_not_report_it_is_found(
             await asyncio.sleep(0.01)
 
 
-async def test_a_version_that_is_being_read_goes_later(tmp_path: Path) -> None:
-    store = Store(tmp_path / "store")
-    for version in (1, 2):
-        write(store, version)
-    removing = keeper(store, stored=2)
-    with store.reading(1):
-        removing.remove_old()
-        await removing.aclose()
-        assert list(store.list()) == [1, 2]
-    removing.remove_old()
-    await removing.aclose()
-    assert list(store.list()) == [2]
-
-
 async def test_versions_of_another_fleet_are_not_counted_and_not_removed(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     for version in (10, 11, 12):
@@ -225,9 +211,11 @@ async def test_a_second_fleet_on_a_store_is_refused_and_touches_nothing(tmp_path
     await first.aclose()
 
 
-@pytest.mark.slow
-async def test_a_fleet_with_a_copied_journal_is_refused_by_the_store_of_the_first(tmp_path: Path) -> None:
+async def test_a_fleet_with_a_copied_journal_is_refused_by_the_store_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its id is the same."""
+    monkeypatch.setattr("deployments.controller.store_keeper.PREDECESSOR_S", 0.1)
     first = Fleet(tmp_path / "first")
     await first.controller.fleet()
     share(tmp_path / "first" / "store", tmp_path / "second")

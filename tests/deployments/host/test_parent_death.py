@@ -78,7 +78,7 @@ def test_everything_that_an_engine_names_is_removed_after_its_replica_was_killed
     assert not {name for name in listing() if owner_id in name}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_everything_that_an_engine_names_is_removed_by_a_replica_that_stops_in_order(
     tmp_path: object,
 ) -> None:

@@ -1,7 +1,6 @@
-"""A small fleet as a graph: from each state all that can happen next, message by message, and what must hold.
+"""A small fleet, message by message: what can happen next, and what must hold.
 
-A move is one message that arrives, one step of the publisher, or a fault. A state is reached by its moves: it
-is made anew from them, because a ledger cannot be copied. Two ways to the same state are followed once.
+A move is one message that arrives, one step of the publisher or of a user of an adapter, or a fault.
 """
 
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 Move = tuple[Any, ...]
+CALM = ("poll", "take", "publish", "use_adapters")  # moves that are no fault
 FAILING: tuple[type[Body], ...] = (Receive, Verify, Commit, Release, LoadAdapter, SetAdapters)
 ONE_VERSION = AdapterLimits(keep=1)
 FILES = AdapterFiles(path="/a", digest="d", size_bytes=1)
@@ -145,7 +145,7 @@ class SmallFleet:
     def make(self, move: Move) -> None:
         """Let it happen, and check what must hold."""
         name, *rest = move
-        if name not in ("poll", "take", "publish", "use_adapters"):
+        if name not in CALM:
             self.faults -= 1
         getattr(self, name)(*rest)
         self.check()
@@ -283,10 +283,6 @@ class SmallFleet:
             for each in self.seats
             if each.alive and each.replica.admitted and not each.replica.held
         ]
-
-    def seen_by_users(self) -> list[tuple[str, int, tuple[int, ...]]]:
-        """Which replicas would answer, from which version, and with which adapters."""
-        return [(each.replica_id, each.version, tuple(each.adapters.live)) for each in self.serving()]
 
     def check(self) -> None:
         committed = max((each.version for each in self.journal if isinstance(each, Committed)), default=0)

@@ -119,24 +119,6 @@ def test_hundreds_of_adapters_leave_nothing_behind() -> None:
 # -- beside rounds and sleep -------------------------------------------------------------------
 
 
-def test_adapters_stay_live_over_a_round() -> None:
-    scene = AdapterScene(2)
-    scene.load("math")
-    assert scene.publish().error is None
-    assert [live(each) for each in scene.replicas] == [["math@1"], ["math@1"]]
-    assert [each.version for each in scene.replicas] == [1, 1]
-
-
-def test_a_load_in_the_middle_of_a_round_ends() -> None:
-    scene = AdapterScene(2)
-    scene.connect()
-    round_id = scene.receive()
-    assert ended(scene.load("math"))
-    call = scene.close(round_id)
-    scene.poll(10)
-    assert call.error is None
-
-
 @pytest.mark.parametrize("commit", [CommitMode.TOGETHER, CommitMode.ROLLING])
 def test_a_slow_load_holds_no_replica_up_that_waits_for_the_others_commit(commit: CommitMode) -> None:
     scene = AdapterScene(2)

@@ -39,16 +39,6 @@ def test_a_load_after_a_transfer_takes_what_arrived_and_says_so(init_info: dict[
     ended(scene.load("code", load_id=LOAD))
 
 
-def test_a_replica_that_joins_between_transfer_and_load_takes_the_stores_copy() -> None:
-    scene = connected()
-    ended(send(scene))
-    scene.start()
-    scene.poll()
-    ended(scene.load("math", load_id=LOAD))
-    assert [live(each) for each in scene.replicas] == [["math@1"]] * 3
-    assert received(scene) == ("r0", "r1")
-
-
 @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.TRANSFER_FAILED])
 def test_a_replica_without_the_bytes_is_named_and_loads_the_stores_copy(outcome: Outcome) -> None:
     scene = connected()

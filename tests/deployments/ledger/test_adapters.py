@@ -135,14 +135,6 @@ def test_a_new_version_answers_new_requests_and_the_old_one_those_that_run() -> 
     assert scene.ledger.adapter_ids() == {2}
 
 
-def test_the_newest_versions_of_a_name_stay() -> None:
-    scene = AdapterScene(1)  # keeps two
-    for _ in range(4):
-        ended(scene.load("math", in_place=True))
-    ended(scene.load("code"))
-    assert names(scene) == ["math@3", "math@4", "code@1"] == live(scene.replicas[0])
-
-
 @pytest.mark.parametrize("keep", range(1, 8))
 def test_no_version_retires_before_there_are_more_than_may_stay(keep: int) -> None:
     scene = AdapterScene(1)

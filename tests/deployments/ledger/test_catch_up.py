@@ -1,6 +1,5 @@
 import pytest
 
-from deployments.protocol.errors import Conflict
 from deployments.protocol.poll import CatchUp, Outcome
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
@@ -47,24 +46,6 @@ def test_the_connection_reaches_it_when_it_has_loaded() -> None:
     scene.poll(6)
     round_id = scene.receive()
     scene.close(round_id)
-    scene.poll(6)
-    assert joiner.admitted and joiner.version == 3
-
-
-def test_a_collective_is_formed_again_when_it_has_loaded() -> None:
-    scene = Scene(replicas=1)
-    joiner = loading(scene)
-    scene.connect({"rank_offset": 1, "world_size": 2})
-    assert scene.status().connection is not None
-    round_id = scene.receive()
-    scene.close(round_id)
-    scene.poll(6)
-    joiner.hangs_in.clear()
-    scene.poll(2)
-    with pytest.raises(Conflict, match="connect again"):
-        scene.open()
-    scene.connect({"rank_offset": 1, "world_size": 3})
-    scene.close(scene.receive())
     scene.poll(6)
     assert joiner.admitted and joiner.version == 3
 

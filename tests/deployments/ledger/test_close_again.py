@@ -98,16 +98,6 @@ def test_a_round_that_was_aborted_raises_why_also_after_a_restart() -> None:
     assert "replicas disagree" in after.message
 
 
-def test_a_close_twice_is_one_close() -> None:
-    scene = Scene(replicas=1)
-    scene.connect()
-    round_id = scene.receive()
-    first, second = scene.close(round_id), scene.close(round_id)
-    scene.poll(8)
-    assert report_of(first) == report_of(second)
-    assert scene.replicas[0].names().count("verify") == 1
-
-
 def test_a_round_is_known_by_its_number_and_not_by_its_version() -> None:
     """A's round is aborted by the restart, and B commits the version that A wanted."""
     scene = Scene(replicas=1)

@@ -88,9 +88,10 @@ def test_weights_are_discarded_from_a_sleep_at_level_2_until_a_round_replaces_th
         assert not discarded(condition(texts)) and intact(condition(texts)) == condition(texts)
 
 
-def test_a_joiner_is_paused_before_it_takes_requests() -> None:
+@pytest.mark.parametrize("text", ["pause keep", "pause wait"])
+def test_a_joiner_is_paused_before_it_takes_requests(text: str) -> None:
     scene = Scene(replicas=1)
-    scene.call("pause keep")
+    scene.call(text)
     joiner = scene.start()
     assert not joiner.admitted
     assert operations(joiner) == ["pause"]
@@ -102,19 +103,6 @@ def test_a_joiner_is_paused_before_it_takes_requests() -> None:
     scene.poll()
     assert late.admitted and operations(late) == []
     assert scene.status().condition == ()
-
-
-def test_a_joiner_catches_up_before_it_sleeps() -> None:
-    scene = Scene(replicas=1)
-    scene.publish()
-    scene.now += 1  # in which no round came
-    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
-    scene.call("sleep 1")
-    scene.call("wake_up weights")
-    joiner = scene.start(version=0)
-    scene.poll()
-    assert joiner.names() == ["connect", "catch_up", "call", "call"]
-    assert operations(joiner) == ["sleep", "wake_up"] and joiner.admitted
 
 
 def test_nobody_is_admitted_while_the_condition_changes() -> None:
@@ -224,15 +212,6 @@ def test_a_joiner_that_an_earlier_controller_paused_is_not_admitted_paused() -> 
     scene.restart()
     scene.wait(5)
     assert joiner.admitted and not is_paused(joiner.condition)
-
-
-def test_what_nobody_did_is_not_asked_of_joiners() -> None:
-    scene = Scene(replicas=1)
-    scene.replicas[0].outcomes[RunOperation] = Outcome.REJECTED
-    assert scene.call("sleep 9").error is not None
-    joiner = scene.start()
-    scene.poll()
-    assert operations(joiner) == [] and joiner.admitted
 
 
 def test_a_fleet_without_replicas_can_be_paused_before_they_come() -> None:

@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 
-from deployments.ledger.decisions import Decision, EngineStateChanged
 from deployments.protocol.engine_state import WakeUp
 from deployments.protocol.errors import Conflict
 from deployments.protocol.poll import Commit, CommitMode, Outcome, RunOperation, Verify
@@ -16,11 +15,6 @@ def restart(scene: Scene, *, compacted: bool = False) -> None:
         scene.journal = compact(scene.journal)
     scene.restart()
     scene.poll()
-
-
-def decided(scene: Scene) -> list[Decision]:
-    scene.journal += scene.ledger.take_decisions()
-    return scene.journal
 
 
 def assert_refused(scene: Scene) -> None:
@@ -68,14 +62,6 @@ def test_weights_that_were_thrown_away_come_back_with_a_round() -> None:
     assert_awake(scene)
     scene.call("sleep 2")
     assert_refused(scene)  # the next time as well
-
-
-def test_the_round_has_told_a_successor_already() -> None:
-    scene = without_weights()
-    scene.publish()
-    before = [each for each in decided(scene) if isinstance(each, EngineStateChanged)]
-    scene.call("sleep 0")  # it stays as it is
-    assert [each for each in decided(scene) if isinstance(each, EngineStateChanged)] == before
 
 
 def test_waking_all_at_once_is_right_after_the_round() -> None:
@@ -132,20 +118,6 @@ def test_a_joiner_after_the_round_keeps_its_weights() -> None:
     scene.poll()
     assert joiner.names() == ["connect", "catch_up", "call", "call"]
     assert joiner.admitted and joiner.memory.intact and joiner.memory.asleep == {"kv_cache"}
-    scene.call("wake_up kv_cache")
-    assert_awake(scene)
-
-
-def test_a_joiner_that_a_round_brought_up_to_date_keeps_its_weights() -> None:
-    scene = Scene(replicas=1)
-    scene.publish()
-    scene.call("sleep 2")
-    scene.call("wake_up weights")
-    joiner = scene.start(version=0)  # nothing is stored that it could catch up from
-    assert operations(joiner) == []
-    scene.publish()
-    scene.poll()
-    assert (joiner.version, joiner.admitted) == (2, True)
     scene.call("wake_up kv_cache")
     assert_awake(scene)
 

@@ -142,21 +142,6 @@ def test_a_drain_ends_with_the_controller_that_asked_for_it() -> None:
     assert not any(isinstance(each, EngineStateChanged) for each in scene.journal)
 
 
-def test_a_decided_round_that_waited_is_finished_after_a_restart() -> None:
-    scene = busy_fleet()
-    for replica in scene.replicas:
-        replica.end_requests()
-        replica.hangs_in.add(Commit)
-    scene.publish()
-    scene.restart()
-    for replica in scene.replicas:
-        replica.hangs_in.clear()
-        replica.take_requests(1)
-    scene.poll(8)
-    assert goes_on(scene) and {each.version for each in scene.replicas} == {1}
-    assert [each.running for each in scene.replicas] == [1, 1]
-
-
 @pytest.mark.parametrize("text", ["pause wait", "sleep 1 wait", "sleep 0 wait"])
 def test_an_operation_waits_until_no_request_runs(text: str) -> None:
     scene = busy_fleet()
@@ -240,25 +225,6 @@ def test_an_operation_and_a_round_wait_side_by_side() -> None:
     assert call.error is None and report_of(update).version == 1
     assert scene.status().condition == ("pause",)
     assert all(not each.drains and not each.held for each in scene.replicas)
-
-
-def test_no_round_opens_while_the_fleet_waits_for_its_sleep() -> None:
-    scene = busy_fleet()
-    scene.connect()
-    scene.ask("sleep 1 wait")
-    with pytest.raises(Conflict, match="the fleet's weights sleep"):
-        scene.open()
-
-
-def test_nobody_is_admitted_while_the_fleet_waits_for_its_pause() -> None:
-    scene = busy_fleet(1)
-    scene.ask("pause wait")
-    joiner = scene.start()
-    scene.poll()
-    assert not joiner.admitted
-    scene.replicas[0].end_requests()
-    scene.poll(6)
-    assert joiner.admitted and operations(joiner) == ["pause"]
 
 
 def test_a_standstill_of_the_controller_is_not_counted() -> None:

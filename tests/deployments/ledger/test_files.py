@@ -115,25 +115,3 @@ def test_a_connection_is_of_no_use_to_another_publisher() -> None:
     scene.token = scene.ledger.acquire("somebody else", scene.now).token
     with pytest.raises(Conflict, match="connect before opening a round"):
         scene.open()
-
-
-def test_a_round_of_files_is_aborted_by_a_restart_and_leaves_nothing() -> None:
-    scene = Scene(replicas=2)
-    received(scene)
-    scene.restart()
-    scene.poll(4)
-    assert scene.ledger.history()[-1].phase == "aborted"
-    assert committed(scene) == 1 and fenced(scene) == ()
-
-
-def test_a_decided_round_of_files_is_finished_after_a_restart() -> None:
-    scene = Scene(replicas=2)
-    round_id = received(scene)
-    scene.close(round_id, "x")
-    scene.poll(2)
-    assert scene.ledger.state.committed_version == 1, "decided, and no replica has heard of it"
-    scene.restart()
-    scene.poll(6)
-    call = scene.close(round_id, "x")
-    assert report_of(call).version == 1
-    assert all(each.version == 1 and each.admitted for each in scene.replicas)

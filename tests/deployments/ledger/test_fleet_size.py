@@ -2,13 +2,12 @@
 
 import pytest
 
-from deployments.ledger.ledger_config import LedgerConfig, SizeLimits
+from deployments.ledger.ledger_config import SizeLimits
 from deployments.protocol.errors import Conflict, InvalidRequest
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 ELASTIC = SizeLimits(least=1, most=4, wanted=2, fixed=None)
-COLLECTIVE = {"rank_offset": 1, "world_size": 3}
 
 
 def events(scene: Scene) -> list[str]:
@@ -132,16 +131,6 @@ def test_a_new_round_is_without_it() -> None:
     assert leaver.may_leave and leaver.fenced is None, "at the old version, and answering nothing"
 
 
-def test_a_communicator_is_formed_anew_without_it() -> None:
-    scene = Scene(replicas=2, size=ELASTIC)
-    scene.connect(COLLECTIVE)
-    leave(scene, scene.replicas[1])
-    with pytest.raises(Conflict, match="connect again"):
-        scene.open()
-    scene.connect({"rank_offset": 1, "world_size": 2})
-    assert report_of(scene.publish()).version == 1
-
-
 def test_no_operation_is_asked_of_it() -> None:
     scene = Scene(replicas=2, size=ELASTIC)
     leave(scene, scene.replicas[1])
@@ -177,10 +166,3 @@ def test_one_whose_process_ends_after_it_was_let_go_is_no_fault() -> None:
     leave(scene, leaver)
     scene.ledger.lost([(leaver.replica_id, leaver.incarnation)], "its process is gone", scene.now)
     assert events(scene)[-1] == "left"
-
-
-def test_a_live_ledger_takes_other_limits() -> None:
-    scene = Scene(replicas=1, size=ELASTIC)
-    assert scene.status().ready
-    scene.ledger.reconfigure(LedgerConfig(min_replicas=2))
-    assert (scene.status().ready, scene.status().min_replicas) == (False, 2)

@@ -1,6 +1,6 @@
 import pytest
 
-from deployments.ledger.decisions import Committed, Ended, decode, encode
+from deployments.ledger.decisions import Committed, Ended
 from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import Commit, CommitMode, Outcome, Verify
 from deployments.protocol.publishing import RoundOptions
@@ -206,22 +206,6 @@ def test_a_label_outlives_a_restart_but_not_its_version() -> None:
     scene.publish(label="two")
     scene.restart()
     assert scene.status().label == "two"
-
-
-@pytest.mark.parametrize("compacted", [False, True])
-def test_the_history_of_rounds_outlives_a_restart(compacted: bool) -> None:
-    scene = Scene(replicas=2)
-    scene.publish(label="one")
-    scene.replicas[0].digest = "bb"
-    scene.publish()  # no majority: aborted
-    before = scene.ledger.history()
-    assert [each.phase for each in before] == ["committed", "aborted"]
-    scene.restart()
-    if compacted:
-        scene.journal = compact([decode(encode(each)) for each in scene.journal])
-        scene.restart()
-    assert scene.ledger.history() == before
-    assert before[0].replicas["r1"].bytes == 10
 
 
 def test_sequence_numbers_and_event_ids_are_new_after_a_restart() -> None:

@@ -214,11 +214,26 @@ def test_an_aborted_round_says_what_it_waited_for() -> None:
     assert report.parts["open"] == report.duration_s == 3 and report.committed_at is None
 
 
-def test_a_round_is_verified_with_its_publisher_only_if_every_replica_has_compared() -> None:
-    scene = Scene(replicas=2)
-    scene.replicas[1].compares = False
+@pytest.mark.parametrize(
+    ("compares", "verification"),
+    [
+        ([True, True], Verification.PUBLISHER),
+        ([True], Verification.PUBLISHER),
+        ([True, False], Verification.REPLICAS),
+        ([False], Verification.NONE),
+    ],
+)
+def test_a_round_is_verified_with_its_publisher_only_if_every_replica_has_compared(
+    compares: list[bool], verification: Verification
+) -> None:
+    scene = Scene(replicas=len(compares))
+    for replica, does in zip(scene.replicas, compares, strict=True):
+        replica.compares = does
     report = report_of(scene.publish())
-    assert report.verification == Verification.REPLICAS and Check.DIGESTS not in report.checks
+    checks = [Check.NAMES, Check.FINITE, Check.DIGESTS, Check.REPLICAS]
+    absent = {Check.DIGESTS: not all(compares), Check.REPLICAS: len(compares) == 1}
+    assert report.verification is verification
+    assert list(report.checks) == [check for check in checks if not absent.get(check)]
 
 
 @pytest.mark.parametrize("kv_cache", KvCache)

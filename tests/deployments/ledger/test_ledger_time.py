@@ -156,7 +156,7 @@ def test_a_publisher_that_comes_again_gets_a_new_token_and_its_old_round_is_gone
     new = scene.ledger.acquire("trainer", scene.now).token
     assert new > old
     with pytest.raises(StalePublisher):
-        scene.ledger.renew(old, scene.now)
+        scene.ledger.connect(old, {}, scene.now)
     with pytest.raises(RoundAborted, match="took a new lease"):
         scene.ledger.send(new, round_id, {}, scene.now)
 

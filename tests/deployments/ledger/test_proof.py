@@ -102,13 +102,6 @@ def test_a_fleet_that_differs_from_its_trainer_goes_on() -> None:
     assert sorted(warned(scene)) == ["r0", "r1"]
 
 
-def test_the_trainer_may_answer_last() -> None:
-    scene = proven(SAME, OTHER, bound=0.1, action="fence")
-    scene.ledger.set_scores(Scores(version=1, values=SAME), scene.now)
-    scene.poll()
-    assert last(scene).proof == {"r0": NONE, "r1": APART}
-
-
 def test_a_replica_that_does_not_answer_is_left_out_and_delays_nothing() -> None:
     scene = proven(SAME, None, OTHER, trainer=SAME, bound=0.1, action="fence")
     assert last(scene).proof == {}

@@ -20,14 +20,6 @@ def test_a_version_that_cannot_be_loaded_is_not_named_again_and_the_next_round_h
     assert late.admitted and late.version == 2 and scene.status().store_problem is None
 
 
-def test_a_newer_version_is_named_to_one_that_could_not_load_an_older_one() -> None:
-    scene = StoreScene(replicas=1)
-    scene.round()
-    scene.begin()
-    scene.round()
-    assert scene.begin(unloadable=Unloadable(version=1, reason="gone")).version == 2
-
-
 def test_a_member_that_cannot_read_what_it_is_to_load_is_intact_and_waits_for_the_next_round() -> None:
     scene = StoreScene(replicas=1)
     scene.publish()

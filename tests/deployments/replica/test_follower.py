@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol.engine_state import InFlight
 from deployments.protocol.poll import (
     Body,
     CatchUp,
-    Commit,
     Connect,
     Directive,
     Drop,
     Instruction,
-    KvCache,
     Outcome,
     Receive,
     Report,
@@ -23,11 +20,11 @@ from deployments.protocol.poll import (
     Verify,
 )
 from deployments.replica.follower import Follower
+from tests.deployments.replica.round_instructions import COMMIT
 from tests.deployments.replica.scripted_member import Member, Script
 
 RECEIVE = Receive(round_id=1, payload=None, options=StagingOptions())
 VERIFY = Verify(round_id=1)
-COMMIT = Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
 DROP = Drop(round_id=1)
 
 

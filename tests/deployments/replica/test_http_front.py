@@ -10,7 +10,6 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from deployments.calls.http_server import HttpServer
-from deployments.protocol.errors import Conflict
 from deployments.protocol.routing import KEY_HEADER, ROUTER_HEADER, Demand, router_header
 from deployments.replica.http_front import ReplicaFront
 from tests.waiting import reached
@@ -92,15 +91,6 @@ async def test_body_received_during_the_wait_is_complete(replica: Replica) -> No
     replica.opens.set()
     body = b"".join(bytes([number]) * 50_000 for number in range(4)) + b"the end, after admission"
     assert await asked == (200, body)
-
-
-async def test_error_of_the_wait_is_the_response(replica: Replica) -> None:
-    replica.refusal = Conflict("it did not come in time")
-    asked = asyncio.create_task(replica.post(b"x"))
-    await replica.until(in_flight=1)
-    replica.opens.set()
-    status, body = await asked
-    assert status == 409 and b"in time" in body
 
 
 async def test_stop_refuses_waiting_requests(replica: Replica) -> None:

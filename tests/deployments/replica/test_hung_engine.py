@@ -14,13 +14,11 @@ import pytest
 from fastapi import FastAPI
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from deployments.protocol.engine_state import InFlight
-from deployments.protocol.poll import Commit, Directive, Instruction, KvCache, Report
+from deployments.protocol.poll import Directive, Instruction, Report
 from deployments.replica.follower import Follower
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.staged_member import StagedMember
-
-COMMIT = Commit(round_id=1, version=4, hold=False, kv_cache=KvCache.RECOMPUTE, in_flight=InFlight.KEEP)
+from tests.deployments.replica.round_instructions import COMMIT
 
 
 class HungLlm:

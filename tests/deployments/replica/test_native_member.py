@@ -16,7 +16,6 @@ from deployments.protocol.poll import (
     RunOperation,
     Staged,
     StagingOptions,
-    Swapped,
     Verify,
 )
 from deployments.replica.engine_core import RESET_CACHES
@@ -85,17 +84,6 @@ async def test_native_round_pauses_at_the_first_payload_and_resumes_at_the_commi
         *("pause keep", "start_weight_update", "native_update"),
         *("finish_weight_update", "native_digest", f"{RESET_CACHES} True", "version 5", *last),
     ]
-
-
-async def test_repeated_native_commit_changes_nothing(model: Path) -> None:
-    """After a controller restart; requests run by then, and dropping caches under them is not allowed."""
-    member, llm = member_of(model)
-    await member.execute(receive(payload()))
-    await member.execute(VERIFY)
-    await member.execute(commit())
-    did = list(llm.did)
-    assert await member.execute(commit()) == Swapped(swap_s=0.0, gap_s=0.0)
-    assert llm.did == did
 
 
 async def test_kept_requests_are_not_recomputed(model: Path) -> None:

@@ -40,11 +40,6 @@ def replica() -> Replica:
     return Replica()
 
 
-async def test_admitted_replica_in_contact_answers(replica: Replica) -> None:
-    assert replica.admission.refusal() is None
-    await replica.admission.wait(Demand())
-
-
 async def test_refusals_name_their_reason(replica: Replica) -> None:
     async def refused(reason: str) -> None:
         assert replica.admission.refusal() == reason

@@ -18,7 +18,6 @@ from deployments.protocol.poll import (
     Receive,
     Staged,
     StagingOptions,
-    Swapped,
     Verify,
 )
 from deployments.replica.staged_member import StagedMember
@@ -45,18 +44,6 @@ async def test_workers_read_files_without_a_connection(member: StagedMember, llm
     assert member.version == 4 and member.retained_version == 4
 
 
-async def test_first_payload_of_a_round_begins_the_update(member: StagedMember, llm: FakeLlm) -> None:
-    await member.execute(receive(retain=4))
-    await member.execute(receive(retain=4))
-    assert [(each["begins"], each["retain_version"]) for each in llm.named("staging_receive")] == [
-        (True, 4),
-        (False, 4),
-    ]
-    await member.execute(Drop(round_id=1))
-    await member.execute(receive(round_id=2))
-    assert llm.named("staging_receive")[-1]["begins"], "another round begins its own"
-
-
 async def test_adapter_is_received_into_shared_memory(member: StagedMember, llm: FakeLlm) -> None:
     await member.execute(ADAPTER)
     [arguments] = llm.named("staging_receive_files")
@@ -65,17 +52,6 @@ async def test_adapter_is_received_into_shared_memory(member: StagedMember, llm:
     place.mkdir()
     await member.execute(ADAPTER)
     assert not place.exists(), "the same again: what was there goes before"
-
-
-async def test_leftover_round_is_dropped_before_an_adapter_is_received(
-    member: StagedMember, llm: FakeLlm
-) -> None:
-    await member.execute(receive())
-    await member.execute(ADAPTER)
-    names = [name for name, _ in llm.calls if name in ("staging_drop", "staging_receive_files")]
-    assert names == ["staging_drop", "staging_receive_files"]
-    with pytest.raises(PayloadRejected, match="round 1 has brought no payload"):
-        await member.execute(Verify(round_id=1))
 
 
 @pytest.mark.parametrize(
@@ -154,14 +130,6 @@ async def test_missing_peer_is_a_failed_transfer(member: StagedMember, llm: Fake
     llm.connects = ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
     with pytest.raises(TransferFailed, match="1 of 3 came"):
         await member.execute(Connect(init_info={}))
-
-
-async def test_repeated_commit_is_answered_from_the_live_version(member: StagedMember, llm: FakeLlm) -> None:
-    await member.execute(receive(retain=4))
-    await member.execute(Verify(round_id=1))
-    assert await member.execute(COMMIT) != Swapped(swap_s=0.0, gap_s=0.0)
-    assert await member.execute(COMMIT) == Swapped(swap_s=0.0, gap_s=0.0)
-    assert (member.version, member.retained_version, member.staged_round) == (4, 4, None)
 
 
 async def test_commit_of_a_dropped_round_fails(member: StagedMember) -> None:

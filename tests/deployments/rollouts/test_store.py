@@ -15,19 +15,11 @@ import pytest
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError
 from deployments.rollouts.rollout_ledger import TURN_BYTES
 from deployments.rollouts.store import NAME, RolloutStore
+from tests.clock import Clock
 from tests.deployments.rollouts.turns import LIMITS, captured, request
 from tests.full_disk import full_disk, longest_in
 
 FLEET = "f" * 32
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

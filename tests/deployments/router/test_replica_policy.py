@@ -59,6 +59,7 @@ def test_less_loaded_of_two_comes_first_by_what_all_routers_have_there() -> None
     assert order_candidates([busy, idle], Demand(in_flight={"idle": 1})) == [["idle", "busy"]]
 
 
+@pytest.mark.slow
 @given(st.text(min_size=1, max_size=20))
 def test_session_without_a_home_has_one_replica_for_all_routers(session: str) -> None:
     demand = Demand(session_id=session)

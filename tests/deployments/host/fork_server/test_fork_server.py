@@ -314,6 +314,7 @@ def test_what_multiprocessing_spawns_in_a_fork_is_a_fork_too(
     ran(client(str(script)), environment)
 
 
+@pytest.mark.long
 def test_hundreds_of_forks_leave_a_server_as_it_was(environment: dict[str, str]) -> None:
     (server,) = [psutil.Process(shown(environment)["server"])]
     for _ in range(20):

@@ -184,10 +184,6 @@ async def test_repeated_load_changes_nothing(tmp_path: Path, adapters: EngineAda
 # -- which adapter files are refused, and which are not there yet ----------------------------------
 
 
-def test_adapter_of_the_base_model_fits(tmp_path: Path, model: str) -> None:
-    check_adapter(adapter(save_tiny_adapter(tmp_path / "a", 1)), read_schema(Path(model)), CONFIG)
-
-
 @pytest.mark.parametrize(
     ("tensors", "phrase"),
     [

@@ -22,8 +22,6 @@ from deployments.weights.staging.staging_extension import StagingWorkerExtension
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import StagingState, from_wire
 from deployments.weights.wire.chunk_layout import ReceivedChunk, pack, packed_chunk, plan_chunks
-from deployments.weights.wire.digest import digests
-from deployments.weights.wire.digest_definition import version_digest
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -157,10 +155,6 @@ def write_checkpoint(directory: Path) -> Path:
 
 
 TIMEOUT_S = 20.0
-
-
-def digest_of(tensors: Tensors) -> str:
-    return version_digest([name for name, _ in tensors], digests([tensor for _, tensor in tensors]))
 
 
 def receive(worker: MemoryWorker, tensors: Tensors, name: str = "p", **options: Any) -> StagingState:

@@ -26,7 +26,10 @@ def test_rounds_with_a_drafter_of_the_served_checkpoint_equal_fresh_loads(kind: 
 
 @pytest.mark.parametrize(
     ("staging", "kind", "method"),
-    [("device", "CpuShadowStaging", "draft_model"), ("host", "HostStaging", "eagle3")],
+    [
+        ("host", "HostStaging", "eagle3"),
+        pytest.param("device", "CpuShadowStaging", "draft_model", marks=pytest.mark.long),
+    ],
 )
 def test_an_engine_drafts_with_what_was_published(
     staging: str, kind: str, method: str, tmp_path: Path

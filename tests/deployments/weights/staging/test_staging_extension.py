@@ -24,13 +24,13 @@ from tests.deployments.weights.staging.memory_worker import (
     TIMEOUT_S,
     MemoryWorker,
     chunks_of,
-    digest_of,
     progress_of,
     receive,
     verify,
     weights,
     write_checkpoint,
 )
+from tests.deployments.weights.transports.transport_contract import digest_of
 
 
 @pytest.fixture

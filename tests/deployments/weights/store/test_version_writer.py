@@ -281,17 +281,6 @@ def test_a_version_that_could_not_be_reported_is_complete(
     assert record.getMessage().endswith("version 3 was stored: the controller does not answer")
 
 
-def test_a_stop_does_not_wait_for_a_report_that_nobody_takes(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deployments.weights.store.version_writer.REPORT_S", 0.05)
-    taken = threading.Event()
-    writer = VersionWriter(write_files=no_files, report=lambda _: taken.wait(TIMEOUT_S))
-    writer.put(version_of(3), store)
-    assert writer.wait(TIMEOUT_S) and not taken.is_set()
-    taken.set()
-
-
 def test_the_next_version_does_not_wait_for_a_report_that_nobody_takes(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

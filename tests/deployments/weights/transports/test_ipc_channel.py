@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ from deployments.weights.transports.ipc_channel import (
     TensorLocation,
     check_location,
     create_page,
-    encode_channels,
     open_page,
-    parse_channels,
 )
 from deployments.weights.wire.chunk_layout import (
     Entry,
@@ -73,41 +70,6 @@ def test_vllm_parses_the_init_info_that_the_trainer_sends() -> None:
     json_only(sent, "init_info")
     engine = object.__new__(IpcWeightTransferEngine)  # parsing needs no model
     assert engine.parse_init_info(json.loads(json.dumps(sent))) == init_info()
-
-
-def changed(path: tuple[Any, ...], value: object) -> Any:
-    """The encoded channels with one field replaced; `...` removes it."""
-    encoded = json.loads(json.dumps(encode_channels(CHANNELS)))
-    inner = encoded
-    for key in path[:-1]:
-        inner = inner[key]
-    if value is ...:
-        del inner[path[-1]]
-    else:
-        inner[path[-1]] = value
-    return encoded
-
-
-@pytest.mark.parametrize(
-    ("encoded", "message"),
-    [
-        ("x", "channels: Input should be a valid dictionary, got x"),
-        (
-            changed(("GPU-1", "memory", "kind"), "file"),
-            "channels.GPU-1.memory: Input tag 'file' found using 'kind' does not match any of the expected "
-            "tags: 'buffers', 'tensors', got {'kind': 'file'",
-        ),
-        (
-            changed(("GPU-1", "memory", "buffers", 1), ...),
-            "channels.GPU-1.memory.buffers.buffers.1: Field required, got ",
-        ),
-    ],
-    ids=["no mapping", "kind", "one buffer"],
-)
-def test_another_form_is_refused_with_the_first_wrong_field(encoded: Any, message: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        parse_channels(encoded)
-    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(

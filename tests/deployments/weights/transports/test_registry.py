@@ -43,7 +43,7 @@ def test_registry_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "['__main__', 'deployments']"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)  # a fresh interpreter imports what vLLM does
 def test_transport_modules_do_not_import_vllms_layers() -> None:
     """They are most of vLLM: seconds, in the middle of the first publish."""

@@ -5,17 +5,12 @@ The first to run where there is a GPU.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import TrainerInitInfo
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from deployments.protocol.poll import Outcome
-from tests.deployments.weights.transports.transport_contract import digest_of, free_port
+from tests.deployments.weights.transports.transport_contract import digest_of
 from tests.deployments.weights.transports.transport_fleet import (
     ListSource,
     ProcessReceiver,
@@ -24,6 +19,7 @@ from tests.deployments.weights.transports.transport_fleet import (
     write_checkpoint,
 )
 from tests.deployments.weights.transports.vllm_trainer import HttpFleet
+from tests.deployments.weights.transports.vllm_wires import connect
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 SHAPES = {"embed.weight": (1000, 512), "norm.weight": (512,), "lm_head.weight": (1000, 512)} | {
@@ -48,7 +44,8 @@ def _dtype(name: str) -> torch.dtype:
 
 
 @pytest.fixture
-def fleet(engine: str, tmp_path: Path) -> Iterator[HttpFleet]:
+def fleet(wire: str, tmp_path: Path) -> Iterator[HttpFleet]:
+    engine = wire.split()[0]
     needed = 2 if engine == "nccl" else 1
     if torch.cuda.device_count() < needed:
         pytest.skip(f"needs {needed} GPUs, there are {torch.cuda.device_count()}")
@@ -60,30 +57,15 @@ def fleet(engine: str, tmp_path: Path) -> Iterator[HttpFleet]:
     receiver.kill()
 
 
-def init_info(engine: str, packed: bool) -> TrainerInitInfo:
-    sizes = {"packed_buffer_size_bytes": BUFFER_BYTES} if packed else {}
-    if engine == "ipc":
-        return IPCTrainerInitInfo(rank=0, packed=packed, **sizes)
-    return NCCLTrainerInitInfo(
-        rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=2, packed=packed, **sizes
-    )
-
-
-def connect(engine: str, packed: bool, fleet: HttpFleet, source: ListSource) -> Any:
-    return WeightTransferTrainerFactory.trainer_init(init_info(engine, packed), client=fleet, source=source)
-
-
-every_wire = pytest.mark.parametrize(
-    ("engine", "packed"), [("ipc", False), ("ipc", True), ("nccl", False), ("nccl", True)]
-)
+every_wire = pytest.mark.parametrize("wire", ["ipc", "ipc packed", "nccl", "nccl packed"])
 
 
 @every_wire
 def test_rounds_are_staged_bit_for_bit_and_the_trainers_memory_does_not_grow(
-    engine: str, packed: bool, fleet: HttpFleet
+    wire: str, fleet: HttpFleet
 ) -> None:
     source = ListSource(version(1))
-    sender = connect(engine, packed, fleet, source)
+    sender = connect(wire, fleet, source, BUFFER_BYTES)
     held = []
     for seed in range(1, 9):
         source.tensors = version(seed)
@@ -100,16 +82,16 @@ def test_rounds_are_staged_bit_for_bit_and_the_trainers_memory_does_not_grow(
 
 
 @every_wire
-def test_what_is_refused_leaves_the_trainer_free(engine: str, packed: bool, fleet: HttpFleet) -> None:
+def test_what_is_refused_leaves_the_trainer_free(wire: str, fleet: HttpFleet) -> None:
     tensors = version(1)
     dict(tensors)["layers.2.up.weight"][511, 513] = float("nan")
     torch.cuda.synchronize()
-    sender = connect(engine, packed, fleet, ListSource(tensors))
+    sender = connect(wire, fleet, ListSource(tensors), BUFFER_BYTES)
     with pytest.raises(Rejected, match=r"^'layers.2.up.weight' holds NaN or infinity$"):
         sender.send_weights()
     fleet.drop()
     tensors[0] = ("strange", torch.zeros(2, device="cuda"))
-    sender = connect(engine, packed, fleet, ListSource(tensors))
+    sender = connect(wire, fleet, ListSource(tensors), BUFFER_BYTES)
     with pytest.raises(Rejected, match=r"^'strange' is not a tensor of this model$"):
         sender.send_weights()
     sender.shutdown()

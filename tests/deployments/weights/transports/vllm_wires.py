@@ -17,17 +17,11 @@ from tests.deployments.weights.transports.vllm_trainer import HttpFleet
 BUFFER_BYTES = 4608  # the largest tensor has 4386
 WIRES: dict[str, dict[str, Any]] = {
     "ipc": {"packed": False},
-    "ipc packed": {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
+    "ipc packed": {"packed": True},
     "nccl": {"packed": False},
-    "nccl packed": {"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},  # two buffers, vLLM's default
-    "nccl packed, one buffer": {
-        **{"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
-        "packed_num_buffers": 1,
-    },
-    "nccl packed, three buffers": {
-        **{"packed": True, "packed_buffer_size_bytes": BUFFER_BYTES},
-        "packed_num_buffers": 3,
-    },
+    "nccl packed": {"packed": True},  # two buffers, vLLM's default
+    "nccl packed, one buffer": {"packed": True, "packed_num_buffers": 1},
+    "nccl packed, three buffers": {"packed": True, "packed_num_buffers": 3},
 }
 every_wire = pytest.mark.parametrize("wire", WIRES)
 every_nccl = pytest.mark.parametrize("wire", ["nccl", "nccl packed"])
@@ -40,16 +34,17 @@ def version(seed: int) -> Tensors:
     return [*weights(seed), *more, ("last.bias", torch.randn(5))]
 
 
-def init_info(wire: str, workers: int) -> TrainerInitInfo:
+def init_info(wire: str, workers: int, buffer_bytes: int = BUFFER_BYTES) -> TrainerInitInfo:
+    options = WIRES[wire] | ({"packed_buffer_size_bytes": buffer_bytes} if WIRES[wire]["packed"] else {})
     if wire.startswith("ipc"):
-        return IPCTrainerInitInfo(rank=0, **WIRES[wire])
+        return IPCTrainerInitInfo(rank=0, **options)
     return NCCLTrainerInitInfo(
-        rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=1 + workers, **WIRES[wire]
+        rank=0, master_address="127.0.0.1", master_port=free_port(), world_size=1 + workers, **options
     )
 
 
-def connect(wire: str, fleet: HttpFleet, source: ListSource) -> TrainerWeightTransferEngine[Any]:
-    info = init_info(wire, len(fleet.receivers))
+def connect(wire: str, fleet: HttpFleet, source: ListSource, *sizes: int) -> TrainerWeightTransferEngine[Any]:
+    info = init_info(wire, len(fleet.receivers), *sizes)
     return WeightTransferTrainerFactory.trainer_init(info, client=fleet, source=source)
 
 
