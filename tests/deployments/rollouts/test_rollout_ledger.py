@@ -363,6 +363,15 @@ def test_what_ended_is_removed_after_a_while_and_so_is_what_nobody_takes() -> No
     assert set(states.values()) == {0}
 
 
+def test_a_group_that_was_closed_shortly_before_its_deadline_waits_for_a_trainer() -> None:
+    ledger = RolloutLedger(LIMITS)
+    ledger.open(request("a"), 0)
+    ledger.append("a", "", new_turn())
+    ledger.reward("a", "", 1.0, LIMITS.group_timeout_s - 1)
+    ledger.tick(LIMITS.group_timeout_s)
+    assert taken(ledger, "step", now=LIMITS.group_timeout_s) == ["~a"]
+
+
 def test_a_call_can_be_undone() -> None:
     ledger = played("a")
     ledger.saved()
