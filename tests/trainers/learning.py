@@ -30,7 +30,3 @@ def on_policy(policy: TrainedPolicy, answers: dict[tuple[int, ...], float]) -> l
 
 
 ANSWERS = {(6, 7, 1): 1.0, (8, 1): -1.0, (9, 10, 11): 0.5}
-
-
-def state(policy: TrainedPolicy) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in policy.model.parameters()]

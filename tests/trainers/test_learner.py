@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.trainers import tiny
-from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, state, with_changes
+from tests.trainers.learning import ANSWERS, CONFIG, PROMPT, on_policy, with_changes
 from trainers.learner import Learner
 from trainers.settings import LossConfig, OptimizerConfig, StepSettings
 from trainers.trained_policy import TrainedPolicy
@@ -48,19 +48,18 @@ def test_micro_batches_change_nothing_but_memory(tmp_path: Path, share_prompts: 
     batch = on_policy(whole, ANSWERS)
     Learner(whole, with_changes(share_prompts=True)).step(batch)
     Learner(parts, with_changes(max_tokens_per_microbatch=6, share_prompts=share_prompts)).step(batch)
-    for left, right in zip(state(whole), state(parts), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(tiny.trained(whole), tiny.trained(parts), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("field", ["advantage", "logprobs"])
 def test_a_loss_that_is_not_finite_changes_nothing(tmp_path: Path, field: str) -> None:
     policy = tiny.policy(tmp_path)
     learner = Learner(policy, CONFIG)
-    before = state(policy)
+    before = tiny.trained(policy)
     bad = float("nan") if field == "advantage" else (float("nan"),) * 3
     metrics = learner.step([replace(on_policy(policy, ANSWERS)[0], **{field: bad})])
     assert metrics["skipped"] is True and metrics["step"] == 0
-    assert all(torch.equal(a, b) for a, b in zip(before, state(policy), strict=True))
+    assert tiny.equal(before, tiny.trained(policy))
     assert learner.step(on_policy(policy, ANSWERS))["skipped"] is False
 
 
@@ -75,13 +74,13 @@ def test_several_updates_on_a_batch_move_the_ratio_away_from_one(tmp_path: Path)
 
 def test_a_step_counts_if_only_a_later_update_is_not_finite(tmp_path: Path) -> None:
     policy = tiny.policy(tmp_path)
-    before = state(policy)
+    before = tiny.trained(policy)
     config = with_changes(updates_per_step=3, optimizer=OptimizerConfig(learning_rate=1e30))
     learner = Learner(policy, config)
     metrics = learner.step(on_policy(policy, ANSWERS))
     assert metrics["skipped"] is False and metrics["step"] == learner.steps_done == 1
     assert math.isfinite(metrics["loss"]), "the metrics of the update that was applied"
-    assert not all(torch.equal(a, b) for a, b in zip(before, state(policy), strict=True))
+    assert not tiny.equal(before, tiny.trained(policy))
 
 
 @pytest.mark.slow
@@ -117,8 +116,7 @@ def test_constrained_tokens_are_learned_from_as_if_the_policy_had_chosen_among_a
     assert got.pop("constrained_fraction") == 1.0 and got["importance_mean"] == 1.0
     assert expected["importance_mean"] == pytest.approx(1.0, abs=1e-5)
     assert got.keys() == expected.keys()
-    for left, right in zip(state(plain), state(constrained), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(tiny.trained(plain), tiny.trained(constrained), rtol=1e-4, atol=1e-6)
 
 
 def test_masked_tokens_and_completions_have_no_gradient_and_count_nowhere(tmp_path: Path) -> None:

@@ -94,16 +94,6 @@ def test_the_adapter_is_float32_over_a_base_in_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_restored_learner_continues_exactly(tmp_path: Path) -> None:
-    straight = trained(adapted(tmp_path))
-    resumed = Learner(adapted(tmp_path), LEARNING)
-    tiny.copy_state(straight, resumed)
-    assert tiny.equal(tiny.trained(resumed.policy), tiny.trained(straight.policy))
-    assert resumed.step(tiny.BATCH) | {"step_s": 0} == straight.step(tiny.BATCH) | {"step_s": 0}
-    assert tiny.equal(tiny.trained(resumed.policy), tiny.trained(straight.policy))
-
-
-@pytest.mark.slow
 def test_the_reference_of_the_penalty_is_the_base_without_a_copy(tmp_path: Path) -> None:
     loss = LossConfig(kl_coefficient=0.1)
     config = LearnerConfig(**(LEARNING.model_dump() | {"loss": loss}))

@@ -24,7 +24,6 @@ from transformers import (
 from tests.made_once import made_once
 from trainers.batching import TokenBatch, collate
 from trainers.learner import Learner
-from trainers.learner_state import empty_moments, master_weights, named_moments, restore_weights
 from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory, VersionSpan
 
@@ -148,15 +147,3 @@ def kept_by_a_step(learner: Learner, batch: Sequence[Trajectory]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         learner.step(batch)
     return kept
-
-
-def copy_state(source: Learner, target: Learner) -> None:
-    """What a checkpoint of an adapter brings from one learner to another."""
-    given = named_moments(source.policy, source.optimizer.state)
-    state = empty_moments(target.policy, given["step"])
-    for kind, moments in named_moments(target.policy, state).items():
-        for name, moment in moments.items():
-            moment.copy_(given[kind][name])
-    target.optimizer.state.update(state)
-    restore_weights(target.policy, master_weights(source.policy, None))
-    target.restart(source.steps_done, keep_moments=True)

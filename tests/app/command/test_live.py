@@ -50,19 +50,6 @@ def test_what_the_controller_takes_is_the_ledgers() -> None:
     assert set(LIVE["weights"]) <= set(LedgerConfig.model_fields)
 
 
-@pytest.mark.parametrize(
-    ("changed", "names"),
-    [
-        ({"weights": {"commit": "rolling", "min_replicas": 2}}, []),
-        ({"router": {"max_ongoing_requests": 7, "num_replicas": 3}}, []),
-        ({"engine": {"max_model_len": 5}}, ["engine"]),
-        ({"router": {"max_body_bytes": 7}}, ["router"]),
-    ],
-)
-def test_only_other_settings_restart_the_fleet(changed: dict[str, Any], names: list[str]) -> None:
-    assert restarting(application()["args"], application(**changed)["args"]) == names
-
-
 def test_the_setting_is_named() -> None:
     old, new = (application(engine={"seed": seed, "max_num_seqs": 3})["args"] for seed in (1, 2))
     assert restarting(old, new) == ["engine.seed"]

@@ -32,6 +32,8 @@ async def test_every_operation_needs_a_token() -> None:
         document = (await fleet.get("/openapi.json", headers=HEADERS)).json()
         is_open = set()
         for path, operations in document["paths"].items():
+            if path == "/fleet/events":  # its answer does not end; `test_auth` has it
+                continue
             statuses = {(await fleet.request(method, path)).status_code for method in operations}
             if statuses != {401}:
                 is_open.add(path)

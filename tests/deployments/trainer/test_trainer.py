@@ -8,7 +8,7 @@ import pytest
 from deployments.protocol.errors import Conflict, FleetUnavailable, StalePublisher
 from deployments.protocol.poll import InitialWeights, Verify
 from deployments.protocol.publishing import RoundOptions
-from deployments.protocol.responses import FleetStatus, MemberStatus, RolloutSample, RoundStatus, StepEntry
+from deployments.protocol.responses import FleetStatus, RolloutSample, RoundStatus, StepEntry
 from deployments.serve.instruments import STEP, STEPS
 from deployments.trainer.spec import PUBLISHER, LoadedTrainer
 from deployments.trainer.trainer import (
@@ -22,8 +22,8 @@ from deployments.trainer.trainer import (
     watch,
 )
 from deployments.trainer.trainer_rounds import end_former_session
+from tests.app.http.fake_status import status
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.ledger.ledger_scene import Scene
 from tests.deployments.recorded import Recorded
 
 # -- the serial queue ------------------------------------------------------------------------------
@@ -192,26 +192,12 @@ def fleet(
     stored: int | None = 3,
     current_round: RoundStatus | None = None,
 ) -> FleetStatus:
-    return replace(
-        Scene().status(),
-        committed_version=committed,
-        stored_version=stored,
-        round=current_round,
-        members=tuple(
-            MemberStatus(
-                replica_id=f"r{index}",
-                incarnation=f"r{index}-1",
-                state=state,
-                admitted=state == "serving",
-                version=version,
-                world_size=1,
-                silent_s=0.0,
-                pending=(),
-                reason="",
-            )
-            for index, (state, version) in enumerate(members)
-        ),
-    )
+    made = status(committed, [f"r{index}" for index in range(len(members))])
+    each = [
+        replace(member, state=state, admitted=state == "serving", version=version)
+        for member, (state, version) in zip(made.members, members, strict=True)
+    ]
+    return replace(made, stored_version=stored, round=current_round, members=each)
 
 
 LOST = fleet(("joining", 3), ("joining", 3))
@@ -264,7 +250,7 @@ async def labels_published(
     settled: list[int] = []
     exhausted = asyncio.Event()
 
-    async def status() -> FleetStatus:
+    async def asked() -> FleetStatus:
         answer = next(answers, None)
         if answer is None:
             exhausted.set()
@@ -283,7 +269,7 @@ async def labels_published(
     async def settle() -> None:
         settled.append(len(settled))
 
-    watching = asyncio.create_task(watch(status, publish, lambda: own, settle, period_s=0.0))
+    watching = asyncio.create_task(watch(asked, publish, lambda: own, settle, period_s=0.0))
     await exhausted.wait()
     watching.cancel()
     assert len(settled) == len(statuses) + 1, "each check asks for the answer that was lost"
