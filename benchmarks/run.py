@@ -126,9 +126,16 @@ class Watch:
         while not self._done.wait(0.5):
             with contextlib.suppress(httpx.HTTPError):
                 if self.url is not None:
-                    text = httpx.get(f"{self.url}/metrics", timeout=5).text
-                    counts = [each.split()[-1] for each in text.split("\n") if each.startswith(GENERATED)]
-                    self.samples.append((time.time(), sum(map(float, counts))))
+                    self.samples.append((time.time(), generated_tokens(self.url)))
+
+
+def generated_tokens(url: str) -> float:
+    """Of a fleet, or of an engine. A fleet's metrics are of all its processes, and cost it more."""
+    load = httpx.get(f"{url}/fleet/load", timeout=5)
+    if load.is_success:
+        return sum(each["generated_tokens"] for each in load.json()["replicas"].values())
+    lines = httpx.get(f"{url}/metrics", timeout=5).text.split("\n")
+    return sum(float(each.split()[-1]) for each in lines if each.startswith(GENERATED))
 
 
 def our_fleet(

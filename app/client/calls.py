@@ -105,11 +105,10 @@ def begin_groups(run: str, number: int, count: int) -> Call[responses.Status]:
     return Call(method="POST", path="/rollouts/begin", body=body, read=typed(responses.Status))
 
 
-def settle_group(
-    group: str, rollouts: Sequence[Mapping[str, JsonValue]], reason: str = "discarded"
-) -> Call[responses.Status]:
-    """Close a group; `rollouts` with `id`, `reward` and `info` are learned from, and others discarded."""
-    body = {"group": group, "rollouts": list(rollouts), "reason": reason}
+def settle_groups(groups: Sequence[Mapping[str, JsonValue]]) -> Call[responses.Status]:
+    """Close groups. Each is a `group`, the `rollouts` that are learned from (`id`, `reward`, `info`), and a
+    `reason`, if there are none."""
+    body = {"groups": list(groups)}
     return Call(method="POST", path="/rollouts/settle", body=body, read=typed(responses.Status))
 
 

@@ -82,13 +82,17 @@ class BeginBody(OwnBody):
     """How many groups."""
 
 
-class SettleBody(OwnBody):
+class SettledGroup(OwnBody):
     group: str
     """RUN.NUMBER."""
     rollouts: list[SettledRollout]
     """Those that are learned from. The group's others are discarded."""
     reason: str = Field(default="discarded", min_length=1, max_length=128)
     """Why the group is left out, if there are none."""
+
+
+class SettleBody(OwnBody):
+    groups: list[SettledGroup]
 
 
 class TakeBody(OwnBody):

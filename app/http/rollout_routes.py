@@ -63,9 +63,13 @@ async def begin(controller: Controller, body: BeginBody) -> Status:
 
 @routes("POST", "/rollouts/settle", large=True, repeatable=True)
 async def settle(controller: Controller, body: SettleBody) -> Status:
-    """Reward members of a group, discard the others, and close it. The same call again is harmless."""
-    rewards = {each.id: (_reward(each.reward), each.info) for each in body.rollouts}
-    await _call(controller, "settle", body.group, rewards, body.reason)
+    """Reward members of groups, discard the others, and close all groups or none. The same call again is
+    harmless."""
+    groups = [
+        (each.group, {one.id: (_reward(one.reward), one.info) for one in each.rollouts}, each.reason)
+        for each in body.groups
+    ]
+    await _call(controller, "settle", groups)
     return Status(status="settled")
 
 

@@ -40,7 +40,7 @@ class Rollout:
     trajectories: Sequence[Trajectory] = ()
 
     def settled(self) -> dict[str, Any]:
-        """For `calls.settle_group`."""
+        """For `calls.settle_groups`."""
         info = json.dumps({"text": self.text[:MAX_TEXT], "source": self.source})
         return {"id": self.id, "reward": self.reward, "info": info}
 

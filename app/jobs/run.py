@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from app.client import calls
 from app.client.run_display import Output, RunStatus
@@ -17,6 +18,7 @@ from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
 
 LEFT_OUT = 50  # batches of unanswered problems, at most
+SETTLED_AT_ONCE = 1 << 20  # characters of one call
 FRUITLESS = 50  # batches of groups without signal, at most
 
 
@@ -53,6 +55,8 @@ class Run:
     sampling: bool = True  # until the last batch
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `ready`
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
+    settling: asyncio.Lock = field(default_factory=asyncio.Lock)
+    unsettled: deque[dict[str, Any]] = field(default_factory=deque)  # for `calls.settle_groups`
 
     def __post_init__(self) -> None:
         settings = self.options.step_settings().model_dump_json(exclude_unset=True, exclude_none=True)
@@ -83,9 +87,18 @@ class Run:
             return self.begun.popleft()
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
-        """Close a problem's group; without rollouts it is left out for the reason."""
+        """Close a problem's group; without rollouts it is left out for the reason. Groups that come during
+        a call share the next one."""
         settled = [rollout.settled() for rollout in rollouts]
-        await self.policy.client.send(calls.settle_group(f"{self.name}.{number}", settled, reason))
+        group = {"group": f"{self.name}.{number}", "rollouts": settled, "reason": reason}
+        self.unsettled.append(group)
+        async with self.settling:
+            while group in self.unsettled:
+                groups, size = [], 0
+                while self.unsettled and size < SETTLED_AT_ONCE:
+                    groups.append(self.unsettled.popleft())
+                    size += sum(len(each["info"]) for each in groups[-1]["rollouts"])
+                await self.policy.client.send(calls.settle_groups(groups))
 
     def left_s(self) -> float | None:
         """Time to the last step at the recent pace; None before the first."""

@@ -163,13 +163,15 @@ class RolloutStore:
             row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
             self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
 
-    def settle(self, group: str, rewards: Mapping[str, tuple[Reward, str]], reason: str) -> None:
-        """See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the rollout."""
+    def settle(self, groups: Sequence[tuple[str, Mapping[str, tuple[Reward, str]], str]]) -> None:
+        """Groups, their rewards and reasons; all or none. See `RolloutLedger.settle`. Beside each reward:
+        what a trainer gets with the rollout."""
         with self._transaction(RESERVE_PAGES // 2):
-            found = {key: reward for key, (reward, _) in rewards.items()}
-            self._ledger.settle(group, found, reason, self._clock())
-            rows = [(key, info) for key, (_, info) in rewards.items()]
-            self._db.executemany("INSERT OR REPLACE INTO infos VALUES (?, ?)", rows)
+            for group, rewards, reason in groups:
+                found = {key: reward for key, (reward, _) in rewards.items()}
+                self._ledger.settle(group, found, reason, self._clock())
+                rows = [(key, info) for key, (_, info) in rewards.items()]
+                self._db.executemany("INSERT OR REPLACE INTO infos VALUES (?, ?)", rows)
 
     def take(
         self,

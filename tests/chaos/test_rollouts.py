@@ -235,4 +235,5 @@ def answers(record: Record) -> dict[str, list[int]]:
 
 def rewards_of(record: Record) -> dict[str, float]:
     settles = [call for call in record.of("/rollouts/settle") if call.status == 200]
-    return {each["id"]: each["reward"] for call in settles for each in call.json["rollouts"]}
+    groups = [group for call in settles for group in call.json["groups"]]
+    return {each["id"]: each["reward"] for group in groups for each in group["rollouts"]}

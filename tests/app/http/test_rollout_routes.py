@@ -144,9 +144,12 @@ async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> No
         await send(calls.begin_groups("r", number, 1))
     for rollout in ("a", "b"):
         await scene.chat(rollout, [1], [2], group="r.0")
-    for _ in range(2):
-        await send(calls.settle_group("r.0", [{"id": "a", "reward": 0.5, "info": "text"}]))
-    await send(calls.settle_group("r.2", [], "unanswered"))
+    first = {"group": "r.0", "rollouts": [{"id": "a", "reward": 0.5, "info": "text"}]}
+    last = {"group": "r.2", "rollouts": [], "reason": "unanswered"}
+    unknown = await scene.post("settle", groups=[last, {"group": "r.9", "rollouts": []}])
+    refused(unknown, 404, "group 'r.9' is unknown")
+    for groups in ([first], [first, last]):
+        await send(calls.settle_groups(groups))
     where = await send(calls.run_position("r"))
     assert where == RunPosition(next=3, open=["r.1"], ready=1, ends={"unanswered": 1})
     taken = await send(calls.take("r/1", "r", 1, 0, "note"))
@@ -154,7 +157,6 @@ async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> No
     ((rollout,),) = (group.rollouts for group in taken.groups)
     assert (rollout.id, rollout.reward, rollout.info) == ("a", 0.5, "text")
     assert rollout.sequences[0]["token_ids"] == [2]
-    refused(await scene.post("settle", group="r.9", rollouts=[]), 404, "group 'r.9' is unknown")
     refused(await scene.post("begin", run="r/s", number=0), 400, "run")
 
 

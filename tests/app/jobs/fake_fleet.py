@@ -183,8 +183,11 @@ class FakeFleet:
                     self.store.begin(begin.run, begin.number, begin.count)
                 case "settle":
                     settle = SettleBody.model_validate_json(content)
-                    rewards: Any = {each.id: (each.reward, each.info) for each in settle.rollouts}
-                    self.store.settle(settle.group, rewards, settle.reason)
+                    groups: Any = [
+                        (each.group, {one.id: (one.reward, one.info) for one in each.rollouts}, each.reason)
+                        for each in settle.groups
+                    ]
+                    self.store.settle(groups)
                 case "take":
                     take = TakeBody.model_validate_json(content)
                     asked = (take.step, take.run, take.groups, take.max_staleness, take.note, take.offset)

@@ -23,7 +23,7 @@ from app.jobs.metrics import Configuration, append
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
-from app.jobs.task_groups import run_beside
+from app.jobs.task_groups import all_of, run_beside
 from tests.app.fake_answers import client_of
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
@@ -377,3 +377,24 @@ def test_the_state_says_what_is_in_flight_and_ready(tmp_path: Path) -> None:
     shown = run.status().line()
     assert "step 1 of 20: waiting for answers; 0 of 12 groups ready, 6 prompts in flight (48 rollo" in shown
     assert "version 4" in shown
+
+
+async def test_groups_that_are_settled_during_a_call_share_the_next_one(tmp_path: Path) -> None:
+    settled: list[list[str]] = []
+
+    class Noting(FakeFleet):
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/rollouts/settle":
+                settled.append([each["group"] for each in json.loads(request.content)["groups"]])
+            return await super().answer(request)
+
+    fleet, task = Noting(), CountingTask()
+    async with fleet.client() as client:
+        options = parse(JobOptions, ["--groups-in-flight", "9"])
+        run = await prepared(client, options, (task, task), tmp_path / "m.jsonl", Display(), 0.0)
+        numbers = [await run.begin_problem() for _ in range(9)]
+        await all_of(run.settle(number, (), "left out") for number in numbers)
+    assert [len(groups) for groups in settled] == [1, 8] and len(
+        {each for groups in settled for each in groups}
+    ) == 9
+    assert fleet.ends() == {"left out": 9}

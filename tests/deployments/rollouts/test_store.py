@@ -73,7 +73,7 @@ def test_a_restart_finds_everything(store: RolloutStore, tmp_path: Path, clock: 
     store.begin("r", 0, 1)
     store.open(request("d", group="r.0"))
     store.append("", [("d", captured("k/0", [1], [2]))])
-    store.settle("r.0", {"d": (1.0, "said")}, "")
+    store.settle([("r.0", {"d": (1.0, "said")}, "")])
     first = taken(store)
     assert first["groups"][0]["group"] == "~b", "the oldest one"
     store = again(store, tmp_path, clock)
