@@ -75,15 +75,15 @@ class Run:
         """The next problem, while the ledger has room. A killed job leaves no number out: those that it had
         begun are open."""
         async with self.beginning:
-            async with self.changed:
-                await self.changed.wait_for(
-                    lambda: self.sampling and self.ready < self.options.groups_per_step
-                )
-            if not self.begun:
+            if not self.begun:  # while the trainer learns
                 count = self.options.groups_in_flight
                 await self.policy.client.send(calls.begin_groups(self.name, self.next_problem, count))
                 self.begun.extend(range(self.next_problem, self.next_problem + count))
                 self.next_problem += count
+            async with self.changed:
+                await self.changed.wait_for(
+                    lambda: self.sampling and self.ready < self.options.groups_per_step
+                )
             return self.begun.popleft()
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
