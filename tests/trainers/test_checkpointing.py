@@ -36,7 +36,7 @@ def operations(policy: TrainedPolicy) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str) -> None:
     tiny.save(tmp_path, kind)
     settings: tuple[Checkpointing, ...] = (False, "selective", True)

@@ -5,7 +5,7 @@ import pytest
 
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import small_spec
+from tests.deployments.trainer.one_worker import spec_of
 
 
 @pytest.fixture
@@ -17,5 +17,6 @@ def controller(tmp_path: Path) -> Iterator[ControllerInProcess]:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
-    return small_spec(tmp_path)
+def spec(tmp_path: Path, request: pytest.FixtureRequest) -> TrainerSpec:
+    """Of what a module says that it TRAINS, or else of all weights."""
+    return spec_of(tmp_path, getattr(request.module, "TRAINS", "all"))

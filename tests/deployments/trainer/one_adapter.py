@@ -1,7 +1,6 @@
 """A trainer's only rank, which trains an adapter, in the test's own process."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -10,14 +9,9 @@ from deployments.protocol.responses import AdapterReport
 from deployments.trainer.adapter_worker import AdapterWorker
 from deployments.trainer.spec import TrainerSpec, state_directory
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import go_on, small_spec
-from tests.deployments.trainer.trainer_specs import with_config
+from tests.deployments.trainer.one_worker import go_on
 
 TENSORS = "adapter_model.safetensors"
-
-
-def lora(**changes: Any) -> dict[str, Any]:
-    return {"name": "math", "rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]} | changes
 
 
 def started(spec: TrainerSpec, controller: ControllerInProcess) -> AdapterWorker:
@@ -50,7 +44,3 @@ def live_files(controller: ControllerInProcess) -> list[Path]:
 
 def checkpoints(spec: TrainerSpec) -> list[Path]:
     return sorted(state_directory(spec.store_dir).glob("lora-*/*step-*"))
-
-
-def adapter_spec(tmp_path: Path) -> TrainerSpec:
-    return with_config(small_spec(tmp_path), lora=lora())

@@ -22,6 +22,7 @@ BATCH: list[Any] = [
     {"prompt_token_ids": [5, 6], "token_ids": [9], "logprobs": [-2.0], "advantage": -1.0},
 ]
 MERGED = {"publish": "merged", "rank": 4, "alpha": 8.0}
+ADAPTER = {"name": "math", "rank": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -37,9 +38,11 @@ def small_spec(tmp_path: Path) -> TrainerSpec:
 
 
 def spec_of(tmp_path: Path, kind: str, **changes: Any) -> TrainerSpec:
-    """`kind`: what is trained. All weights, an adapter that is merged, those and a head that drafts, which is
-    the model's own with "mtp"."""
+    """`kind`: what is trained. All weights, an adapter, one that is merged, and with each a head that drafts,
+    which is the model's own with "mtp"."""
     spec = small_spec(tmp_path)
+    if kind == "adapter":
+        changes["lora"] = ADAPTER
     if "merged" in kind:
         changes["lora"] = MERGED
     if "drafter" in kind:

@@ -10,16 +10,13 @@ from deployments.protocol.errors import Conflict
 from deployments.trainer.adapter_publisher import FileSource, adapter_sender
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess, Fate
-from tests.deployments.trainer.one_adapter import TENSORS, adapter_spec, live_files, published, started
+from tests.deployments.trainer.one_adapter import TENSORS, live_files, published, started
 from tests.deployments.trainer.one_worker import BATCH, lines
 from tests.tiny_adapters import save_tiny_adapter
 
+TRAINS = "adapter"
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # optimizer steps
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
-    return adapter_spec(tmp_path)
 
 
 def test_the_replicas_receive_the_bytes_that_the_store_keeps(

@@ -10,15 +10,11 @@ from deployments.trainer.adapter_publisher import AdapterSender, adapter_sender
 from deployments.trainer.spec import TrainerSpec
 from deployments.weights.transports.ipc import IpcTrainerInitInfo
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_adapter import adapter_spec
 from tests.two_ranks import both, grouped
 
+TRAINS = "adapter"
+
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
-    return adapter_spec(tmp_path)
 
 
 FILES = {"adapter_config.json": torch.ones(2).byte(), "adapter_model.safetensors": torch.ones(4).byte()}

@@ -17,25 +17,20 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from tests.deployments.controller_in_process import ControllerInProcess, Fate
 from tests.deployments.trainer.one_adapter import (
     TENSORS,
-    adapter_spec,
     checkpoints,
     live_files,
-    lora,
     published,
     saved,
     started,
     trained,
 )
-from tests.deployments.trainer.one_worker import BATCH, equal, lines
+from tests.deployments.trainer.one_worker import ADAPTER, BATCH, equal, lines, spec_of
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_adapters import save_tiny_adapter
 
+TRAINS = "adapter"
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # optimizer steps
-
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
-    return adapter_spec(tmp_path)
 
 
 def test_what_is_published_is_the_adapter_alone(
@@ -193,7 +188,7 @@ def test_a_run_takes_nothing_from_a_run_whose_store_is_beside_its_own(tmp_path: 
     for run in ("one", "two"):
         (tmp_path / "shared" / run).symlink_to(tmp_path / run / "store")
         controller = ControllerInProcess(tmp_path / run)
-        spec = replace(adapter_spec(tmp_path), store_dir=str(tmp_path / "shared" / run))
+        spec = replace(spec_of(tmp_path, "adapter"), store_dir=str(tmp_path / "shared" / run))
         assert started(spec, controller)._learner.steps_done == 0
         left = sorted((tmp_path / "one").rglob("step-*"))
         trained(spec, controller, 1).save(None)
@@ -239,9 +234,9 @@ def test_an_adapter_is_not_continued_with_other_settings(
 ) -> None:
     trained(spec, controller, 1)
     with pytest.raises(ValueError, match="version 1 of the adapter is live, and is not one of this trainer"):
-        started(with_config(spec, lora=lora(alpha=4)), controller)
+        started(with_config(spec, lora=ADAPTER | {"alpha": 4}), controller)
     controller.ask("unload_adapter", "math")
-    other = lora(rank=2)
+    other = ADAPTER | {"rank": 2}
     with pytest.raises(ValueError, match="is of another adapter: 'rank' must be 2, got 4; choose another"):
         started(with_config(spec, lora=other), controller)
     named = started(with_config(spec, lora=other | {"name": "code"}), controller)

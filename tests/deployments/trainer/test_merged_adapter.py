@@ -13,7 +13,6 @@ from tests.deployments.trainer.one_worker import (
     equal,
     lines,
     saved,
-    spec_of,
     started,
     stored,
     trained,
@@ -21,10 +20,7 @@ from tests.deployments.trainer.one_worker import (
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_models import save_tiny_llama
 
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
-    return spec_of(tmp_path, "merged")
+TRAINS = "merged"
 
 
 @pytest.mark.slow

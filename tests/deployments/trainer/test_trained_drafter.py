@@ -9,19 +9,13 @@ from tests.deployments.trainer.one_worker import (
     everything,
     lines,
     of_step,
-    small_spec,
     started,
     trained,
 )
 from tests.deployments.trainer.trainer_specs import with_config
 from trainers.eagle3 import write_new_head
 
-
-@pytest.fixture
-def spec(tmp_path: Path) -> TrainerSpec:
-    spec = small_spec(tmp_path)
-    write_new_head(Path(spec.model), tmp_path / "head")
-    return with_config(spec, drafter={"model": str(tmp_path / "head"), "learning_rate": 1e-3})
+TRAINS = "drafter"
 
 
 @pytest.mark.slow
