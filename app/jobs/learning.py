@@ -90,7 +90,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
     """What the next step learns from: what the step of a killed job has consumed, or the oldest groups; and
     `steps` and `newer_than` of `train`."""
     client, wanted = run.policy.client, run.options.groups_per_step
-    step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
+    step, staleness, waits = f"{run.name}/{run.step + 1}", run.options.max_staleness, False
     while True:
         now = {"trainer_step": (await idle(client)).step, "version": run.version}
         asked = (step, run.name, wanted, staleness, json.dumps(now))
@@ -107,7 +107,8 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
             step += "+"
             continue
         run.stale += taken.stale_groups
-        await run.count_ready(taken.ready_groups)
+        waits = waits or taken.step is None
+        await run.count_ready(taken.ready_groups, waits=waits)
         if taken.step is not None:
             then = json.loads(taken.note)
             return groups, then["trainer_step"] if then != now else None, then["version"]
