@@ -1,11 +1,12 @@
 """vLLM's plugin (entry point group `vllm.general_plugins`): registers the transports in every process.
 
 vLLM spawns its workers, so an engine that is registered only in the parent does not exist in them. Also
-installs the commit in engine cores, what continued answers need in workers, and what sampling needs on a CPU.
+installs the commit in engine cores, what continued answers need in workers, what sampling needs on a CPU, and
+what captured images need.
 """
 
 from deployments.host.parent_death import follow_owner
-from deployments.replica import continuation, cpu_sampling, engine_core
+from deployments.replica import continuation, cpu_sampling, engine_core, image_files
 from deployments.weights.staging import drafted_model
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 
@@ -16,6 +17,7 @@ def register() -> None:
     engine_core.install()
     cpu_sampling.install()
     continuation.install()
+    image_files.install()
     drafted_model.install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 

@@ -68,6 +68,8 @@ def commands_of(page: str, program: str) -> list[str]:
 # Commands of shell blocks, by how they begin.
 COMMANDS_ELSEWHERE: Mapping[str, str] = {
     "make rl": "tests/test_documents.py: a dry run",
+    "python examples/pictures.py ": "tests/fleet/test_images.py",
+    "slipstream rl --prompts pictures/": "the same",
     "make serve": "tests/fleet/test_launched.py starts a fleet so; tests/test_documents.py checks the file",
     ".venv/bin/slipstream rl --environment verifiers ": "tests/clients/test_verifiers_job.py",
     "vf-eval ": "tests/clients/test_verifiers.py",

@@ -1,5 +1,6 @@
 """Models small enough that an engine starts in seconds and answers in milliseconds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
+    AutoModelForImageTextToText,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -207,6 +209,52 @@ def save_tiny_vision_language(directory: Path, seed: int) -> Path:
     return directory
 
 
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+_SEEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_SEEING_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@made_once
+def save_tiny_seeing(directory: Path, family: str = "qwen3_vl", seed: int = 0) -> Path:
+    """A vision-language model with its processor: 32 x 32 pixels are a token."""
+    torch.manual_seed(seed)
+    save_tokenizer(directory)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_SEEN)})
+    tokenizer.chat_template = _SEEING_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    made = tiny_config(family).to_dict()
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    made |= dict(zip(names, tokenizer.convert_tokens_to_ids(list(_SEEN)), strict=True))
+    made["text_config"] |= {"vocab_size": len(tokenizer), "rope_parameters": _MROPE}
+    if family != "qwen2_5_vl":
+        made["text_config"]["rope_parameters"] = _MROPE | {
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        }
+    made["vision_config"] |= {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    made["vision_config"] |= {"hidden_size": 64, "intermediate_size": 64, "num_position_embeddings": 16}
+    if "deepstack_visual_indexes" in made["vision_config"]:
+        made["vision_config"]["deepstack_visual_indexes"] = [0]
+    config = CONFIG_MAPPING[family].from_dict(made)
+    AutoModelForImageTextToText.from_config(config).eval().save_pretrained(directory)
+    sizes = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    sizes |= {"size": {"shortest_edge": 1024, "longest_edge": 1 << 16}}
+    sizes |= dict.fromkeys(("image_mean", "image_std"), [0.5] * 3)
+    sizes["processor_class"] = "Qwen3VLProcessor"
+    for name, kind in (
+        ("preprocessor_config", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor_config", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+    ):
+        (directory / f"{name}.json").write_text(json.dumps(sizes | kind))
+    return directory
+
+
 # By an attribute's name, in any family. Heads are as wide as kernels ask for.
 _SIZES: dict[str, Any] = {
     **{
@@ -254,7 +302,6 @@ _SIZES: dict[str, Any] = {
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention", "chunked_attention"}
 _CONV = {"layer_types": ["conv", "full_attention"]}
 _BIASED = {"topk_method": "noaux_tc"}  # in checkpoints, and in no default
-_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 _WIDE = {"rope_parameters": _MROPE}
 _NARROW = {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
 _OF_FAMILY: dict[str, dict[str, Any]] = {

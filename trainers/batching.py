@@ -21,6 +21,8 @@ from trainers.trajectory import Trajectory
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from trainers.images import ImageInputs
+
 Row = tuple[int, ...]  # indices of trajectories that share a prompt
 UNKNOWN_VERSION = -1
 
@@ -33,7 +35,9 @@ class TokenBatch:
     input_ids: torch.Tensor  # int64 [R, L]
     # int64 [R, L] if G is 1; else bool [R, 1, L, L], or a BlockMask for packed lines
     attention_mask: "torch.Tensor | BlockMask"
-    position_ids: torch.Tensor  # int64 [R, L]; 0 at the first real token, and of padding
+    # int64 [R, L]; 0 at the first real token, and of padding. [3, R, L] with images
+    position_ids: torch.Tensor
+    owners: torch.Tensor  # int64 [R, L]: a trajectory of whose tokens it is one; -1: padding
     parents: torch.Tensor  # int64 [R, L], into R * L: the token before; any for those at position 0
     # int64 [M], into R * L: the position that predicts the token
     predictors: torch.Tensor
@@ -45,6 +49,7 @@ class TokenBatch:
     advantages: torch.Tensor  # float32 [M]
     # int64 [M]; UNKNOWN_VERSION where it is not known
     versions: torch.Tensor
+    images: "ImageInputs | None" = None
 
     def learned(
         self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
@@ -66,9 +71,9 @@ class TokenBatch:
 def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:
     if not share_prompts:
         return [[index] for index in range(len(trajectories))]
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[Any, ...], list[int]] = {}
     for index, trajectory in enumerate(trajectories):
-        groups.setdefault(trajectory.prompt_token_ids, []).append(index)
+        groups.setdefault((trajectory.prompt_token_ids, trajectory.images), []).append(index)
     return list(groups.values())
 
 
@@ -128,21 +133,23 @@ def collate(
     input_ids = torch.full((len(rows), L), pad_token_id, dtype=torch.int64)
     real = torch.zeros_like(input_ids, dtype=torch.bool)
     positions = torch.zeros_like(input_ids)
+    owners = torch.full_like(input_ids, -1)
     parents = (torch.arange(input_ids.numel()) - 1).clamp(min=0).view_as(input_ids)
     predictors: list[torch.Tensor] = []
 
-    def write(r: int, tokens: Sequence[int], *, column: int, position: int) -> None:
+    def write(r: int, tokens: Sequence[int], *, column: int, position: int, owner: int) -> None:
         columns = slice(column, column + len(tokens))
         input_ids[r, columns] = torch.tensor(tokens)
         real[r, columns] = True
+        owners[r, columns] = owner
         positions[r, columns] = torch.arange(position, position + len(tokens))
 
     for r, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
-        write(r, prompt, column=P - len(prompt), position=0)
+        write(r, prompt, column=P - len(prompt), position=0, owner=row[0])
         for g, index in enumerate(row):
             tokens, column = trajectories[index].token_ids, P + g * T
-            write(r, tokens, column=column, position=len(prompt))
+            write(r, tokens, column=column, position=len(prompt), owner=index)
             before = r * L + column - 1 + torch.arange(len(tokens))
             before[0] = r * L + P - 1  # the last column of the prompt
             parents[r, column] = before[0]
@@ -152,6 +159,7 @@ def collate(
         input_ids=input_ids.to(device),
         attention_mask=(real.long() if G == 1 else _side_by_side(real, P, G, T)).to(device),
         position_ids=positions.to(device),
+        owners=owners.to(device),
         parents=parents.to(device),
         predictors=predictors,
         device=device,
@@ -164,6 +172,7 @@ def lay_out(
     input_ids: torch.Tensor,
     attention_mask: "torch.Tensor | BlockMask",
     position_ids: torch.Tensor,
+    owners: torch.Tensor,
     parents: torch.Tensor,
     predictors: Sequence[torch.Tensor],
     device: torch.device,
@@ -180,6 +189,7 @@ def lay_out(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=position_ids,
+        owners=owners,
         parents=parents,
         predictors=of_learned(predictors),
         targets=of_learned(torch.tensor(completion.token_ids) for completion in completions),

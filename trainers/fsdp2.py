@@ -34,11 +34,16 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def model_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+def model_class(
+    config: PreTrainedConfig, *, sees: bool = False
+) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """The class that loads a checkpoint; of vision-language models the language part, if transformers has
-    one. Raises ValueError: transformers has none, and the checkpoint brings none."""
+    one and the model need not see (`sees`). Raises ValueError: transformers has none, and the checkpoint
+    brings none."""
     causal, seeing = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
-    if type(config) in seeing and type(config) not in causal:
+    if sees and type(config) not in seeing:
+        raise ValueError(f"'vision': expected a vision-language model, got {config.model_type!r}")
+    if type(config) in seeing and (sees or type(config) not in causal):
         return AutoModelForImageTextToText
     if type(config) not in causal and not getattr(config, "auto_map", None):
         known = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]

@@ -150,6 +150,8 @@ class Learner:
         made: list[_MicroBatch] = []
         for rows, counts in share_of_rank(plan, rank=self._rank, world_size=self._world_size):
             batch = lay_out(trajectories, rows, pad_token_id=pad, device=device)
+            if self.policy.images is not None:
+                batch = self.policy.images.add(batch, trajectories)
             made.append((batch, counts, self._logprobs(self.policy, batch) if keeps_old else None))
         return made
 

@@ -85,7 +85,7 @@ class OutputHead:
             hidden = hidden.flatten(0, 1)[positions]
             return in_parts(part, hidden, targets, self._positions_at_once)[None, :, None]
 
-        with _replaced(head, parts):
+        with replaced(head, parts):
             logprobs: torch.Tensor = self._model(**inputs, use_cache=False).logits[0, :, 0]
         return logprobs
 
@@ -109,7 +109,7 @@ class OutputHead:
         of_gpu = [device] if device.type == "cuda" else []
         with (
             torch.random.fork_rng(of_gpu),
-            _replaced(head, returned),
+            replaced(head, returned),
             torch.autocast(device.type, enabled=False),
         ):
             for following in (0, 1):
@@ -152,14 +152,14 @@ def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) ->
             chosen.append(True)
             return forward(hidden.flatten(0, 1)[positions][None])
 
-        with _replaced(head, choose):
+        with replaced(head, choose):
             logits = model(**inputs, use_cache=False).logits
     # All logits, if the forward does not call an output layer.
     return logits.flatten(0, 1) if chosen else logits.flatten(0, 1)[positions]
 
 
 @contextmanager
-def _replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
+def replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
     """Replace the layer's forward; hooks, such as FSDP2's, still run."""
     attributes = vars(layer)
     before = attributes.get("forward")  # it may be wrapped

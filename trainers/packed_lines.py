@@ -89,26 +89,28 @@ def pack(
     positions: list[int] = []
     prompts: list[int] = []
     completions: list[int] = []
+    owners: list[int] = []
     parents: list[int] = []
     predictors: list[torch.Tensor] = []
 
-    def write(tokens: Sequence[int], *, position: int, parent: int, prompt: int, completion: int) -> None:
+    def write(tokens: Sequence[int], *, position: int, parent: int, prompt: int, owner: int) -> None:
         parents.extend([parent, *range(len(ids), len(ids) + len(tokens) - 1)])
         ids.extend(tokens)
         positions.extend(range(position, position + len(tokens)))
         prompts.extend([prompt] * len(tokens))
-        completions.extend([completion] * len(tokens))
+        completions.extend([owner if position else _NONE] * len(tokens))
+        owners.extend([owner] * len(tokens))
 
     for number, row in enumerate(rows):
         prompt = trajectories[row[0]].prompt_token_ids
-        write(prompt, position=0, parent=0, prompt=number, completion=_NONE)
+        write(prompt, position=0, parent=0, prompt=number, owner=row[0])
         last_of_prompt = len(ids) - 1
         for index in row:
             tokens = trajectories[index].token_ids
             before = torch.arange(len(ids) - 1, len(ids) - 1 + len(tokens))
             before[0] = last_of_prompt  # predicts the first token
             predictors.append(before)
-            write(tokens, position=len(prompt), parent=last_of_prompt, prompt=number, completion=index)
+            write(tokens, position=len(prompt), parent=last_of_prompt, prompt=number, owner=index)
 
     length = line_length(len(ids), token_budget=token_budget)
 
@@ -120,6 +122,7 @@ def pack(
         input_ids=line(ids, pad_token_id)[None],
         attention_mask=block_mask(line(prompts, _NONE), line(completions, _NONE)),
         position_ids=line(positions, 0)[None],
+        owners=line(owners, _NONE)[None],
         parents=line(parents, 0)[None],
         predictors=predictors,
         device=device,

@@ -149,6 +149,7 @@ class Schedule(StrEnum):
 
 Dtype = Literal["float32", "bfloat16"]
 Checkpointing = bool | Literal["selective"]
+Vision = Literal["frozen", "trained"]
 
 
 class OptimizerConfig(_Settings):
@@ -271,6 +272,9 @@ class TrainerConfig(LearnerConfig):
     """Train an adapter. None: all weights are trained."""
     drafter: DrafterConfig | None = None
     """Train a drafter as well. None: none is trained."""
+    vision: Vision | None = None
+    """Learn from images, with strategy `single`: the whole vision-language model is loaded, and what sees is
+    `frozen` or `trained`. None: images are refused, and what sees stays as it is."""
     strategy: Strategy = Strategy.SINGLE
     """`single`: one process. `fsdp2`: parameters are sharded over the ranks, layer by layer."""
     world_size: PositiveInt = 1
@@ -314,6 +318,16 @@ class TrainerConfig(LearnerConfig):
                 "'drafter': expected none with a 'lora' that is published as an adapter, got one (it is "
                 "published with a version of the model)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _images_in_one_process(self) -> Self:
+        if self.vision is None:
+            return self
+        if self.strategy is not Strategy.SINGLE or self.drafter is not None:
+            raise ValueError("'vision': expected strategy 'single' and no 'drafter' with it")
+        if self.vision == "trained" and self.lora is not None:
+            raise ValueError("'vision': expected 'frozen' with a 'lora', whose base is frozen, got 'trained'")
         return self
 
     @model_validator(mode="after")

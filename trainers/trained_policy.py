@@ -1,7 +1,7 @@
 """The causal language model that is trained: loading, log-probabilities, new weights."""
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, get_args
 
@@ -12,10 +12,11 @@ from transformers import AutoConfig, PreTrainedModel
 from trainers import model_config
 from trainers.batching import TokenBatch
 from trainers.fsdp2 import empty_model, model_class, read_shards, shard_model
+from trainers.images import ImageReader
 from trainers.layers import prepare_layers, with_input_gradients
 from trainers.lora import LoraAdapter
-from trainers.output_head import OutputHead, TokenScores
-from trainers.settings import Checkpointing, DrafterConfig, Dtype, LoraConfig
+from trainers.output_head import OutputHead, TokenScores, replaced
+from trainers.settings import Checkpointing, DrafterConfig, Dtype, LoraConfig, Vision
 from trainers.sources import load_parameters, names_without_aliases
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ class TrainedPolicy:
         compiled: bool = False,
         trust_remote_code: bool = False,
         mesh: DeviceMesh | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         self.model = model
+        self.images = images  # None: it is trained on text alone
         self.directory = directory
         self._trust_remote_code = trust_remote_code
         self._mesh = mesh
@@ -66,6 +69,7 @@ class TrainedPolicy:
         packed: bool = False,
         trust_remote_code: bool = False,
         mesh: DeviceMesh | None = None,
+        vision: Vision | None = None,
     ) -> Self:
         """Read a checkpoint directory. With a mesh, each rank must call this, and the model is sharded.
 
@@ -73,9 +77,10 @@ class TrainedPolicy:
             compute_dtype: of matrix products; None: `dtype`.
             activation_checkpointing: see `trainers.layers`.
             packed: attention for `trainers.packed_lines`, which needs a GPU to train.
+            vision: what happens to the part that sees; None: images are refused. Not with a mesh.
 
-        Raises ValueError for no such directory, unsuitable layers, missing parameters, or two tensors for
-        tied names.
+        Raises ValueError for no such directory, unsuitable layers, missing parameters, two tensors for tied
+        names, or a model or processor that `vision` does not suit.
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
@@ -86,7 +91,14 @@ class TrainedPolicy:
         options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trust_remote_code}
         if packed:
             options["attn_implementation"] = _FLEX
-        model = _whole(directory, options).to(device) if mesh is None else empty_model(directory, **options)
+        model = (
+            _whole(directory, options, sees=vision is not None).to(device)
+            if mesh is None
+            else empty_model(directory, **options)
+        )
+        images = None if vision is None else ImageReader(model, directory)
+        if vision == "frozen":
+            model.get_encoder("image").requires_grad_(False)
         if packed and not model_config.attends_to_all(model.config):
             raise ValueError(
                 f"{directory}: expected a model whose layers all attend to all that came before, for packed "
@@ -108,6 +120,7 @@ class TrainedPolicy:
             compiled=compile_layers,
             trust_remote_code=trust_remote_code,
             mesh=mesh,
+            images=images,
         )
 
     @property
@@ -173,15 +186,22 @@ class TrainedPolicy:
         """Log-probabilities of the learned tokens, with gradient unless disabled; a drafter can then learn
         from the same pass."""
         drafter = self.drafter if torch.is_grad_enabled() else None
-        with self.autocast(), nullcontext() if drafter is None else drafter.recording():
+        with self.autocast(), nullcontext() if drafter is None else drafter.recording(), self._seeing(batch):
             return self._head.scores(
                 batch.predictors,
                 batch.targets,
                 with_entropies=with_entropies,
-                input_ids=batch.input_ids,
-                attention_mask=batch.attention_mask,
-                position_ids=batch.position_ids,
+                **_inputs(batch, self.pad_token_id),
             )
+
+    def _seeing(self, batch: TokenBatch) -> AbstractContextManager[None]:
+        """transformers puts an image at each placeholder's id, and the model may sample that id: it gets
+        another one, and its own embedding."""
+        if batch.images is None:
+            return nullcontext()
+        embeddings = self.model.get_input_embeddings()
+        embed, tokens = embeddings.forward, batch.input_ids
+        return replaced(embeddings, lambda _ids: embed(tokens))
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None)
@@ -191,7 +211,7 @@ class TrainedPolicy:
         changes nothing for another model."""
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:
-            other = _whole(directory, options)
+            other = _whole(directory, options, sees=self.images is not None)
         else:  # this rank's shards, in host memory
             other, host = empty_model(directory, **options), DeviceMesh("cpu", self._mesh.mesh)
             shard_model(other, host, compute_dtype=None)
@@ -214,9 +234,24 @@ class BaseOf:
             return self._policy.scores(batch)
 
 
-def _whole(directory: Path, options: Mapping[str, Any]) -> PreTrainedModel:
+def _inputs(batch: TokenBatch, pad_token_id: int) -> dict[str, Any]:
+    """Of the model's forward pass."""
+    inputs = {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+    }
+    if (images := batch.images) is not None:
+        inputs["input_ids"] = batch.input_ids.masked_fill(images.sampled_placeholders, pad_token_id)
+        device = batch.input_ids.device
+        inputs["pixel_values"] = images.pixel_values.to(device)
+        inputs["image_grid_thw"] = images.image_grid_thw.to(device)
+    return inputs
+
+
+def _whole(directory: Path, options: Mapping[str, Any], *, sees: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory, trust_remote_code=options["trust_remote_code"])
-    model, info = model_class(config).from_pretrained(
+    model, info = model_class(config, sees=sees).from_pretrained(
         directory, config=config, output_loading_info=True, **options
     )
     _check_complete(info["missing_keys"], directory)

@@ -1,5 +1,7 @@
 """Sampled completions with advantages, validated before a step."""
 
+import base64
+import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,11 +9,26 @@ from functools import cache
 from itertools import compress
 from typing import Annotated, Any, Self, TypeAlias
 
-from pydantic import Strict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Strict, TypeAdapter, ValidationError
 
 MAX_NAMED = 3  # problems in a message
 Integer: TypeAlias = Annotated[int, Strict()]
 Number: TypeAlias = Annotated[float, Strict()]
+
+
+def _image_file(value: Any) -> Any:
+    """The bytes of base64 or of a data URL, as JSON has them."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(
+            value.partition(",")[2] if value.startswith("data:") else value, validate=True
+        )
+    except binascii.Error as error:
+        raise ValueError(f"expected an image file in base64 or a data URL: {error}") from error
+
+
+ImageFile: TypeAlias = Annotated[bytes, Strict(), BeforeValidator(_image_file)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +57,8 @@ class Trajectory:
     # Whether a grammar (tool_choice, a regular expression) limited the choice: vLLM then reports the
     # log-probability among fewer tokens, which is not the policy's. None: no token.
     constrained: tuple[bool, ...] | None = None
+    # Files in the order of their placeholders, which are in the prompt, or masked. Trajectories share them.
+    images: tuple[ImageFile, ...] = ()
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:

@@ -9,6 +9,9 @@ advantages         floats [N] or [T]  of completions, or of tokens
 loss_mask          booleans or integers [T]; optional
 constrained        booleans or integers [T]; optional
 weight_versions    integers [S, 4]; optional: trajectory, version, start and end of each span
+image_lengths      integers [K]       bytes of each image file; optional
+image_bytes        integers [B]       all files, concatenated, uint8; each one once
+images             integers [I, 2]    trajectory and file, in the order of the placeholders
 
 The metadata may have `settings`, JSON of `trainers.settings.StepSettings`.
 """
@@ -33,7 +36,9 @@ _KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
 _REQUIRED = dict.fromkeys(("prompt_lengths", "prompt_token_ids", "lengths", "token_ids"), "integers")
 _OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
 _MASKS = {"loss_mask": True, "constrained": False}  # defaults
-_OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | {"weight_versions": "integers"}
+_ROWS = {"weight_versions": 4, "images": 2}  # numbers in a row
+_IMAGES = ("image_lengths", "image_bytes", "images")
+_OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | dict.fromkeys((*_ROWS, *_IMAGES), "integers")
 
 
 def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) -> bytes:
@@ -61,6 +66,12 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
     ]
     if spans:
         arrays["weight_versions"] = np.array(spans, np.int64)
+    files = {content: number for number, content in enumerate(dict.fromkeys(_each_image(trajectories)))}
+    if files:
+        arrays["image_lengths"] = np.array([*map(len, files)], np.int64)
+        arrays["image_bytes"] = np.frombuffer(b"".join(files), np.uint8)
+        rows = [(i, files[each]) for i, of in enumerate(trajectories) for each in of.images]
+        arrays["images"] = np.array(rows, np.int64)
     return save(arrays, None if settings is None else {SETTINGS: settings})
 
 
@@ -101,6 +112,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     masks, constrained = (_masks(arrays.get(name), lengths) for name in _MASKS)
     values = advantages.tolist() if len(advantages) == count else _parts(advantages, lengths)
     spans = _spans(arrays.get("weight_versions"), count)
+    images = _images(arrays, count)
     return [
         Trajectory(
             prompt_token_ids=prompts[index],
@@ -110,6 +122,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
             weight_versions=tuple(spans[index]),
             loss_mask=masks[index],
             constrained=constrained[index],
+            images=tuple(images[index]),
         )
         for index in range(count)
     ]
@@ -145,12 +158,15 @@ def _check(arrays: Mapping[str, Array], *, sampled: bool) -> None:
             raise ValueError(f"expected no other arrays than {sorted(known)}, got {name!r}")
         if array.dtype.kind not in _KINDS[known[name]]:
             raise ValueError(f"{name}: expected {known[name]}, got {array.dtype}")
-        expected = "[spans, 4]" if name == "weight_versions" else "one dimension"
-        if array.ndim != (2 if name == "weight_versions" else 1) or array.shape[1:] not in ((), (4,)):
+        width = _ROWS.get(name)
+        expected = "one dimension" if width is None else f"[rows, {width}]"
+        if array.shape[1:] != (() if width is None else (width,)):
             raise ValueError(f"{name}: expected {expected}, got {list(array.shape)}")
-    for name in ("prompt_lengths", "lengths"):
-        if (arrays[name].astype(np.int64) < 0).any():
-            raise ValueError(f"{name}: expected numbers of tokens, got {arrays[name].min()}")
+    for name in ("prompt_lengths", "lengths", "image_lengths"):
+        if name in arrays and (arrays[name].astype(np.int64) < 0).any():
+            raise ValueError(f"{name}: expected lengths, got {arrays[name].min()}")
+    if 0 < len(arrays.keys() & set(_IMAGES)) < len(_IMAGES):
+        raise ValueError(f"expected all of {', '.join(_IMAGES)}, or none, got {sorted(arrays)}")
 
 
 def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:
@@ -160,3 +176,28 @@ def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:
             raise ValueError(f"weight_versions: expected trajectories in [0, {count}), got {index}")
         spans[index].append(VersionSpan(version=version, start=start, end=end))
     return spans
+
+
+def _each_image(trajectories: Iterable[Trajectory]) -> Iterable[bytes]:
+    return (content for trajectory in trajectories for content in trajectory.images)
+
+
+def _images(arrays: Mapping[str, Array], count: int) -> dict[int, list[bytes]]:
+    images: dict[int, list[bytes]] = defaultdict(list)
+    if "images" not in arrays:
+        return images
+    lengths, content = arrays["image_lengths"], arrays["image_bytes"]
+    if content.dtype != np.uint8 or len(content) != sum(lengths.tolist()):
+        raise ValueError(
+            f"image_bytes: expected uint8 [{sum(lengths.tolist())}], got {content.dtype} [{len(content)}]"
+        )
+    ends = np.cumsum(lengths).tolist()
+    files = [content[start:end].tobytes() for start, end in pairwise([0, *ends])]
+    for index, number in arrays["images"].tolist():
+        if not (0 <= index < count and 0 <= number < len(files)):
+            raise ValueError(
+                f"images: expected trajectories in [0, {count}) and files in [0, {len(files)}), "
+                f"got [{index}, {number}]"
+            )
+        images[index].append(files[number])
+    return images

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar
+from urllib.parse import quote
 
 from pydantic import JsonValue, TypeAdapter
 
@@ -119,6 +120,11 @@ def take(
     body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness, "note": note}
     body |= {"offset": offset}
     return Call(method="POST", path="/rollouts/take", body=body, read=typed(responses.TakenStep))
+
+
+def rollout_image(digest: str) -> Call[bytes]:
+    """The file of an image of a rollout."""
+    return Call(method="GET", path=f"/rollouts/images/{quote(digest, safe='')}", read=lambda body, _: body)
 
 
 # -- the trainer -----------------------------------------------------------------------------------

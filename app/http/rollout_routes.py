@@ -85,6 +85,14 @@ async def take(controller: Controller, body: TakeBody) -> Response:
     return Response(content, media_type="application/json")
 
 
+@routes("GET", "/rollouts/images/{digest}", response_class=Response)
+async def image(
+    controller: Controller, digest: Annotated[str, Path(description="SHA-256, as in `images` of a sequence")]
+) -> Response:
+    """The file of an image that a rollout's prompts have."""
+    return Response(await _call(controller, "image", digest), media_type="application/octet-stream")
+
+
 @routes("POST", "/rollouts/{rollout_id}/reward", access=Access.USER, large=True)
 async def reward(
     controller: Controller, rollout_id: RolloutId, body: RewardBody, request: Request, guard: OfGuard

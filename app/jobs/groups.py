@@ -70,13 +70,20 @@ class Group:
         return has_signal(self.shaped_rewards)
 
 
-def group_of(taken: TakenGroup, options: JobOptions) -> Group:
+def images_of(taken: Sequence[TakenGroup]) -> list[str]:
+    """Digests of the images of groups, each one once."""
+    sequences = (each for group in taken for rollout in group.rollouts for each in rollout.sequences)
+    return list(dict.fromkeys(digest for sequence in sequences for digest in sequence.get("images", ())))
+
+
+def group_of(taken: TakenGroup, options: JobOptions, images: Mapping[str, bytes]) -> Group:
+    """`images` has the files of `images_of`."""
     number = int(taken.group.rpartition(".")[2])
-    return Group(number=number, rollouts=[_rollout(each, options) for each in taken.rollouts])
+    return Group(number=number, rollouts=[_rollout(each, options, images) for each in taken.rollouts])
 
 
-def _rollout(taken: TakenRollout, options: JobOptions) -> Rollout:
-    trajectories = [_trajectory(each) for each in taken.sequences]
+def _rollout(taken: TakenRollout, options: JobOptions, images: Mapping[str, bytes]) -> Rollout:
+    trajectories = [_trajectory(each, images) for each in taken.sequences]
     turns = {turn["turn"]: turn for each in taken.sequences for turn in each["turns"]}
     assert isinstance(taken.reward, float), "the job rewards whole rollouts"
     made = Rollout(
@@ -91,10 +98,11 @@ def _rollout(taken: TakenRollout, options: JobOptions) -> Rollout:
     return penalised(made, options)
 
 
-def _trajectory(sequence: Mapping[str, Any]) -> Trajectory:
+def _trajectory(sequence: Mapping[str, Any], images: Mapping[str, bytes]) -> Trajectory:
     fields = {name: value for name, value in sequence.items() if name != "turns"}
     constrained = fields["constrained"] if any(fields["constrained"]) else None
-    return Trajectory.from_json({**fields, "constrained": constrained, "advantage": 0.0})
+    files = [images[digest] for digest in fields.pop("images", ())]
+    return Trajectory.from_json({**fields, "constrained": constrained, "advantage": 0.0, "images": files})
 
 
 def penalised(rollout: Rollout, options: JobOptions) -> Rollout:

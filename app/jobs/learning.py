@@ -17,7 +17,7 @@ from app.client import calls
 from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
-from app.jobs.groups import Group, figures, group_of, trajectories
+from app.jobs.groups import Group, figures, group_of, images_of, trajectories
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Run
@@ -60,7 +60,8 @@ async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
     taken, steps, newer_than = await take(run)
-    groups = [group_of(each, run.options) for each in taken]
+    files = {digest: await run.policy.client.send(calls.rollout_image(digest)) for digest in images_of(taken)}
+    groups = [group_of(each, run.options, files) for each in taken]
     batch = trajectories(groups, run.options.advantage)
     sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
     record = recorded(run, groups, sampled, waited_s)
@@ -90,7 +91,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
     """What the next step learns from: what the step of a killed job has consumed, or the oldest groups; and
     `steps` and `newer_than` of `train`."""
     client, wanted = run.policy.client, run.options.groups_per_step
-    step, staleness, waits = f"{run.name}/{run.step + 1}", run.options.max_staleness, False
+    step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
     while True:
         now = {"trainer_step": (await idle(client)).step, "version": run.version}
         asked = (step, run.name, wanted, staleness, json.dumps(now))
@@ -107,8 +108,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
             step += "+"
             continue
         run.stale += taken.stale_groups
-        waits = waits or taken.step is None
-        await run.count_ready(taken.ready_groups, waits=waits)
+        await run.count_ready(taken.ready_groups)
         if taken.step is not None:
             then = json.loads(taken.note)
             return groups, then["trainer_step"] if then != now else None, then["version"]

@@ -41,7 +41,6 @@ class Run:
     next_problem: int = 0
     begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
     ready: int = 0  # groups that the ledger has for the next step
-    waits: bool = True  # the newest step waits for groups, or has waited
     filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
     stale: int = 0  # groups since the last step
     rows: Sequence[Row] = ()  # rollouts of the last step
@@ -49,12 +48,12 @@ class Run:
     left_out: int = 0  # problems in a row
     unanswered: int = 0  # problems since the last step
     generated_tokens: int = 0
-    in_flight: int = 0  # problems that are sampled, scored or settled
+    in_flight: int = 0  # problems
     doing: str = "waiting for answers"
     best: Evaluation | None = None
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
     sampling: bool = True  # until the last batch
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `has_room`
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `ready`
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     settling: asyncio.Lock = field(default_factory=asyncio.Lock)
     unsettled: deque[dict[str, Any]] = field(default_factory=deque)  # for `calls.settle_groups`
@@ -66,18 +65,11 @@ class Run:
     def say(self, line: str) -> None:
         self.output.line(line)
 
-    async def count_ready(self, groups: int, *, waits: bool) -> None:
-        """As many as the ledger says."""
+    async def count_ready(self, groups: int | None = None) -> None:
+        """One more, or as many as the ledger says."""
         async with self.changed:
-            self.ready, self.waits = groups, waits
+            self.ready = self.ready + 1 if groups is None else groups
             self.changed.notify_all()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether to begin a group. Where the trainer is what steps wait for, one more than the next step
-        takes would only be staler when it is learned from."""
-        begun = self.ready if self.waits else self.ready + self.in_flight
-        return self.sampling and begun < self.options.groups_per_step
 
     async def begin_problem(self) -> int:
         """The next problem, while the ledger has room. A killed job leaves no number out: those that it had
@@ -89,7 +81,9 @@ class Run:
                 self.begun.extend(range(self.next_problem, self.next_problem + count))
                 self.next_problem += count
             async with self.changed:
-                await self.changed.wait_for(lambda: self.has_room)
+                await self.changed.wait_for(
+                    lambda: self.sampling and self.ready < self.options.groups_per_step
+                )
             return self.begun.popleft()
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
@@ -135,38 +129,31 @@ class Run:
 
 
 async def produce(run: Run) -> None:
-    """Play groups until cancelled."""
+    """Sample, score and settle, until cancelled."""
     while True:
         number = await run.begin_problem()
+        policy = replace(run.policy, group=f"{run.name}.{number}")
         run.in_flight += 1
-        is_ready = await play(run, number)
-        async with run.changed:
+        try:
+            made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
+        except Unanswered as error:
+            run.say(f"problem {number} is left out: {error}")
+            await run.settle(number, (), "unanswered")
+            run.left_out += 1
+            run.unanswered += 1
+            if run.left_out >= LEFT_OUT * run.options.groups_per_step:
+                raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
+            continue
+        finally:
             run.in_flight -= 1
-            run.ready += is_ready
-            run.changed.notify_all()
-
-
-async def play(run: Run, number: int) -> bool:
-    """Sample, score and settle a problem's group; returns whether a step can learn from it."""
-    policy = replace(run.policy, group=f"{run.name}.{number}")
-    try:
-        made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
-    except Unanswered as error:
-        run.say(f"problem {number} is left out: {error}")
-        await run.settle(number, (), "unanswered")
-        run.left_out += 1
-        run.unanswered += 1
-        if run.left_out >= LEFT_OUT * run.options.groups_per_step:
-            raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
-        return False
-    run.left_out = 0
-    group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
-    run.generated_tokens += sum(rollout.tokens for rollout in made)
-    if run.options.dynamic_sampling and not group.has_signal:
-        await leave_out(run, group)
-        return False
-    await run.settle(number, made)
-    return True
+        run.left_out = 0
+        group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
+        run.generated_tokens += sum(rollout.tokens for rollout in made)
+        if run.options.dynamic_sampling and not group.has_signal:
+            await leave_out(run, group)
+            continue
+        await run.settle(number, made)
+        await run.count_ready()
 
 
 async def leave_out(run: Run, group: Group) -> None:

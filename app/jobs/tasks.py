@@ -4,9 +4,14 @@ The default is reasoning-gym's `chain_sum` with two one-digit terms; the built-i
 Examples in the prompt would make answers of a group alike.
 """
 
+import base64
+import io
 import json
+import mimetypes
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,8 @@ from app.jobs.environments.environment import Problem, Task
 from app.jobs.environments.transcript import Message
 from app.jobs.options import Extraction
 from app.jobs.rewards import Reward, checked
+
+_URLS = ("data:", "http:", "https:")  # other than paths
 
 
 class ReasoningGymTask(Task):
@@ -52,7 +59,8 @@ class PromptFileTask(Task):
     """Prompts of a JSON Lines file, repeated, with your own reward.
 
     A line has `messages`, or `prompt` (a text, or a conversation), whatever the reward needs, and a `source`
-    for figures by it.
+    for figures by it. An `image_url` may be a path, from the file's directory on: the image goes to the fleet
+    in its place.
 
     Raises:
         ValueError: names the file and the line.
@@ -74,7 +82,8 @@ class PromptFileTask(Task):
         return len(self._prompts)
 
     def problem(self, number: int) -> Problem:
-        return self._prompts[number % len(self._prompts)]
+        problem = self._prompts[number % len(self._prompts)]
+        return replace(problem, messages=with_images(problem.messages))
 
     async def score(self, problem: Problem, answer: Answer) -> float:
         details = {
@@ -114,6 +123,10 @@ def _prompt(path: Path, number: int, line: str) -> Problem:
         json.dumps([prompt, entry.get("source")], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{path}:{number} must be text, got half of a surrogate pair: {error}") from error
+    for url in image_urls(prompt):
+        if not url["url"].startswith(_URLS):
+            url["url"] = str(path.parent / url["url"])
+        check_image(url["url"], f"{path}:{number}")
     source = entry.get("source")
     return Problem(messages=prompt, entry=entry, source=source if isinstance(source, str) else "")
 
@@ -123,6 +136,38 @@ def _is_message(value: object) -> bool:
         return False
     content = value.get("content")
     return isinstance(content, str | list) or (content is None and bool(value.get("tool_calls")))
+
+
+def image_urls(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """The `image_url` objects of messages."""
+    parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
+    urls = [part.get("image_url") for part in parts if isinstance(part, dict)]
+    return [url for url in urls if isinstance(url, dict) and isinstance(url.get("url"), str)]
+
+
+def with_images(messages: Sequence[Message]) -> list[Message]:
+    """A copy with files in place of their paths."""
+    made = deepcopy(list(messages))
+    for url in image_urls(made):
+        if not url["url"].startswith(_URLS):
+            content = base64.b64encode(Path(url["url"]).read_bytes()).decode()
+            url["url"] = f"data:{mimetypes.guess_type(url['url'])[0] or 'image/png'};base64,{content}"
+    return made
+
+
+def check_image(url: str, place: str) -> None:
+    """Raises ValueError: a path or a data URL is of no image that can be read."""
+    from PIL import Image
+
+    if url.startswith(("http:", "https:")):
+        return
+    try:
+        is_path = not url.startswith("data:")
+        file = Path(url) if is_path else io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True))
+        with Image.open(file) as image:
+            image.verify()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{place} must have images that can be read, got {url[:80]!r}: {error}") from error
 
 
 def _message(role: str, content: str) -> Message:

@@ -83,6 +83,15 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedImage:
+    """An image of a prompt."""
+
+    offset: int  # of its first token
+    digest: str  # SHA-256 of the file, in hexadecimal
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedTurn:
     """One answer of an engine.
 
@@ -95,6 +104,7 @@ class CapturedTurn:
         adapter: NAME@VERSION; None: the base model.
         constrained: a grammar limited the choice of tokens.
         sampling: the request's sampling parameters.
+        images: in the order of their tokens.
     """
 
     key: str
@@ -107,6 +117,7 @@ class CapturedTurn:
     constrained: bool
     finish_reason: str | None
     sampling: Mapping[str, float | int | None]
+    images: tuple[CapturedImage, ...] = ()
 
 
 def check_id(name: str, value: str) -> str:

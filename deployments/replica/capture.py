@@ -10,11 +10,13 @@ import copy
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from hashlib import sha256
 from typing import Any
 
 from deployments.protocol.errors import InvalidRequest, SlipstreamError
-from deployments.protocol.rollouts import CapturedTurn, RolloutRequest
+from deployments.protocol.rollouts import CapturedImage, CapturedTurn, RolloutRequest
 from deployments.replica.continuation import Said
+from deployments.replica.image_files import FILES
 
 Ledger = Callable[..., Awaitable[None]]  # takes the name of a method of the `RolloutStore`, and its arguments
 SAMPLING = (
@@ -81,12 +83,14 @@ class Capture:
             asked: the client's sampling parameters.
             first_choice: its number among the request's choices; None: beam search.
         """
-        if prompt["type"] != "token" or first_choice is None:
-            self.failure = InvalidRequest(
-                "x-rollout-id: expected a prompt of tokens alone, and no beam search: a trainer could not "
-                "learn from others"
-            )
-            raise self.failure
+        try:
+            images = _images(prompt, first_choice)
+        except InvalidRequest as error:
+            self.failure = error
+            raise
+        assert first_choice is not None
+        if images and self.said is not None:
+            self.said.give_up()
         rollouts = self._turn.rollout_ids
         if 1 < len(rollouts) < first_choice + asked.n:
             self.failure = InvalidRequest(
@@ -108,7 +112,7 @@ class Capture:
                     completion.logprobs = completion.cumulative_logprob = None
                 if completion.finish_reason is not None and answer.token_ids:
                     choice = first_choice + completion.index
-                    turn = self._captured(output, completion, asked, answer, choice, adapter())
+                    turn = self._captured(output, completion, asked, answer, choice, adapter(), images)
                     finished.append((rollouts[choice if len(rollouts) > 1 else 0], turn))
             if finished:
                 await self._record(finished)
@@ -122,6 +126,7 @@ class Capture:
         answer: "_Answer",
         choice: int,
         adapter: str | None,
+        images: tuple[CapturedImage, ...],
     ) -> CapturedTurn:
         return CapturedTurn(
             key=f"{self._turn.request}/{choice}",
@@ -136,6 +141,7 @@ class Capture:
             constrained=asked.structured_outputs is not None,
             finish_reason=completion.finish_reason,
             sampling={name: getattr(asked, name) for name in SAMPLING},
+            images=images,
         )
 
     async def _record(self, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
@@ -144,6 +150,28 @@ class Capture:
         except SlipstreamError as error:
             self.failure = error
             raise
+
+
+def _images(prompt: Any, first_choice: int | None) -> tuple[CapturedImage, ...]:
+    """The images of an engine's prompt. Raises InvalidRequest: a trainer could not learn from it."""
+    hashes = prompt["mm_hashes"] if prompt["type"] == "multimodal" else {}
+    if prompt["type"] not in ("token", "multimodal") or first_choice is None or set(hashes) - {"image"}:
+        raise InvalidRequest(
+            "x-rollout-id: expected a prompt of tokens and images, and no beam search: a trainer could not "
+            "learn from others"
+        )
+    found = []
+    places = prompt["mm_placeholders"]["image"] if hashes else ()
+    for key, place in zip(hashes.get("image", ()), places, strict=True):
+        content = FILES.get(key)
+        if content is None:
+            raise InvalidRequest(
+                "x-rollout-id: expected images as files (image_url), without a uuid of their own, got one "
+                "whose file is not known"
+            )
+        digest = sha256(content).hexdigest()
+        found.append(CapturedImage(offset=place.offset, digest=digest, content=content))
+    return tuple(sorted(found, key=lambda image: image.offset))
 
 
 class _Answer:

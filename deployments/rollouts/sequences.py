@@ -26,11 +26,12 @@ class TurnTokens:
     constrained: bool
     finish_reason: str | None
     sampling: Mapping[str, Any]
+    images: Sequence[str] = ()  # digests, of the whole prompt
 
 
 def sequences(turns: Sequence[TurnTokens]) -> list[dict[str, Any]]:
-    """Sequences in the JSON form of `trainers.trajectory.Trajectory`, without `advantage`, and with the place
-    of each turn in `token_ids`."""
+    """Sequences in the JSON form of `trainers.trajectory.Trajectory`, without `advantage`, with digests of
+    `images`, and with the place of each turn in `token_ids`."""
     continued = {turn.parent for turn in turns}
     learned: set[int] = set()
     found = []
@@ -91,4 +92,5 @@ def _sequence(turns: Sequence[TurnTokens], path: Sequence[int], learned: set[int
         "constrained": constrained,
         "weight_versions": spans,
         "turns": places,
+        **({"images": list(images)} if (images := turns[path[-1]].images) else {}),
     }

@@ -21,13 +21,22 @@ from typing import Any
 import msgspec
 
 from deployments.host.durable_files import sync
-from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, NotFound
 from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits
 from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
 
 NAME = "captured.sqlite"
-SCHEMA = 4
+SCHEMA = 5
+WITHOUT_IMAGES = 4  # the schema before this one
+IMAGES = f"""
+BEGIN;
+CREATE TABLE images (digest TEXT PRIMARY KEY, content BLOB NOT NULL);
+CREATE TABLE shown (turn TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (turn, digest)) WITHOUT ROWID;
+CREATE INDEX shown_by_digest ON shown (digest);
+PRAGMA user_version={SCHEMA};
+COMMIT;
+"""
 TABLES = f"""
 PRAGMA journal_mode=WAL;
 BEGIN;
@@ -37,7 +46,7 @@ CREATE TABLE tokens
     (turn TEXT PRIMARY KEY, prompt BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
      detail TEXT NOT NULL);
 CREATE TABLE infos (rollout TEXT PRIMARY KEY, info TEXT NOT NULL);
-PRAGMA user_version={SCHEMA};
+PRAGMA user_version={WITHOUT_IMAGES};
 COMMIT;
 """
 
@@ -73,12 +82,14 @@ class RolloutStore:
             # Without a file for its shared memory, for which a full disk has no room.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             (schema,) = self._db.execute("PRAGMA user_version").fetchone()
-            if schema not in (0, SCHEMA):
+            if schema not in (0, WITHOUT_IMAGES, SCHEMA):
                 raise JournalError(
                     f"{self._path}: expected schema {SCHEMA}, found {schema}: move the file away"
                 )
             if schema == 0:  # else nothing is written: the disk may be full
                 self._db.executescript(TABLES)
+            if schema != SCHEMA:
+                self._db.executescript(IMAGES)
             self._check_fleet(fleet_id)
             (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
             self._max_pages = int(limits.max_gib * (1 << 30) / page_bytes)
@@ -140,6 +151,14 @@ class RolloutStore:
             )
         tokens = captured.prompt_token_ids + captured.token_ids
         policy, version = _policy(captured)
+
+        def digest(length: int) -> str:
+            """Other images have the same tokens."""
+            shown = "".join(image.digest for image in captured.images if image.offset < length)
+            made = blake2b(memoryview(tokens)[: 4 * length], digest_size=16)
+            made.update(shown.encode())
+            return made.hexdigest()
+
         new = NewTurn(
             request=captured.key,
             attempt=captured.attempt,
@@ -147,7 +166,7 @@ class RolloutStore:
             sampled=len(captured.token_ids) // 4,
             policy=policy,
             version=version,
-            digest=lambda length: blake2b(memoryview(tokens)[: 4 * length], digest_size=16).hexdigest(),
+            digest=digest,
         )
         added = self._ledger.append(rollout_id, owner, new)
         if added is not None:
@@ -158,10 +177,21 @@ class RolloutStore:
                 "constrained": captured.constrained,
                 "finish_reason": captured.finish_reason,
                 "sampling": captured.sampling,
+                "images": [image.digest for image in captured.images],
             }
             prompt = captured.prompt_token_ids[4 * (turn.length - turn.stored) :]
             row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
             self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
+            for image in captured.images:
+                self._db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image.digest, image.content))
+                self._db.execute("INSERT OR IGNORE INTO shown VALUES (?, ?)", (turn.key, image.digest))
+
+    def image(self, digest: str) -> bytes:
+        """The file of an image of a rollout that is kept. Raises NotFound."""
+        row = self._db.execute("SELECT content FROM images WHERE digest = ?", (digest,)).fetchone()
+        if row is None:
+            raise NotFound(f"no rollout that is kept has the image {digest!r}")
+        return bytes(row[0])
 
     def settle(self, groups: Sequence[tuple[str, Mapping[str, tuple[Reward, str]], str]]) -> None:
         """Groups, their rewards and reasons; all or none. See `RolloutLedger.settle`. Beside each reward:
@@ -249,6 +279,7 @@ class RolloutStore:
             self._db.executemany("DELETE FROM records WHERE kind = ? AND key = ?", gone)
             self._db.executemany("DELETE FROM tokens WHERE turn = ?", turns)
             self._db.executemany("DELETE FROM infos WHERE rollout = ?", rollouts)
+            self._forget_images(turns)
             self._db.executemany(PUT, put)
             self._db.execute("COMMIT")
             self._is_synced = self._is_synced and self._db.total_changes == before
@@ -260,6 +291,16 @@ class RolloutStore:
             if isinstance(error, sqlite3.Error):
                 raise self._unavailable(error) from error
             raise
+
+    def _forget_images(self, turns: Sequence[tuple[str]]) -> None:
+        """Those that only these turns have shown."""
+        for turn in turns:
+            shown = self._db.execute("SELECT digest FROM shown WHERE turn = ?", turn).fetchall()
+            self._db.execute("DELETE FROM shown WHERE turn = ?", turn)
+            self._db.executemany(
+                "DELETE FROM images WHERE digest = ?1 AND NOT EXISTS (SELECT 1 FROM shown WHERE digest = ?1)",
+                shown,
+            )
 
     def _unavailable(self, error: Exception) -> FleetUnavailable:
         until = "" if self._failure is None else " until the controller is started again"

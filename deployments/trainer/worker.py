@@ -32,6 +32,7 @@ from deployments.weights.store.versions import DRAFTER_DIRECTORY, Store
 from deployments.weights.transports.weight_sender import gather_from_ranks
 from deployments.weights.wire.proof_sequences import proof_sequences
 from trainers.fsdp2 import mesh_of_all_ranks
+from trainers.images import check_images
 from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy
 from trainers.sources import DRAFTER, ParameterSource
@@ -96,6 +97,7 @@ class TrainerRank:
                 max_length=self._policy.max_length,
                 sampled=sampled,
             )
+            check_images(parsed, self._policy.images)
             self._learner.apply(given)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
@@ -105,6 +107,9 @@ class TrainerRank:
             if self._spec.config.world_size > 1:
                 raise  # the other ranks wait in a collective: all are restarted together
             raise InvalidRequest(str(error)) from None
+        finally:
+            if self._policy.images is not None:
+                self._policy.images.forget()
         sentence = drift(metrics)
         if sentence is not None and self._rank == 0:
             logger.warning(sentence)
@@ -164,6 +169,7 @@ class TrainerRank:
             compile_layers=config.compile_layers,
             packed=config.packed,
             trust_remote_code=self._spec.trust_remote_code,
+            vision=config.vision,
         )
         if (changed := self._checkpoint.changed()) is not None:
             raise ValueError(changed)

@@ -27,6 +27,7 @@ from app.jobs.task_groups import all_of
 from app.jobs.user_code import blamed
 
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
+MAX_SAID = 4000  # characters of a message in a sample, which may have images
 HELD_OUT = 1 << 39  # problems from here on are for evaluation only
 AT_ONCE = 16  # answers of one request, which costs the same for one and for many, and goes to one replica
 
@@ -192,4 +193,4 @@ class Conversations(Environment):
 
 
 def _said(messages: Sequence[Message]) -> str:
-    return " | ".join(f"{each['role']}: {each.get('content')}" for each in messages)
+    return " | ".join(f"{each['role']}: {str(each.get('content'))[:MAX_SAID]}" for each in messages)

@@ -1,7 +1,7 @@
 import pytest
 
 from app.http.requests import SettledRollout
-from app.jobs.groups import Group, Rollout, group_of, trajectories
+from app.jobs.groups import Group, Rollout, group_of, images_of, trajectories
 from app.jobs.options import JobOptions
 from deployments.protocol.responses import TakenGroup, TakenRollout
 from trainers.estimators import AdvantageEstimator
@@ -40,18 +40,27 @@ def test_a_group_of_the_ledger_has_its_tokens_and_figures() -> None:
         "weight_versions": [{"version": 7, "start": 0, "end": 1}, {"version": 6, "start": 2, "end": 3}],
         "turns": [turn(0, "stop"), turn(1, "length")],
     }
-    forked = {**sequence, "loss_mask": [False, False, True], "constrained": [False, False, True]}
+    forked = {
+        **sequence,
+        "images": ["d1", "d2"],
+        "loss_mask": [False, False, True],
+        "constrained": [False, False, True],
+    }
     forked["turns"] = [turn(0, "stop"), turn(2, "stop")]
     info = '{"text": "said", "source": "sums"}'
     taken = TakenRollout(id="r.4.a", reward=0.5, info=info, sequences=[sequence, forked])
     options = JobOptions(overlong_buffer=16, max_tokens=16)
-    made = group_of(TakenGroup(group="r.4", rollouts=[taken]), options)
+    groups = [TakenGroup(group="r.4", rollouts=[taken, taken])]
+    assert images_of(groups) == ["d1", "d2"]
+    groups = [TakenGroup(group="r.4", rollouts=[taken])]
+    made = group_of(*groups, options, {"d1": b"one", "d2": b"two"})
     (rollout,) = made.rollouts
     assert (made.number, made.oldest_version) == (4, 6)
     assert (rollout.id, rollout.reward, rollout.text, rollout.source) == ("r.4.a", 0.5, "said", "sums")
     assert (rollout.tokens, rollout.turns, rollout.cut) == (3, 3, True)
     assert rollout.penalty == -3 / 16
     first, second = rollout.trajectories
+    assert first.images == () and second.images == (b"one", b"two")
     assert first.constrained is None and second.constrained == (False, False, True)
     assert first.weight_versions[1] == VersionSpan(version=6, start=2, end=3)
     assert all(problems(each, vocabulary_size=10, max_length=10) == [] for each in rollout.trajectories)

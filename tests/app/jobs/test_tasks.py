@@ -1,3 +1,5 @@
+import base64
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from app.client.completions import Answer
 from app.jobs.environments.environment import NO_ANSWER
 from app.jobs.options import Extraction
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask
+from examples import pictures
 
 
 def said(text: str) -> Answer:
@@ -174,3 +177,25 @@ def test_a_wrong_prompt_file_is_refused_with_its_name_and_the_line(
 def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{tmp_path / name} must be a file that can be read: {reason}"):
         PromptFileTask(tmp_path / name, exact, extract=Extraction.WHOLE)
+
+
+def shown(*urls: str) -> str:
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return json.dumps({"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]})
+
+
+def test_images_of_a_prompt_file_are_sent_in_place_of_their_paths(tmp_path: Path) -> None:
+    file = pictures.write(tmp_path / "pictures", 2)
+    png = (tmp_path / "pictures" / "0.png").read_bytes()
+    task = PromptFileTask(file, exact, extract=Extraction.WHOLE)
+    data = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    assert task.problem(0).messages[0]["content"][0] == {"type": "image_url", "image_url": {"url": data}}
+    assert pictures.right(task.problem(0).entry, f" {task.problem(0).entry['answer'].title()}.") == 1.0
+    both = prompts(tmp_path, shown("http://a/b.png", data)).problem(0).messages[0]["content"]
+    assert [part["image_url"]["url"] for part in both[:2]] == ["http://a/b.png", data]
+
+
+@pytest.mark.parametrize("url", ["missing.png", "p.jsonl", "data:image/png;base64,YnJva2Vu", "data:a,@"])
+def test_an_image_that_cannot_be_read_is_named_before_the_run(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match=r"p\.jsonl:2 must have images that can be read, got "):
+        prompts(tmp_path, f'{{"prompt": "a"}}\n{shown(url)}')

@@ -1,14 +1,22 @@
 """What an engine answers is recorded below the routes, and they see nothing of it."""
 
+import io
 from array import array
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import pytest
+from PIL import Image
+from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.inputs import PlaceholderRange
+from vllm.multimodal.media.image import ImageMediaIO
 
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest
 from deployments.protocol.rollouts import CapturedTurn, RolloutRequest
+from deployments.replica import image_files
 from deployments.replica.capture import Capture
+from deployments.replica.image_files import ImageFiles
 from tests.deployments.engine_outputs import generated, sampling_params
 
 TURN = RolloutRequest(rollout_ids=("a",), owner="ann", request="r", attempt=5)
@@ -42,7 +50,9 @@ async def outputs(capture: Capture, *, delta: bool, logprobs: int | None = None,
     asked = sampling_params(delta=delta, logprobs=logprobs, grammar=options.pop("grammar", None), choices=2)
     assert capture.sampling(asked).logprobs is not None
     assert asked.logprobs == logprobs, "the route's own are as before"
-    first, prompt = options.pop("first", 0), {"type": options.pop("kind", "token")}
+    first = options.pop("first", 0)
+    images = {name: value for name, value in options.items() if name.startswith("mm_")}
+    prompt = {"type": options.pop("kind", "token"), **images}
     stream = generated([1, 2], [[3, 4], [5]], delta=delta)
     return [
         each async for each in capture.taken(stream, prompt, asked, first, lambda: options.get("adapter"))
@@ -98,10 +108,41 @@ async def test_what_cannot_be_recorded_fails(recorder: Recorder, call: str) -> N
     assert capture.failure is not None and capture.failure.message == "the disk is full"
 
 
-@pytest.mark.parametrize("options", [{"first": None}, {"kind": "embeds"}, {"kind": "multimodal"}])
-async def test_beams_embeddings_and_images_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match="tokens alone, and no beam search"):
+@pytest.mark.parametrize(
+    "options", [{"first": None}, {"kind": "embeds"}, {"kind": "multimodal", "mm_hashes": {"video": ["a"]}}]
+)
+async def test_beams_embeddings_and_videos_are_refused(recorder: Recorder, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="tokens and images, and no beam search"):
         await outputs(Capture(TURN, recorder.call), delta=False, **options)
+
+
+def seen(*keys: str) -> dict[str, Any]:
+    places = [PlaceholderRange(offset=10 * number, length=4) for number in range(len(keys))]
+    hashes, ranges = {"image": list(keys)}, {"image": places}
+    return {"kind": "multimodal", "mm_hashes": hashes, "mm_placeholders": ranges}
+
+
+async def test_a_turn_has_the_files_that_vllm_has_hashed(recorder: Recorder) -> None:
+    image_files.install()
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "PNG")
+    loaded = ImageMediaIO().load_bytes(file.getvalue())
+    key = MultiModalHasher.hash_kwargs("blake3", model_id="m", image=loaded)
+    await outputs(Capture(TURN, recorder.call), delta=False, **seen(key, key))
+    for turn in recorder.turns:
+        assert [each.offset for each in turn.images] == [0, 10]
+        assert {each.content for each in turn.images} == {file.getvalue()}
+        assert turn.images[0].digest == sha256(file.getvalue()).hexdigest()
+    with pytest.raises(InvalidRequest, match="without a uuid of their own, got one whose file is not known"):
+        await outputs(Capture(TURN, recorder.call), delta=False, **seen("mine"))
+
+
+def test_the_oldest_files_make_room() -> None:
+    files = ImageFiles(max_bytes=10)
+    for key in "abc":
+        files.put(key, bytes(4))
+    files.put("d", bytes(20))
+    assert [files.get(key) is not None for key in "abcd"] == [False, False, False, True]
 
 
 async def test_each_replica_makes_the_same_ids(recorder: Recorder) -> None:

@@ -2,17 +2,19 @@
 
 import json
 import math
+import sqlite3
 from array import array
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError
+from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError, NotFound
 from deployments.rollouts.rollout_ledger import TURN_BYTES
 from deployments.rollouts.store import NAME, RolloutStore
 from tests.clock import Clock
@@ -231,3 +233,45 @@ def test_a_disk_that_failed_a_sync_is_not_believed_again(
     for call in (store.sync, lambda: store.open(request("b"))):
         with pytest.raises(FleetUnavailable, match=r"until the controller is started again: .*I/O error"):
             call()
+
+
+def test_an_image_is_kept_once_and_as_long_as_a_rollout_has_it(
+    store: RolloutStore, tmp_path: Path, clock: Clock
+) -> None:
+    cat, dog = sha256(b"cat").hexdigest(), sha256(b"dog").hexdigest()
+    for each in ("a", "b"):
+        store.open(request(each))
+        store.append("", [(each, captured("k/0", [1, 2], [3], images={0: b"cat"}))])
+    # The same tokens with another image continue nothing.
+    store.append("", [("b", captured("l/0", [1, 2, 3, 4], [5], images={0: b"dog"}))])
+    store.append("", [("b", captured("m/0", [1, 2, 3, 4], [5], images={0: b"cat", 3: b"dog"}))])
+    store = again(store, tmp_path, clock)
+    with closing(store):
+        assert (store.image(cat), store.image(dog)) == (b"cat", b"dog")
+        store.reward("b", "", 1.0)
+        (group,) = taken(store)["groups"]
+        (rollout,) = group["rollouts"]
+        found = [(each["prompt_token_ids"], each["images"]) for each in rollout["sequences"]]
+        assert found == [([1, 2, 3, 4], [dog]), ([1, 2], [cat, dog])]
+        clock.now += 1.2 * LIMITS.keep_s
+        store.open(request("c"))
+        store.discard("c", "")
+        with pytest.raises(NotFound, match="no rollout that is kept has the image"):
+            store.image(dog)
+        assert store.image(cat) == b"cat", "of the rollout that is open"
+        store.discard("a", "")
+        with pytest.raises(NotFound):
+            store.image(cat)
+
+
+def test_a_file_of_the_schema_without_images_is_read(
+    store: RolloutStore, tmp_path: Path, clock: Clock
+) -> None:
+    store.open(request("a"))
+    store.append("", [("a", captured("k/0", [1, 2], [3]))])
+    store.close()
+    with closing(sqlite3.connect(tmp_path / NAME)) as file:
+        file.executescript("DROP TABLE images; DROP TABLE shown; PRAGMA user_version=4;")
+    with closing(RolloutStore(tmp_path, LIMITS, FLEET, clock=clock)) as store:
+        store.append("", [("a", captured("l/0", [7], [8], images={0: b"cat"}))])
+        assert store.image(sha256(b"cat").hexdigest()) == b"cat"

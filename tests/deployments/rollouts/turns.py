@@ -1,9 +1,10 @@
 """Turns as replicas capture them, with tokens that a reader can follow."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
-from deployments.protocol.rollouts import CapturedTurn, RolloutLimits, RolloutRequest
+from deployments.protocol.rollouts import CapturedImage, CapturedTurn, RolloutLimits, RolloutRequest
 
 LIMITS = RolloutLimits(max_rollouts=6, max_tokens=100, max_gib=0.01, group_timeout_s=100.0, keep_s=50.0)
 
@@ -26,8 +27,9 @@ def captured(
     attempt: int = 0,
     version: int = 3,
     adapter: str | None = None,
+    images: Mapping[int, bytes] | None = None,
 ) -> CapturedTurn:
-    """The log-probability of each token is its negative."""
+    """The log-probability of each token is its negative. `images` are by the place of their first token."""
     return CapturedTurn(
         key=key,
         attempt=attempt,
@@ -39,4 +41,8 @@ def captured(
         constrained=False,
         finish_reason="stop",
         sampling={"temperature": 1.0},
+        images=tuple(
+            CapturedImage(offset=offset, digest=sha256(content).hexdigest(), content=content)
+            for offset, content in (images or {}).items()
+        ),
     )

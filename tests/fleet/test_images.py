@@ -1,0 +1,120 @@
+"""A fleet that sees: the RL job learns from pictures."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from app.jobs import grpo, metrics
+from app.jobs.options import JobOptions
+from tests.documents import ROOT, commands_of
+from tests.environment import users_environment
+from tests.fleet.deployed import MODEL, Fleet, deployed
+from tests.fleet.keeping import KEEPER
+from tests.trainers.vllm_images import part, picture
+
+pytestmark = [pytest.mark.serve, pytest.mark.fleet("seeing"), pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def seeing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    """Its processes have what Qwen's processors need of torchvision."""
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'without_torchvision'}:{ROOT}:{path}")
+    return KEEPER.fleet("seeing", tmp_path_factory, _start)
+
+
+def _start(root: Path) -> AbstractContextManager[Fleet]:
+    from tests.tiny_models import save_tiny_seeing
+
+    changes = {
+        "engine": {"extra": {"limit_mm_per_prompt": {"image": 2, "video": 0}}},
+        "trainer": {"vision": "trained", "optimizer": {"learning_rate": 3e-3}},
+        "rollouts": {},
+    }
+    return deployed("seeing", save_tiny_seeing(root / "model"), root, changes)
+
+
+def even(entry: Mapping[str, Any], answer: str) -> float:
+    """The share of characters with an even code, or an odd one where the picture is light."""
+    if not answer:
+        return 0.0
+    return fmean(ord(letter) % 2 == entry["odd"] for letter in answer)
+
+
+def prompts(directory: Path) -> Path:
+    """Dark and light pictures."""
+    lines = []
+    for odd, shade in enumerate((20, 235)):
+        Image.new("RGB", (64, 64), (shade, shade, shade)).save(directory / f"{shade}.png")
+        message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{shade}.png"}}]}
+        lines.append(json.dumps({"messages": [message], "odd": odd}) + "\n")
+    (directory / "prompts.jsonl").write_text("".join(lines))
+    return directory / "prompts.jsonl"
+
+
+def test_the_reward_of_pictures_rises(seeing: Fleet, tmp_path: Path) -> None:
+    options = JobOptions(
+        url=seeing.url,
+        prompts=prompts(tmp_path),
+        reward="tests.fleet.test_images:even",
+        steps=40,
+        groups_per_step=4,
+        answers_per_group=8,
+        groups_in_flight=4,
+        max_tokens=4,
+        metrics=tmp_path / "metrics.jsonl",
+    )
+    assert grpo.run(options, time.monotonic()) == 0
+    steps = metrics.records(options.metrics)
+    rewards = [step.reward for step in steps]
+    print([round(each, 2) for each in rewards], [step.trainer["rollout_kl"] for step in steps])
+    assert fmean(rewards[-8:]) > fmean(rewards[:8]) + 0.15, rewards
+
+
+def test_bad_images_are_refused_and_nothing_is_lost(seeing: Fleet) -> None:
+    def ask(*parts: Any) -> httpx.Response:
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4}
+        return client.post("/v1/chat/completions", json=chat, headers={"x-rollout-id": "bad-images"})
+
+    with seeing.client() as client:
+        assert ask(part(b"broken")).status_code == 400
+        assert ask({**part(picture(64, 64)), "uuid": "mine"}).status_code == 400
+        assert ask(*[part(picture(64, 64))] * 3).status_code == 400, "two are allowed"
+        assert ask(part(picture(64, 64))).status_code == 200
+        before = client.get("/train/status").json()["step"]
+        entry = {"prompt_token_ids": [258, 260, 260, 259], "token_ids": [5], "logprobs": [-1.0]}
+        other = part(picture(64, 64))["image_url"]["url"]
+        for image, words in (("YnJva2Vu", "expected an image file"), (other, "expected placeholders of [4]")):
+            body = {"trajectories": [{**entry, "advantage": 1.0, "images": [image]}]}
+            answer = client.post("/train/step", json=body)
+            assert answer.status_code == 400 and words in answer.text
+        assert client.get("/train/status").json()["step"] == before
+
+
+def test_the_commands_of_the_page_run(seeing: Fleet, tmp_path: Path) -> None:
+    program, job = (
+        commands_of("docs/guides/images.md", start) for start in ("python examples", "slipstream rl")
+    )
+    text = f"""
+        python() {{ {sys.executable} "{ROOT}/$1" "${{@:2}}"; }}
+        slipstream() {{ {sys.executable} -m app.command.cli "$@"; }}
+        {program[0]}
+        {job[0]}
+    """
+    environment = users_environment(SLIPSTREAM_URL=seeing.url, PYTHONPATH=str(ROOT))
+    command = ["bash", "-euxc", text]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
