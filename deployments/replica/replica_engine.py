@@ -48,6 +48,7 @@ from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACH
 from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
 from deployments.replica.server_info import fleet_fingerprint
 from deployments.replica.spans import RECORDER, SpanRecorder
+from deployments.replica.worker_calls import WorkerCalls
 
 DRAIN_POLL_S = 0.05
 COUNT_S = 10.0  # the engine core answers between two steps
@@ -236,7 +237,8 @@ class ReplicaEngine:
         self.held = False  # paused until `release`, even if users resume
         self._drain = EngineDrain(self._ask_cores)
         models = getattr(app.state, "openai_serving_models", None)
-        self.adapters = EngineAdapters(llm, self.workers, models)
+        self.calls = WorkerCalls(self.workers)
+        self.adapters = EngineAdapters(llm, self.calls, models)
         llm.adapter_uses = self.adapters.uses
         self._lifespan = app.router.lifespan_context(app)
         self._stopping: asyncio.Task[None] | None = None
@@ -270,7 +272,7 @@ class ReplicaEngine:
         engine.staging_share = spec.staging_share
         await engine._lifespan.__aenter__()
         await asyncio.wait_for(llm.update_weight_version(str(version)), FIRST_CALL_S)
-        await asyncio.wait_for(engine.adapters.connect(), FIRST_CALL_S)
+        await asyncio.wait_for(engine.calls.connect(), FIRST_CALL_S)
         return engine
 
     @property
@@ -435,7 +437,7 @@ class ReplicaEngine:
     async def _stop(self, limit_s: float) -> None:
         # vLLM notifies requests when an engine dies, but not when it is stopped.
         self.llm.output_processor.propagate_error(EngineDeadError())
-        self.adapters.close()
+        self.calls.close()
         processes = getattr(self.llm.engine_core.resources.engine_manager, "processes", [])
         try:
             await self._lifespan.__aexit__(None, None, None)

@@ -8,7 +8,6 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
-from deployments.host.shared_memory import remove_segment
 from deployments.protocol.engine_state import Disconnect
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
@@ -31,16 +30,10 @@ from deployments.protocol.poll import (
 from deployments.replica.host_store import HostStore
 from deployments.replica.member import EngineMember
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.weights.staging.worker_reports import (
-    ConnectState,
-    ProgressPage,
-    StagingState,
-    from_wire,
-    to_wire,
-)
+from deployments.weights.staging.worker_reports import ConnectState, StagingState, from_wire, to_wire
 
-PAGE_POLL_S = 0.001
-STAGING_POLL_S = 0.005
+WAIT_S = 0.1  # a call beside the engine's own waits in the worker for so long
+STAGING_POLL_S = 0.005  # other calls do not: each delays a decoding step
 STORE_POLL_S = 0.5
 STORE_CALL_S = 30.0
 
@@ -56,7 +49,7 @@ class StagedMember(EngineMember):
         self._payloads = 0
         self._leftover = False  # the workers may hold an update
         self._retaining: int | None = None  # the version that this update is retained as
-        self._page: ProgressPage | None = None  # None: a worker is on another host, or none has connected
+        self._states: list[StagingState] = []  # of the workers, after the last payload
         self._watching: asyncio.Task[None] | None = None
         self._keeping: asyncio.Task[None] | None = None  # the loop keeps no reference
 
@@ -71,18 +64,7 @@ class StagedMember(EngineMember):
         """Join the transfer group; raises TransferFailed if another member does not."""
         await self._discard_leftover()  # a later drop would end the new group's waits, too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
-        states = await self._ask_until(lambda state: state.done, "staging_connected", ConnectState)
-        raise_failure(states)
-        await self._open_page()
-
-    async def _open_page(self) -> None:
-        """Workers write their progress to shared memory: a call to them delays a decoding step."""
-        name, page = ProgressPage.create(self._engine.world_size)
-        try:
-            shared = await self._engine.workers("staging_report_to", page=name)
-        finally:
-            remove_segment(name)  # the mappings stay
-        self._page = page if all(shared) else None
+        raise_failure(await self._ask_until(lambda state: state.done, "staging_connected", ConnectState))
 
     async def receive(self, body: Receive) -> None:
         begins = self._receiving != body.round_id
@@ -95,8 +77,6 @@ class StagedMember(EngineMember):
         # One call also begins the update: each call to the workers delays a decoding step.
         options = {"share": share, "begins": begins, "retain_version": self._retaining}
         if isinstance(body.payload, FilePart):
-            if self._page is None and begins:  # no publisher has connected yet
-                await self._open_page()
             await self._engine.workers("staging_read", part=to_wire(body.payload), **options)
         else:
             await self._engine.workers("staging_receive", payload=body.payload, **options)
@@ -112,26 +92,14 @@ class StagedMember(EngineMember):
         def received(state: StagingState) -> bool:
             return state.payloads_done >= payloads
 
-        while self._page is not None and not self._engine.dead:
-            states = self._written()
-            if states is not None and all(map(received, states)):
-                return raise_failure(states)
-            await asyncio.sleep(PAGE_POLL_S)
-        raise_failure(await self._ask_until(received, "staging_progress", StagingState))
-
-    def _written(self) -> list[StagingState] | None:
-        """The workers' states on the page; None if one has written none in this update."""
-        if self._page is None:
-            return None
-        states = [self._page.read(index) for index in range(self._engine.world_size)]
-        written = [state for state in states if state is not None]
-        return written if len(written) == len(states) else None
+        self._states = await self._ask_until(received, "staging_progress", StagingState)
+        raise_failure(self._states)
 
     async def verify(self, body: Verify) -> Staged:
         if self._receiving != body.round_id:
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
-        states = self._written()
-        if states is None or not all(state.digest for state in states):
+        states = self._states
+        if not all(state.digest for state in states):
             answers = await self._engine.workers("staging_verify")
             states = [from_wire(StagingState, answer) for answer in answers]
         raise_failure(states)
@@ -215,7 +183,7 @@ class StagedMember(EngineMember):
             await asyncio.sleep(STORE_POLL_S)
             try:
                 async with asyncio.timeout(STORE_CALL_S):  # not wait_for, which can swallow a cancellation
-                    answers = await self._engine.workers("staging_store_state")
+                    answers = await self._engine.calls("staging_store_state")
             except TimeoutError:  # busy or hung; the next instruction finds out
                 continue
             ended = [from_wire(StoreResult, answer) for answer in answers if answer is not None]
@@ -230,12 +198,14 @@ class StagedMember(EngineMember):
     async def _ask_until(
         self, reached: Callable[[State], bool], method: str, kind: type[State]
     ) -> list[State]:
-        """Poll the workers through vLLM, which runs calls between two steps."""
+        calls = self._engine.calls
         while True:
-            states = [from_wire(kind, answer) for answer in await self._engine.workers(method)]
+            wait_s = WAIT_S if calls.direct else 0.0
+            states = [from_wire(kind, answer) for answer in await calls(method, wait_s=wait_s)]
             if all(map(reached, states)):
                 return states
-            await asyncio.sleep(STAGING_POLL_S)
+            if not wait_s:
+                await asyncio.sleep(STAGING_POLL_S)
 
 
 def raise_failure(states: Sequence[ConnectState | StagingState]) -> None:

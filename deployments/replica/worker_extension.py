@@ -1,5 +1,6 @@
-"""vLLM worker methods for adapters: a thread reads their files while the engine decodes, and `add_lora`,
-which runs between two steps, takes the result."""
+"""What is added to vLLM's worker: staging, calls beside the engine's own (`worker_calls`), and adapters. A
+thread reads an adapter's files while the engine decodes, and `add_lora`, which runs between two steps, takes
+the result."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from deployments.replica.adapters.worker_calls import answer_calls, open_connection
+from deployments.replica.worker_calls import answer_calls, open_connection
 from deployments.weights.staging.staging_extension import StagingWorkerExtension
 
 _READ = "_slipstream_reads"  # set on vLLM's LoRA manager
@@ -19,20 +20,24 @@ class WorkerExtension(StagingWorkerExtension):
     """Methods added to vLLM's worker. They run between two steps, or on a thread of their own
     (`worker_calls`)."""
 
-    def adapter_answer_at(self, path: str) -> bool:
+    def answer_calls_at(self, path: str) -> bool:
         try:
             connection = open_connection(Path(path))
         except OSError:
             return False
-        _reads(self.model_runner.lora_manager)  # replace vLLM's loader on its own thread
+        if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
+            _reads(manager)  # replace vLLM's loader on its own thread
         methods = (
+            self.staging_connected,
+            self.staging_progress,
+            self.staging_store_state,
             self.staging_receive_files,
             self.adapter_read,
             self.adapter_is_read,
             self.adapter_forget,
         )
         by_name = {method.__name__: method for method in methods}
-        Thread(target=answer_calls, args=(connection, by_name), name="adapter-calls", daemon=True).start()
+        Thread(target=answer_calls, args=(connection, by_name), name="worker-calls", daemon=True).start()
         return True
 
     def adapter_read(self, adapter_id: int, path: str, is_3d: bool) -> None:

@@ -59,7 +59,8 @@ class StagedReplica:
 
     def __init__(self, name: str, checkpoint: Path, kind: type[Any], controller: Controller) -> None:
         self.worker = WireWorker(checkpoint, kind)
-        self.member = StagedMember(FakeEngine(WorkerLlm(self.worker), FastAPI(), 0))  # type: ignore[arg-type]
+        self.engine = FakeEngine(WorkerLlm(self.worker), FastAPI(), 0)  # type: ignore[arg-type]
+        self.member = StagedMember(self.engine)
         follower = Follower(
             replica_id=name,
             incarnation=f"{name}-1",
@@ -73,6 +74,7 @@ class StagedReplica:
     async def end(self) -> None:
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
+        self.engine.calls.close()
         await asyncio.to_thread(self.worker.weight_transfer_engine.shutdown)
 
 
@@ -113,7 +115,8 @@ class StagedFleet:
 
     async def start(self, *names: str) -> None:
         for name in names:
-            self.replicas[name] = StagedReplica(name, self.checkpoint, self._kind, self.controller)
+            self.replicas[name] = replica = StagedReplica(name, self.checkpoint, self._kind, self.controller)
+            await replica.engine.calls.connect()
         await reached(lambda: all(replica.member.admitted for replica in self.replicas.values()))
 
     def client(self) -> HTTPVLLMWeightSyncClient:

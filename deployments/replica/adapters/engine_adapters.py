@@ -21,8 +21,8 @@ from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.reading import AdapterReader, last_line
-from deployments.replica.adapters.worker_calls import WorkerCalls, Workers
 from deployments.replica.spans import RECORDER
+from deployments.replica.worker_calls import Workers
 from deployments.weights.store.adapter_store import LAG_S
 
 
@@ -104,10 +104,9 @@ logger = serve_logger()
 
 
 class EngineAdapters:
-    def __init__(self, llm: Any, workers: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
+    def __init__(self, llm: Any, calls: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
-        self._calls = WorkerCalls(workers)
-        self.reader = AdapterReader(llm, self._calls, lag_s)
+        self.reader = AdapterReader(llm, calls, lag_s)
         self._held: dict[int, Adapter] = {}
         self._from_received: set[int] = set()  # ids
         self._live: tuple[int, ...] = ()
@@ -118,17 +117,6 @@ class EngineAdapters:
         if models is not None:
             models.lora_requests = self.named
             models.lora_resolvers = []  # they would load into this engine only, under colliding ids
-
-    async def connect(self) -> None:
-        if self._takes_adapters:
-            await self._calls.connect()
-
-    def close(self) -> None:
-        self._calls.close()
-
-    @property
-    def _takes_adapters(self) -> bool:
-        return getattr(self._llm.vllm_config, "lora_config", None) is not None
 
     @property
     def state(self) -> AdapterState:
@@ -141,7 +129,7 @@ class EngineAdapters:
 
     async def load(self, adapter: Adapter) -> LoadedAdapter:
         """Check the files and load them into the engine. Raises PayloadRejected: the engine is unchanged."""
-        if not self._takes_adapters:
+        if getattr(self._llm.vllm_config, "lora_config", None) is None:
             raise PayloadRejected("this engine was started without 'enable_lora'")
         if adapter.adapter_id in self._held:  # an id's files never change
             self._wanted.add(adapter.adapter_id)

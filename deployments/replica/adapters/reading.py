@@ -16,7 +16,7 @@ from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.check import check_adapter
-from deployments.replica.adapters.worker_calls import Workers
+from deployments.replica.worker_calls import Workers
 from deployments.weights.store.adapter_store import LAG_S, until_complete
 from deployments.weights.store.hub import cached, complete_schema
 from deployments.weights.wire.checkpoint_schema import Schema
@@ -29,16 +29,16 @@ logger = serve_logger()
 class AdapterReader:
     """Has the workers read adapters; waits up to `lag_s` for files that differ from the fleet's copy."""
 
-    def __init__(self, llm: Any, workers: Workers, lag_s: float = LAG_S) -> None:
+    def __init__(self, llm: Any, calls: Workers, lag_s: float = LAG_S) -> None:
         self._llm = llm
-        self._workers = workers
+        self._calls = calls
         self._lag_s = lag_s
         self._received: tuple[str, Path] | None = None  # a load, and its directory in shared memory
         self._base: asyncio.Task[Schema | None] | None = None
 
     async def receive(self, load_id: str, payload: Any) -> None:
         directory = await self.place(load_id)
-        await self._workers("staging_receive_files", payload=payload, directory=str(directory))
+        await self._calls("staging_receive_files", payload=payload, directory=str(directory))
 
     async def place(self, load_id: str) -> Path:
         """The directory for an adapter's files; the previously received one is removed."""
@@ -65,7 +65,7 @@ class AdapterReader:
         return False
 
     async def forget(self, adapter: Adapter) -> None:
-        await self._workers("adapter_forget", adapter_id=adapter.adapter_id)
+        await self._calls("adapter_forget", adapter_id=adapter.adapter_id)
 
     async def _drop_received(self) -> None:
         received, self._received = self._received, None
@@ -76,11 +76,11 @@ class AdapterReader:
         await self._begin(adapter)
         if not await self._check(adapter, lag_s):
             await self._begin(adapter)  # the workers may have read the files before they were complete
-        while not all(await self._workers("adapter_is_read", adapter_id=adapter.adapter_id)):
+        while not all(await self._calls("adapter_is_read", adapter_id=adapter.adapter_id)):
             await asyncio.sleep(READ_POLL_S)
 
     async def _begin(self, adapter: Adapter) -> None:
-        await self._workers(
+        await self._calls(
             "adapter_read", adapter_id=adapter.adapter_id, path=adapter.path, is_3d=adapter.is_3d
         )
 

@@ -10,7 +10,7 @@ import torch
 
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Check, Outcome
-from deployments.weights.staging.worker_reports import StagingState
+from deployments.weights.staging.worker_reports import MAX_MESSAGE, StagingState
 from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
@@ -64,12 +64,14 @@ class StagedUpdate:
         try:
             work()
         except TransferFailed as error:
-            outcome = Outcome.TRANSFER_FAILED
-            self.note(outcome=outcome, message=str(error), missing_ranks=error.missing_ranks)
+            self._fail(Outcome.TRANSFER_FAILED, str(error), missing_ranks=error.missing_ranks)
         except ValueError as error:  # a transport or the schema rejects the payload
-            self.note(outcome=Outcome.REJECTED, message=str(error))
+            self._fail(Outcome.REJECTED, str(error))
         except Exception as error:  # nothing reads a thread's exception: the outcome reports it
-            self.note(outcome=Outcome.REPLICA_FAILED, message=f"{type(error).__name__}: {error}")
+            self._fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
+
+    def _fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
+        self.note(outcome=outcome, message=message[:MAX_MESSAGE], missing_ranks=missing_ranks)
 
     def compare_digests(self) -> None:
         """One read-back for all chunks since the last call, which also waits for the staging."""

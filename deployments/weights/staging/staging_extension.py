@@ -21,7 +21,8 @@ from deployments.weights.wire.digest_definition import version_digest
 
 
 class StagingWorkerExtension:
-    """Called on the engine's thread, between two steps."""
+    """Called on the engine's thread, between two steps. `wait_s`: how long a call on another thread waits for
+    its work to be done."""
 
     weight_transfer_engine: Any  # a `StagedWeightTransferEngine` for `staging_*`
     model_runner: Any
@@ -30,11 +31,8 @@ class StagingWorkerExtension:
     update_weights: Any
     _weight_update_active: bool
 
-    def staging_connected(self) -> dict[str, Any]:
-        return to_wire(self.weight_transfer_engine.connected())
-
-    def staging_report_to(self, page: str) -> bool:
-        return self.weight_transfer_engine.report_to(page)
+    def staging_connected(self, wait_s: float) -> dict[str, Any]:
+        return to_wire(self.weight_transfer_engine.connected(wait_s))
 
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
         """vLLM's `update_weights`, which returns at once. `payload`: of all workers, or one for each.
@@ -60,8 +58,8 @@ class StagingWorkerExtension:
             engine.retained.begin(retain_version if engine.worker_index == 0 else None)
         engine.share = share
 
-    def staging_progress(self) -> dict[str, Any]:
-        return to_wire(self.weight_transfer_engine.progress())
+    def staging_progress(self, wait_s: float) -> dict[str, Any]:
+        return to_wire(self.weight_transfer_engine.progress(wait_s))
 
     def staging_plans(self) -> tuple[int, list[str]]:
         """How many chunks have a load plan, and why others have none."""

@@ -12,7 +12,7 @@ All that may wait for a peer runs on the staging thread, while the engine decode
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -34,7 +34,7 @@ from deployments.weights.staging.base import Staging
 from deployments.weights.staging.drafted_model import PolicyAndDrafter, with_drafter
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
-from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, StagingState
+from deployments.weights.staging.worker_reports import MAX_MESSAGE, ConnectState, StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, model_files, schema_of, write_model_files
 from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
@@ -87,8 +87,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
         self._reading: FileRead | None = None  # what the update reads from a file
-        self._page: ProgressPage | None = None
         self._connecting: Future[None] = Future()
+        self._receiving: Future[None] = Future()  # the last payload
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
@@ -125,8 +125,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.staging.release()
         self.connect(init_info)
 
-    def connected(self) -> ConnectState:
-        done = self._connecting.done()
+    def connected(self, wait_s: float = 0.0) -> ConnectState:
+        done = bool(wait([self._connecting], wait_s).done)
         error = self._connecting.exception() if done else None
         if error is None:
             return ConnectState(done=done, outcome=Outcome.DONE)
@@ -134,7 +134,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return ConnectState(
             done=True,
             outcome=Outcome.TRANSFER_FAILED if failed else Outcome.REPLICA_FAILED,
-            message=str(error),
+            message=str(error)[:MAX_MESSAGE],
             missing_ranks=getattr(error, "missing_ranks", ()),
         )
 
@@ -147,26 +147,20 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     def _begin(self, update: StagedUpdate) -> None:
         self._update, self._reading = update, None
-        if self._page is not None:  # the former update's report would pass for this one's
-            self._page.write(self.worker_index, None)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's calls torch.accelerator.synchronize(), which waits for the staging; a CPU has none.
         assert self._update is not None
-        self._thread.submit(
-            self._stage, self._update, self._stage_payload, partial(self._receive, update_info)
-        )
+        self._submit(self._stage_payload, partial(self._receive, update_info))
 
     def _receive(self, update_info: dict[str, Any]) -> Iterator[ReceivedChunk]:
         return self.receive(self.parse_update_info(update_info))
 
     def receive_files(self, update_info: dict[str, Any], directory: str) -> None:
         """An update of one payload, whose tensors are files that the first worker writes."""
-        self._begin(update := StagedUpdate())
+        self._begin(StagedUpdate())
         files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
-        self._thread.submit(
-            self._stage, update, self._stage_files, partial(self._receive, update_info), files
-        )
+        self._submit(self._stage_files, partial(self._receive, update_info), files)
 
     def read_part(self, part: FilePart) -> None:
         """`update_weights` from a file of this host."""
@@ -177,7 +171,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         # A stored version may be older than a configuration without a drafter.
         unused = part.names[0].startswith(DRAFTER) and not has_one
         chunks: Chunks = tuple[ReceivedChunk]().__iter__ if unused else self._reading.chunks
-        self._thread.submit(self._stage, self._update, self._stage_payload, chunks)
+        self._submit(self._stage_payload, chunks)
+
+    def _submit(self, stage: Callable[..., None], *arguments: Any) -> None:
+        self._receiving = self._thread.submit(self._stage, self._update, stage, *arguments)
 
     def finish_weight_update(self) -> None:
         assert self._update is not None
@@ -187,18 +184,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._update = None
         self._thread.submit(self.staging.retire)
 
-    def report_to(self, page: str) -> bool:
-        """Write progress to this page; False: it is on another host."""
-        self._page = None
-        try:
-            self._page = ProgressPage.open(page)
-        except ValueError:
-            return False
-        return True
-
-    def progress(self) -> StagingState:
-        assert self._update is not None
-        return self._update.state
+    def progress(self, wait_s: float = 0.0) -> StagingState:
+        update = self._update
+        assert update is not None
+        wait([self._receiving], wait_s)
+        return update.state
 
     def verify(self) -> StagingState:
         update = self._update
@@ -242,8 +232,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
             update.run(partial(stage, update, *arguments))
         stage_s = update.state.stage_s + time.perf_counter() - start
         update.note(stage_s=stage_s, payloads_done=update.state.payloads_done + 1)
-        if update is self._update and self._page is not None:
-            self._page.write(self.worker_index, update.state)
 
     def _stage_payload(self, update: StagedUpdate, chunks: Chunks) -> None:
         self._throttle.begin(self.share)

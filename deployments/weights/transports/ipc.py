@@ -105,7 +105,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
     init_info_cls = IpcInitInfo
     update_info_cls = IpcUpdateInfo
 
-    _counters: Page | None = None  # `_page` is the base's
+    _counters: Page | None = None
     _slot = TAKEN  # this worker's counter in the page
     _chunks: tuple[Chunk, ...] = ()
 

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader import get_model
 
 from deployments.protocol.adapters import Adapter
 from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.replica.worker_calls import WorkerCalls
 from deployments.replica.worker_extension import WorkerExtension
 from deployments.weights.store.adapter_store import adapter_digest
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
@@ -69,8 +70,9 @@ class Llm:
 async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
     """Load what a transport has brought: the ids of those that were. The fleet's copy is not there yet."""
     llm, load_id = Llm(made), "1" * 32
-    adapters = EngineAdapters(llm, llm.workers, lag_s=0.0)
-    await adapters.connect()
+    calls = WorkerCalls(llm.workers)
+    await calls.connect()
+    adapters = EngineAdapters(llm, calls, lag_s=0.0)
     llm.calls.clear()
     shutil.copytree(source, await adapters.reader.place(load_id))
     await adapters.load(
@@ -84,7 +86,7 @@ async def received(made: Any, source: Path, adapter_id: int) -> tuple[int, ...]:
             load_id=load_id,
         )
     )
-    adapters.close()
+    calls.close()
     assert llm.calls == [], "none waited for a decoding step"
     return tuple(adapters.state.received)
 

@@ -132,7 +132,7 @@ class FakeLlm:
 
     def _work(self, method: str, arguments: dict[str, Any]) -> Any:
         match method:
-            case "staging_report_to":
+            case "answer_calls_at":
                 return False
             case "staging_receive" | "staging_read":
                 if arguments["begins"]:

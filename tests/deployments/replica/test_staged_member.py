@@ -1,11 +1,13 @@
 import asyncio
+import socket
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deployments.host.shared_memory import DIRECTORY
 from deployments.protocol.adapters import Adapter, LoadAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
@@ -21,7 +23,8 @@ from deployments.protocol.poll import (
     Verify,
 )
 from deployments.replica.staged_member import StagedMember
-from deployments.weights.staging.worker_reports import ConnectState, ProgressPage, from_wire
+from deployments.replica.worker_calls import answer_calls, open_connection
+from deployments.weights.staging.worker_reports import ConnectState, from_wire, to_wire
 from tests.deployments.replica.fake_vllm import CHECKS, DONE, FakeLlm, staged_member
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
@@ -38,7 +41,7 @@ async def test_workers_read_files_without_a_connection(member: StagedMember, llm
     read = llm.named("staging_read")
     assert [(each["begins"], each["retain_version"]) for each in read] == [(True, 4), (False, 4)]
     assert all(from_wire(FilePart, each["part"]) == PART for each in read)
-    assert llm.named("staging_receive") == [] and len(llm.named("staging_report_to")) == 1
+    assert llm.named("staging_receive") == []
     await member.execute(Verify(round_id=1))
     await member.execute(COMMIT)
     assert member.version == 4 and member.retained_version == 4
@@ -139,51 +142,50 @@ async def test_commit_of_a_dropped_round_fails(member: StagedMember) -> None:
         await member.execute(COMMIT)
 
 
-class PagedLlm(FakeLlm):
-    """Its workers share a progress page with the member; the test writes to it."""
+class DirectLlm(FakeLlm):
+    """Its workers answer beside the engine, as `answer_calls` does in a worker's thread."""
 
-    second_is_far = False
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.ends = [threading.Event() for _ in range(workers)]  # of what each stages
+        self.connections: list[socket.socket] = []
 
     def answers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
-        if method != "staging_report_to":
+        if method != "answer_calls_at":
             return super().answers(method, arguments)
-        self.name = arguments["page"]
-        self.page = ProgressPage.open(self.name)
-        return [True, not self.second_is_far]
+        for index, end in enumerate(self.ends):
+            self.connections.append(open_connection(Path(arguments["path"])))
+            methods = {"staging_progress": partial(self.progress, index, end)}
+            threading.Thread(target=answer_calls, args=(self.connections[-1], methods), daemon=True).start()
+        return [True] * len(self.ends)
+
+    def progress(self, index: int, end: threading.Event, wait_s: float) -> dict[str, Any]:
+        return to_wire(replace(self.states[index], payloads_done=int(end.wait(wait_s))))
 
 
-async def receiving(llm: PagedLlm) -> asyncio.Task[Any]:
+async def receiving(llm: DirectLlm) -> asyncio.Task[Any]:
     member = staged_member(llm)
-    await member.execute(Connect(init_info={}))
-    assert not (DIRECTORY / llm.name).exists(), "mapped by all that need it"
+    await member._engine.calls.connect()
     return asyncio.create_task(member.execute(receive()))
 
 
-async def test_receive_ends_when_the_last_worker_has_written_its_progress() -> None:
-    llm = PagedLlm(workers=2)
+async def test_receive_ends_when_the_last_worker_has_staged() -> None:
+    llm = DirectLlm(workers=2)
     task = await receiving(llm)
-    llm.page.write(0, replace(DONE, payloads_done=1))
-    await asyncio.sleep(0.01)  # longer than the poll interval
-    assert not task.done(), "one worker has written nothing"
-    llm.page.write(1, DONE)
+    llm.states[0] = replace(DONE, outcome=Outcome.REJECTED, message="wrong")
+    llm.ends[0].set()
     await asyncio.sleep(0.01)
-    assert not task.done()
-    llm.page.write(1, replace(DONE, payloads_done=1, outcome=Outcome.REJECTED, message="wrong"))
+    assert not task.done(), "one worker has not staged the payload"
+    llm.ends[1].set()
     with pytest.raises(PayloadRejected, match="wrong"):
         await asyncio.wait_for(task, 5)
-    assert llm.named("staging_progress") == []
+    assert llm.named("staging_progress") == [], "a call through vLLM delays a decoding step"
 
 
 async def test_dead_engine_ends_the_wait_for_progress() -> None:
-    llm = PagedLlm(workers=2)
+    llm = DirectLlm(workers=2)
     task = await receiving(llm)
-    llm.errored = True
+    await asyncio.sleep(0.01)
+    llm.connections[1].shutdown(socket.SHUT_RDWR)
     await asyncio.wait_for(task, 5)
     assert llm.named("staging_progress"), "a call, which raises with the real engine"
-
-
-async def test_workers_on_another_host_are_called() -> None:
-    llm = PagedLlm(workers=2)
-    llm.second_is_far = True
-    await asyncio.wait_for(await receiving(llm), 5)
-    assert llm.named("staging_progress")

@@ -12,6 +12,7 @@ from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.poll import CatchUp, Forget, KeepVersion, StoreResult, Verify, WriteVersion
 from deployments.replica.host_store import HostStore
 from deployments.replica.staged_member import StagedMember
+from deployments.replica.worker_calls import WorkerCalls
 from deployments.weights.store.owner import claim
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
@@ -31,6 +32,7 @@ async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, llm: Fake
         return [None, None]
 
     member._engine.workers = workers  # type: ignore[method-assign]
+    member._engine.calls = WorkerCalls(workers)
     await member.execute(write)
     asked.clear()
     watching = member._watching

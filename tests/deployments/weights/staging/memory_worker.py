@@ -17,8 +17,8 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from deployments.replica.worker_extension import WorkerExtension
 from deployments.weights.staging.cpu_shadow import CpuShadowStaging
-from deployments.weights.staging.staging_extension import StagingWorkerExtension
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import StagingState, from_wire
 from deployments.weights.wire.chunk_layout import ReceivedChunk, pack, packed_chunk, plan_chunks
@@ -108,7 +108,7 @@ class ModelRunner:
         pass
 
 
-class MemoryWorker(CPUWorker, StagingWorkerExtension):  # in the order in which vLLM mixes it in
+class MemoryWorker(CPUWorker, WorkerExtension):  # in the order in which vLLM mixes it in
     """A worker that was never started: no device, no distributed environment."""
 
     def __init__(
@@ -165,8 +165,7 @@ def receive(worker: MemoryWorker, tensors: Tensors, name: str = "p", **options: 
 
 
 def progress_of(worker: MemoryWorker) -> StagingState:
-    worker.engine._thread.submit(lambda: None).result(TIMEOUT_S)  # behind what was submitted before
-    return from_wire(StagingState, worker.staging_progress())
+    return from_wire(StagingState, worker.staging_progress(TIMEOUT_S))
 
 
 def verify(worker: MemoryWorker) -> StagingState:

@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.host.shared_memory import remove_segment
 from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Outcome, StoreResult
 from deployments.weights.staging.worker_reports import (
+    MAX_MESSAGE,
     ConnectState,
-    ProgressPage,
     StagingState,
     from_wire,
 )
@@ -152,7 +151,7 @@ def test_the_engine_decodes_while_a_payload_arrives(worker: MemoryWorker) -> Non
 
     worker.engine.payloads["late"] = late
     worker.staging_receive({"payload": "late"}, share=1.0, begins=True, retain_version=None)
-    assert from_wire(StagingState, worker.staging_progress()).payloads_done == 0
+    assert from_wire(StagingState, worker.staging_progress(0.0)).payloads_done == 0
     arrives.set()
     assert progress_of(worker).digest == digest_of(weights(2.0))
 
@@ -161,11 +160,10 @@ def test_a_connection_is_reported_once_established(worker: MemoryWorker) -> None
     joined = threading.Event()
     worker.engine.on_connect = lambda: joined.wait(TIMEOUT_S) and None
     worker.init_weight_transfer_engine({})
-    state = from_wire(ConnectState, worker.staging_connected())
+    state = from_wire(ConnectState, worker.staging_connected(0.0))
     assert state == ConnectState(done=False, outcome=Outcome.DONE)
     joined.set()
-    worker.engine._connecting.result(TIMEOUT_S)
-    state = from_wire(ConnectState, worker.staging_connected())
+    state = from_wire(ConnectState, worker.staging_connected(TIMEOUT_S))
     assert state == ConnectState(done=True, outcome=Outcome.DONE)
 
 
@@ -184,27 +182,13 @@ def test_a_failed_connection_is_reported_with_its_reason(
 
     worker.engine.on_connect = fail
     worker.init_weight_transfer_engine({})
-    worker.engine._connecting.exception(TIMEOUT_S)
-    state = from_wire(ConnectState, worker.staging_connected())
+    state = from_wire(ConnectState, worker.staging_connected(TIMEOUT_S))
     assert state == ConnectState(done=True, outcome=outcome, message=str(error))
 
 
-def test_progress_is_written_to_the_page_and_erased_by_the_next_update(worker: MemoryWorker) -> None:
-    name, page = ProgressPage.create(2)
-    assert worker.staging_report_to(name)
-    remove_segment(name)
-    assert page.read(0) is None
-    state = receive(worker, weights(2.0))
-    assert page.read(0) == state and page.read(1) is None
-    worker.staging_drop()
-    worker.start_weight_update()
-    assert page.read(0) is None, "the replica would mistake the former report for one of this update"
-
-
-def test_a_page_on_another_host_is_refused(worker: MemoryWorker) -> None:
-    name, _ = ProgressPage.create(1)
-    remove_segment(name)
-    assert not worker.staging_report_to(name)
+def test_a_long_message_is_cut(worker: MemoryWorker) -> None:
+    state = receive(worker, [("\N{SNOWMAN}" * 100_000, torch.zeros(1))])
+    assert state.outcome is Outcome.REJECTED and len(state.message) == MAX_MESSAGE
 
 
 def stored(worker: MemoryWorker) -> StoreResult:

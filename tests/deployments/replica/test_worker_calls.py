@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.host.shared_memory import DIRECTORY, disown, owner
-from deployments.replica.adapters.worker_calls import WorkerCalls, answer_calls, open_connection
+from deployments.replica.worker_calls import WorkerCalls, answer_calls, open_connection
 
 
 class Workers:
@@ -27,7 +27,7 @@ class Workers:
 
     async def __call__(self, method: str, **arguments: Any) -> list[Any]:
         self.through_vllm.append(method)
-        if method != "adapter_answer_at":
+        if method != "answer_calls_at":
             return ["vllm", "vllm"]
         path = Path(arguments["path"])
         connected = [await asyncio.to_thread(self._connect, 0, path), self._connect(1, path)]
@@ -83,7 +83,7 @@ async def test_workers_answer_without_vllm(calls: WorkerCalls, workers: Workers)
     await calls.connect()
     assert sorted(await calls("name")) == [0, 1]
     assert await calls("double", number=21) == [42, 42]
-    assert workers.through_vllm == ["adapter_answer_at"]
+    assert workers.through_vllm == ["answer_calls_at"]
 
 
 async def test_socket_is_private_and_removed(calls: WorkerCalls, workers: Workers) -> None:
@@ -118,7 +118,7 @@ async def test_worker_error_is_raised_and_the_thread_continues(calls: WorkerCall
     with pytest.raises(RuntimeError, match="KeyError: 'unknown'"):
         await calls("unknown")
     assert await calls("double", number=1) == [2, 2]
-    assert workers.through_vllm == ["adapter_answer_at"]
+    assert workers.through_vllm == ["answer_calls_at"]
 
 
 @pytest.mark.parametrize("elsewhere", [{0}, {1}, {0, 1}])
@@ -133,7 +133,7 @@ async def test_worker_on_another_host_makes_all_calls_go_through_vllm(
 async def test_wait_for_connections_has_a_deadline(
     calls: WorkerCalls, workers: Workers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deployments.replica.adapters.worker_calls.CONNECT_S", 0.1)
+    monkeypatch.setattr("deployments.replica.worker_calls.CONNECT_S", 0.1)
     workers.silent = {1}
     with caplog.at_level("WARNING", "ray.serve"):
         await calls.connect()
@@ -144,7 +144,7 @@ async def test_wait_for_connections_has_a_deadline(
 async def test_engine_starts_without_a_socket(
     calls: WorkerCalls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deployments.replica.adapters.worker_calls.DIRECTORY", tmp_path / "missing")
+    monkeypatch.setattr("deployments.replica.worker_calls.DIRECTORY", tmp_path / "missing")
     with caplog.at_level("WARNING", "ray.serve"):
         await calls.connect()
     assert "calls to workers wait for decoding steps" in caplog.text
