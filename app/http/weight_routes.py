@@ -40,21 +40,21 @@ routes = Routes()
 @routes("POST", "/init_weight_transfer_engine", large=True)
 async def init(controller: Controller, body: InitEngineBody) -> dict[str, str]:
     """Connect every replica to the publisher's transfer group."""
-    async with joined(controller, PUBLISHER) as session:
-        if session.round_id is not None:
-            raise Conflict(f"{_open(session)} before the engine is initialized again")
-        await session.connect(body.init_info)
+    session = await joined(controller, PUBLISHER)
+    if session.round_id is not None:
+        raise Conflict(f"{_open(session)} before the engine is initialized again")
+    await session.connect(body.init_info)
     return {"message": "Weight transfer initialized"}
 
 
 @routes("POST", "/start_weight_update")
 async def start(controller: Controller) -> dict[str, str]:
     """Open a round."""
-    async with joined(controller, PUBLISHER) as session:
-        if session.round_id is not None:
-            raise Conflict(f"start_weight_update was called twice: {_open(session)}")
-        # An external program does not write to the store.
-        await session.open(RoundOptions(persist=True))
+    session = await joined(controller, PUBLISHER)
+    if session.round_id is not None:
+        raise Conflict(f"start_weight_update was called twice: {_open(session)}")
+    # An external program does not write to the store.
+    await session.open(RoundOptions(persist=True))
     return {"message": "Weight update started"}
 
 
@@ -74,9 +74,9 @@ async def update(
         return {"message": "Weights updated"}
     # In a thread: thousands of pickled handles take seconds.
     payload = await asyncio.to_thread(refuse_or_restrict, body.update_info, allowed=allow_pickled_ipc)
-    async with joined(controller, PUBLISHER, of_round=True) as session:
-        await _require_round(controller, session, "update_weights")
-        await session.send(payload)
+    session = await joined(controller, PUBLISHER, of_round=True)
+    await _require_round(controller, session, "update_weights")
+    await session.send(payload)
     return {"message": "Weights updated"}
 
 
@@ -86,29 +86,29 @@ async def finish(controller: Controller, body: FinishUpdateBody) -> dict[str, st
 
     If the controller dies meanwhile, its successor reports the outcome.
     """
-    async with joined(controller, PUBLISHER, of_round=True) as session:
-        await _require_round(controller, session, "finish_weight_update")
-        await session.close(body.weight_version)
+    session = await joined(controller, PUBLISHER, of_round=True)
+    await _require_round(controller, session, "finish_weight_update")
+    await session.close(body.weight_version)
     return {"message": "Weight update finished"}
 
 
 @routes("POST", "/abort_weight_update")
 async def abort(controller: Controller, body: AbortUpdateBody) -> dict[str, str]:
     """Give up a round of these routes: its publisher has failed. Not vLLM's."""
-    async with joined(controller, PUBLISHER) as session:
-        if session.round_id != body.round_id:
-            raise Conflict(f"round {body.round_id} is not open")
-        await session.abort("its publisher has failed")
+    session = await joined(controller, PUBLISHER)
+    if session.round_id != body.round_id:
+        raise Conflict(f"round {body.round_id} is not open")
+    await session.abort("its publisher has failed")
     return {"message": "Weight update aborted"}
 
 
 @routes("POST", "/shutdown_weight_transfer_engine")
 async def shutdown(controller: Controller) -> dict[str, str]:
     """Disconnect every replica from the publisher's transfer group."""
-    async with joined(controller, PUBLISHER) as session:
-        if session.round_id is not None:
-            raise Conflict(f"Cannot release a trainer connection during a weight update: {_open(session)}")
-        await session.disconnect()
+    session = await joined(controller, PUBLISHER)
+    if session.round_id is not None:
+        raise Conflict(f"Cannot release a trainer connection during a weight update: {_open(session)}")
+    await session.disconnect()
     return {"message": "Weight transfer shut down"}
 
 

@@ -11,8 +11,7 @@ another publisher took the lease         StalePublisher
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -143,11 +142,6 @@ class PublishSession:
         if lease is not None:
             await self._clean_up(self._controller.release.remote(lease.token), "release of the lease")
 
-    async def leave(self, *, renew: bool) -> None:
-        """End a joined session. The controller knows whether concurrent calls of the publisher go on."""
-        leaving = self._controller.leave_lease.remote(self._publisher, renew)
-        await self._clean_up(leaving, "release of the lease")
-
     async def renewing(self, work: Awaitable[Result]) -> Result:
         """Await work and renew the lease meanwhile."""
         task = asyncio.ensure_future(work)
@@ -197,22 +191,14 @@ class PublishSession:
             logger.info("%s by %r failed; the lease expires: %s", what, self._publisher, error)
 
 
-@contextlib.asynccontextmanager
-async def joined(
-    controller: CallHandle, publisher: str, *, of_round: bool = False
-) -> AsyncIterator[PublishSession]:
+async def joined(controller: CallHandle, publisher: str, *, of_round: bool = False) -> PublishSession:
     """The session for one call of a publisher whose calls carry no token.
 
-    Between calls the lease is held only while a round is open. A failed call renews it only if it belongs to
-    the round (`of_round`): a restarted trainer that retries would keep its predecessor's round alive.
+    Between calls the lease is held only while a round is open. The call renews it first if it belongs to the
+    round (`of_round`): a restarted trainer that retries would keep its predecessor's round alive.
 
     Raises:
         Conflict: another publisher holds the lease.
     """
     found: JoinedLease = await retried(controller, "join_lease", publisher, of_round)
-    session, renew = PublishSession(controller, publisher, found), of_round
-    try:
-        yield session
-        renew = True
-    finally:
-        await session.leave(renew=renew)
+    return PublishSession(controller, publisher, found)

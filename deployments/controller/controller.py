@@ -133,11 +133,6 @@ class Controller:
         async with self._durable.answer():
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
-    async def leave_lease(self, publisher: str, renew: bool) -> None:
-        """See `Ledger.leave_lease`."""
-        async with self._durable.answer():
-            self._ledger.leave_lease(publisher, self._durable.now(), renew=renew)
-
     async def renew(self, token: int) -> Lease:
         """Called well within the lease's duration, also while another call is pending."""
         async with self._durable.answer():

@@ -91,7 +91,8 @@ class Ledger:
         return lease
 
     def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
-        """The lease of a publisher whose calls carry no token (vLLM's clients); issues it if needed.
+        """The lease of a publisher whose calls carry no token (vLLM's clients); issues it if needed. It gives
+        way to another publisher's unless a round is open.
 
         `renew`: the call belongs to the open round. Other calls must not keep the round of a lost publisher.
         """
@@ -100,29 +101,13 @@ class Ledger:
         lease = state.publisher.lease
         if lease is None or lease.publisher != publisher:
             lease = self.acquire(publisher, now)
+            state.publisher.shared = True
         elif renew:
             publisher_session.renew(state, lease.token)
-        state.publisher.joined.append(now + lease.duration_s)
         remaining_s = publisher_session.remaining_s(state)
         round_id = None if state.round is None else state.round.round_id
         self.advance(now)
         return JoinedLease(lease=lease, round_id=round_id, remaining_s=remaining_s)
-
-    def leave_lease(self, publisher: str, now: float, *, renew: bool) -> None:
-        """A call that joined the lease ends: release it unless a round is open or another such call runs.
-
-        A call whose end was lost, as with its router, counts for no longer than a lease does.
-        """
-        state = self._at(now)
-        self._expire()
-        lease = state.publisher.lease
-        if lease is None or lease.publisher != publisher:
-            return
-        state.publisher.joined = [until for until in state.publisher.joined if until > now][:-1]
-        if state.round is None and not state.publisher.joined:
-            self.release(lease.token, now)
-        elif renew:
-            publisher_session.renew(state, lease.token)
 
     def renew(self, token: int, now: float) -> Lease:
         state = self._at(now)
@@ -494,7 +479,7 @@ def _round(state: State) -> RoundStatus | None:
 
 def _lease(state: State) -> LeaseStatus | None:
     lease = state.publisher.lease
-    if lease is None:
+    if lease is None or publisher_session.gives_way(state):
         return None
     left_s = round(publisher_session.remaining_s(state), 3)
     return LeaseStatus(publisher=lease.publisher, remaining_s=left_s)

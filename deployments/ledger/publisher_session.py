@@ -22,7 +22,7 @@ from deployments.protocol.publishing import Lease
 def acquire(state: State, publisher: str) -> Lease:
     """Issue the lease, also to its holder, whose old token becomes stale. Raises Conflict."""
     desk = state.publisher
-    if desk.lease is not None and desk.lease.publisher != publisher:
+    if desk.lease is not None and desk.lease.publisher != publisher and not gives_way(state):
         left_s = round(desk.expires - state.now, 1)
         raise Conflict(
             f"{desk.lease.publisher!r} publishes; its lease ends in {left_s} s unless it is renewed",
@@ -31,7 +31,7 @@ def acquire(state: State, publisher: str) -> Lease:
     desk.last_token += 1
     duration_s = state.config.lease_s
     desk.lease = Lease(publisher=publisher, token=desk.last_token, duration_s=duration_s)
-    desk.joined = []
+    desk.shared = False
     desk.expires = state.now + duration_s
     state.decide(LeaseIssued(token=desk.last_token, publisher=publisher))
     state.record("lease", publisher=publisher, token=desk.last_token)
@@ -50,6 +50,13 @@ def renew(state: State, token: int) -> Lease:
         )
     desk.expires = state.now + held.duration_s
     return held
+
+
+def gives_way(state: State) -> bool:
+    """Whether the lease is one of calls without a token, and none of them is under way."""
+    desk = state.publisher
+    connecting = desk.rendezvous is not None and not desk.rendezvous[1].done
+    return desk.shared and state.round is None and not connecting
 
 
 def remaining_s(state: State) -> float:

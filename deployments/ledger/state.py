@@ -367,7 +367,7 @@ class Round:
 @dataclass(slots=True, kw_only=True)
 class PublisherState:
     lease: Lease | None = None
-    joined: list[float] = field(default_factory=list)  # calls without a token: until when each counts
+    shared: bool = False  # the lease is of calls without a token
     expires: float = 0.0
     last_token: int = 0
     connection: Connection | None = None

@@ -104,30 +104,30 @@ class HttpPublisher:
         finishing, mine = False, None
         try:
             async with asyncio.timeout(3 * CALL_S):
-                async with self._session() as session:
-                    if session.round_id is not None:
-                        raise Conflict("a round is open")
-                    await session.connect({})
-                async with self._session() as session:
-                    if session.round_id is not None:
-                        raise Conflict("start_weight_update was called twice")
-                    await session.open(RoundOptions(persist=True))
-                    mine = session.round_id
+                session = await self._session()
+                if session.round_id is not None:
+                    raise Conflict("a round is open")
+                await session.connect({})
+                session = await self._session()
+                if session.round_id is not None:
+                    raise Conflict("start_weight_update was called twice")
+                await session.open(RoundOptions(persist=True))
+                mine = session.round_id
                 for part in range(PARTS):
-                    async with self._session(of_round=True) as session:
-                        if session.round_id is None:
-                            raise Conflict("no round is open")
-                        await session.send({"attempt": attempt, "part": part, "parts": PARTS})
-                finishing = True
-                async with self._session(of_round=True) as session:
-                    # vLLM's calls carry no token: a close that comes late, when another publisher's round is
-                    # complete and not closed, is taken for that one's.
-                    is_mine = session.round_id == mine
+                    session = await self._session(of_round=True)
                     if session.round_id is None:
                         raise Conflict("no round is open")
-                    report = await session.close(attempt)
-                    if is_mine:
-                        self._oracle.committed(report.version, attempt)
+                    await session.send({"attempt": attempt, "part": part, "parts": PARTS})
+                finishing = True
+                session = await self._session(of_round=True)
+                # vLLM's calls carry no token: a close that comes late, when another publisher's round is
+                # complete and not closed, is taken for that one's.
+                is_mine = session.round_id == mine
+                if session.round_id is None:
+                    raise Conflict("no round is open")
+                report = await session.close(attempt)
+                if is_mine:
+                    self._oracle.committed(report.version, attempt)
         except (RoundAborted, InvalidRequest) as error:
             self._oracle.was_aborted(attempt, error)
         except (SlipstreamError, Unreachable, TimeoutError) as error:

@@ -16,6 +16,7 @@ from deployments.controller.rollout_calls import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.ledger_config import SizeLimits
 from deployments.ledger.state import PendingCall
+from deployments.ledger.publisher_session import gives_way
 from deployments.protocol.adapters import AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import (
     AbortRequests,
@@ -124,7 +125,9 @@ class FakeController:
 
     @property
     def lease(self) -> Lease | None:
-        return self._scene.ledger.state.publisher.lease
+        """None: another publisher may have it."""
+        state = self._scene.ledger.state
+        return None if gives_way(state) else state.publisher.lease
 
     @property
     def round_id(self) -> int | None:
@@ -165,11 +168,6 @@ class FakeController:
         self.renewals += renew
         joined: JoinedLease = self._ask("join_lease", publisher, renew=renew)
         return joined
-
-    async def leave_lease(self, publisher: str, renew: bool) -> None:
-        await self._enter("leave_lease")
-        self.renewals += renew
-        self._ask("leave_lease", publisher, renew=renew)
 
     async def scale(self, wanted: int | None) -> Any:
         await self._enter("scale")

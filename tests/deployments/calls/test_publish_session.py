@@ -258,8 +258,8 @@ async def test_an_acquire_and_a_join_are_asked_again_of_the_successor(controller
     controller.dies_before.add("acquire")
     assert (await one_round(session_of(controller))).version == 4
     controller.fail_next["join_lease"] = ActorDiedError()
-    async with join(controller) as session:
-        await session.connect({})
+    session = await join(controller)
+    await session.connect({})
 
 
 @virtual_time
@@ -283,19 +283,19 @@ async def test_the_end_of_one_call_leaves_a_concurrent_one_its_lease_and_its_rou
     controller.delay_s["disconnect"] = 1.0
 
     async def call(method: str, *args: Any) -> None:
-        async with join(controller) as session:
-            await getattr(session, method)(*args)
+        session = await join(controller)
+        await getattr(session, method)(*args)
 
     ending = asyncio.create_task(call("disconnect"))
     await asyncio.sleep(0.5)
-    async with join(controller) as session:
-        await ending
-        await session.connect({})
-        await session.open(OPTIONS)
+    session = await join(controller)
+    await ending
+    await session.connect({})
+    await session.open(OPTIONS)
     assert controller.lease is not None and controller.round_id == session.round_id
-    async with join(controller, of_round=True) as session:
-        await session.send({})
-        await session.close()
+    session = await join(controller, of_round=True)
+    await session.send({})
+    await session.close()
     assert controller.lease is None
 
 
@@ -303,18 +303,18 @@ async def test_the_end_of_one_call_leaves_a_concurrent_one_its_lease_and_its_rou
 async def test_a_joined_lease_is_held_between_calls_only_while_a_round_is_open(
     controller: FakeController,
 ) -> None:
-    async with join(controller) as session:
-        await session.connect({})
+    session = await join(controller)
+    await session.connect({})
     assert controller.lease is None
-    async with join(controller) as session:
-        await session.open(OPTIONS)
+    session = await join(controller)
+    await session.open(OPTIONS)
     held = controller.lease
     assert held is not None and held.publisher == PUBLISHER
-    async with join(controller, of_round=True) as session:
-        await session.send({})
+    session = await join(controller, of_round=True)
+    await session.send({})
     assert controller.lease == held, "renewed, not acquired again: that would abort the round"
-    async with join(controller, of_round=True) as session:
-        await session.close()
+    session = await join(controller, of_round=True)
+    await session.close()
     assert controller.lease is None and controller.version == 4
 
 
@@ -322,8 +322,8 @@ async def test_a_joined_lease_is_held_between_calls_only_while_a_round_is_open(
 async def test_only_a_call_that_succeeds_or_is_the_rounds_own_renews_a_joined_lease(
     controller: FakeController,
 ) -> None:
-    async with join(controller) as session:
-        await session.open(OPTIONS)
+    session = await join(controller)
+    await session.open(OPTIONS)
     before = controller.renewals
     with pytest.raises(SlipstreamError):
         async with join(controller):
@@ -337,13 +337,13 @@ async def test_only_a_call_that_succeeds_or_is_the_rounds_own_renews_a_joined_le
 
 @virtual_time
 async def test_concurrent_calls_share_a_joined_lease(controller: FakeController) -> None:
-    async with join(controller) as session:
-        await session.open(OPTIONS)
+    session = await join(controller)
+    await session.open(OPTIONS)
     controller.delay_s["send"] = 1.0
 
     async def send(number: int) -> None:
-        async with join(controller, of_round=True) as session:
-            await session.send(number)
+        session = await join(controller, of_round=True)
+        await session.send(number)
 
     await asyncio.gather(*(send(number) for number in range(3)))
     assert len(controller.sent) == 3 and controller.lease is not None

@@ -99,32 +99,22 @@ def test_whoever_knocks_does_not_keep_the_round_of_a_publisher_that_is_gone() ->
     assert scene.ledger.history()[-1].reason.endswith("the lease of 'trainer' expired")
 
 
-def test_a_round_outlives_the_end_of_another_call_of_its_publisher() -> None:
+def test_a_lease_of_calls_without_a_token_gives_way_between_rounds() -> None:
     scene = Scene(replicas=1)
-    scene.connect()
-    scene.ledger.join_lease("trainer", scene.now, renew=False)
-    scene.ledger.join_lease("trainer", scene.now, renew=False)
-    round_id = scene.open()
-    for _ in range(2):
-        scene.ledger.leave_lease("trainer", scene.now, renew=False)
-    assert scene.status().round.round_id == round_id
-    scene.ledger.abort_round(scene.token, round_id, "enough", scene.now)
-    scene.poll(2)
-    scene.ledger.join_lease("trainer", scene.now, renew=False)
-    scene.ledger.leave_lease("trainer", scene.now, renew=False)
-    assert scene.status().lease is None
-
-
-def test_a_call_whose_end_was_lost_does_not_keep_the_lease_for_ever() -> None:
-    """Its router was killed, and its publisher goes on through another one."""
-    scene, held = Scene(replicas=1, lease_s=30), []
-    scene.ledger.join_lease("http", scene.now, renew=False)
-    for _ in range(4):
+    token = scene.ledger.join_lease("http", scene.now, renew=False).lease.token
+    scene.ledger.connect(token, {}, scene.now)
+    with pytest.raises(Conflict, match="'http' publishes"):
+        scene.ledger.acquire("trainer", scene.now)
+    scene.poll()
+    assert scene.status().lease is None, "it has connected, and no round is open"
+    round_id = scene.ledger.open_round(token, RoundOptions(), scene.now)
+    with pytest.raises(Conflict, match="'http' publishes"):
+        scene.ledger.acquire("trainer", scene.now)
+    assert scene.ledger.join_lease("http", scene.now, renew=False).lease.token == token
+    scene.ledger.abort_round(token, round_id, "enough", scene.now)
+    assert scene.ledger.acquire("trainer", scene.now).token > token
+    with pytest.raises(Conflict, match="'trainer' publishes"):
         scene.ledger.join_lease("http", scene.now, renew=False)
-        scene.ledger.leave_lease("http", scene.now, renew=True)
-        held.append(scene.status().lease is not None)
-        scene.wait(20)
-    assert held == [True, True, False, False]
 
 
 def test_the_lease_does_not_run_out_while_its_publisher_waits_for_the_close() -> None:
