@@ -48,7 +48,7 @@ class InstantMember:
                 self.staged_round = None
             case Verify(round_id=round_id):
                 self.staged_round = round_id
-                return Staged(digest=DIGEST, compared=True, size_bytes=1, stage_s=0.0, verify_s=0.0)
+                return Staged(digest=DIGEST, size_bytes=1, stage_s=0.0, verify_s=0.0)
             case Commit(version=version):
                 self.version, self.staged_round = version, None
                 return Swapped(swap_s=0.0, gap_s=0.0)

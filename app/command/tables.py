@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deployments.protocol.adapters import AdapterStatus
+from deployments.protocol.poll import Check
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, MemberStatus, ReplicaLoad, RoundStatus
 
@@ -167,9 +168,15 @@ def rounds(reports: Sequence[RoundReport]) -> RenderableType:
         Column("bytes", _size, 3, number=True),
         *(Column(part, seconds_of(part), 2, number=True) for part in parts),
         Column("gap", _gap, number=True),
-        Column("verified", lambda report: report.verification, 6),
+        Column("verified", _verified, 6),
         Column("", _what_happened),
     )
+
+
+def _verified(report: RoundReport) -> str:
+    """What the digests were compared with."""
+    by = {Check.DIGESTS: "publisher", Check.REPLICAS: "replicas"}
+    return next((text for check, text in by.items() if check in report.checks), "none")
 
 
 def _gap(report: RoundReport) -> str:

@@ -28,10 +28,10 @@ from deployments.protocol.poll import (
     Acknowledgement,
     Commit,
     CommitMode,
-    KeepVersion,
     Outcome,
     Release,
     Report,
+    WriteVersion,
     drain_of_round,
 )
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
@@ -56,7 +56,6 @@ def decide(state: State, current: Round) -> None:
             kv_cache=current.kv_cache,
             in_flight=current.in_flight,
             persist=current.persist,
-            verification=current.verification,
             checks=current.checks,
             digest=current.digest,
             drafter=current.drafter,
@@ -84,7 +83,6 @@ def resume(state: State, decision: Committed) -> None:
         kv_cache=decision.kv_cache,
         in_flight=decision.in_flight,
         persist=decision.persist,
-        verification=decision.verification,
         checks=decision.checks,
         digest=decision.digest,
         drafter=decision.drafter,
@@ -186,15 +184,22 @@ def _drain(state: State, current: Round, member: Member) -> None:
 
 
 def _send_commit(state: State, current: Round, member: Member) -> None:
+    keep = None
+    if not state.config.shared_store:
+        keep = WriteVersion(
+            version=current.version,
+            label=current.label,
+            directory="",
+            fleet_id=state.fleet_id,
+            digest=current.digest,
+        )
     body = Commit(
         round_id=current.round_id,
         version=current.version,
         hold=current.hold,
         kv_cache=current.kv_cache,
         in_flight=InFlight.KEEP if member.replica_id in current.not_drained else current.in_flight,
-        keep=None
-        if state.config.shared_store
-        else KeepVersion(label=current.label, fleet_id=state.fleet_id, digest=current.digest),
+        keep=keep,
     )
     membership.queue(state, member, body, current.commits[member])
 
@@ -316,7 +321,6 @@ def _report(state: State, current: Round, phase: RoundPhase, reason: str) -> Rou
         committed_at=None if committed_at is None else state.wall + committed_at,
         publisher=current.publisher,
         parts={part.value: spent for part, spent in current.parts.items()},
-        verification=current.verification,
         checks=current.checks,
         digest=current.digest,
         drafter=current.drafter,

@@ -22,7 +22,7 @@ from deployments.protocol.engine_state import (
     Sleep,
     WakeUp,
 )
-from deployments.protocol.poll import Check, CommitMode, InitialWeights, KvCache, Verification
+from deployments.protocol.poll import Check, CommitMode, InitialWeights, KvCache
 from deployments.protocol.publishing import RoundReport
 
 KEPT_FENCES = 1000
@@ -81,7 +81,6 @@ class Committed:
     kv_cache: KvCache
     in_flight: InFlight
     persist: bool = False  # a replica writes it to the store
-    verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
     digest: str | None = None  # see `RoundReport`, as for `drafter`
     drafter: int | None = None

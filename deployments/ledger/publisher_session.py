@@ -74,7 +74,9 @@ def expire(state: State) -> str | None:
     if state.round is not None and state.round.close is not None:
         desk.expires = state.now + held.duration_s
     elif remaining_s(state) <= 0:
-        desk.lease = None
+        unused, desk.lease = gives_way(state), None
+        if unused:
+            return None
         state.record("lease_expired", publisher=held.publisher, token=held.token)
         return held.publisher
     return None

@@ -43,7 +43,6 @@ from deployments.protocol.poll import (
     Receive,
     Staged,
     StagingOptions,
-    Verification,
     Verify,
     drain_of_round,
 )
@@ -356,11 +355,9 @@ def _compare(state: State, current: Round, call: PendingCall) -> None:
 def _record_checks(current: Round, agreed: Sequence[Staged], *, among: int) -> None:
     current.checks = tuple(check for check in Check if all(check in each.checks for each in agreed))
     if among > 1:
-        current.verification = Verification.REPLICAS
         current.checks += (Check.REPLICAS,)
-    if agreed and all(each.compared for each in agreed):
-        current.verification = Verification.PUBLISHER
-    if agreed and all(each.compared or each.by_name for each in agreed):
+    # Of a model that loads in place it covers the live parameters, not the tensors that arrived.
+    if agreed and not any(each.updates_in_place for each in current.remaining()):
         current.digest = agreed[0].digest
 
 

@@ -40,7 +40,6 @@ from deployments.protocol.poll import (
     Outcome,
     Staged,
     Swapped,
-    Verification,
 )
 from deployments.protocol.publishing import Lease, RoundReport
 from deployments.protocol.responses import Event
@@ -316,7 +315,6 @@ class Round:
     file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
     sent_bytes: int = 0
     phase: RoundPhase = RoundPhase.OPEN
-    verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()  # made by all participants
     digest: str | None = None  # all tensors, agreed on by the participants
     drafter: int | None = None  # the version of its drafter

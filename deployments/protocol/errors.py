@@ -8,7 +8,6 @@ SlipstreamError               a response to a caller, with an HTTP status
 │   ├── PayloadTooLarge       send less                                            413
 │   ├── OverQuota             wait, or end what you have                           429
 │   ├── BodyTooSlow           send it faster                                       408
-│   ├── NoSuchRoute           the fleet does not offer this                        404
 │   ├── NotFound              name something that exists                           404
 │   └── MethodNotAllowed      another method                                       405
 ├── Conflict                  another caller's turn, or a call out of order        409
@@ -93,11 +92,6 @@ class OverQuota(InvalidRequest):
 class BodyTooSlow(InvalidRequest):
     status = 408
     type = "body_too_slow"
-
-
-class NoSuchRoute(InvalidRequest):
-    status = 404
-    type = "not_found"
 
 
 class NotFound(InvalidRequest):

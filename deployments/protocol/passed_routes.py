@@ -8,7 +8,7 @@ differ. Whole paths are compared after one percent-decoding, so a path that a se
 import re
 from collections.abc import Mapping
 
-from deployments.protocol.errors import MethodNotAllowed, NoSuchRoute
+from deployments.protocol.errors import MethodNotAllowed, NotFound
 
 _GET, _POST = frozenset({"GET"}), frozenset({"POST"})
 RESPONSES = "/v1/responses"
@@ -103,16 +103,16 @@ FOREIGN: Mapping[str, str] = {
 
 
 def require_passed(method: str, path: str) -> None:
-    """Raises NoSuchRoute or MethodNotAllowed if a request may not pass through to a replica. `path` is
+    """Raises NotFound or MethodNotAllowed if a request may not pass through to a replica. `path` is
     percent-decoded once, without Serve's route prefix."""
     methods = PASSED.get(path)
     if methods is None:
         methods = PASSED.get(_ID.sub("{response_id}", path))
     if methods is None:
         if path in REFUSED:
-            raise NoSuchRoute(f"this fleet does not offer vLLM's {path}: {REFUSED[path]}")
+            raise NotFound(f"this fleet does not offer vLLM's {path}: {REFUSED[path]}")
         hint = f": {FOREIGN[path]}" if path in FOREIGN else ""
-        raise NoSuchRoute(f"{path[:100]!r} is no route of this fleet{hint}")
+        raise NotFound(f"{path[:100]!r} is no route of this fleet{hint}")
     if method not in methods and method != "OPTIONS":  # a browser asks with it before it sends
         raise MethodNotAllowed(
             f"{path}: expected {' or '.join(sorted(methods))}, got {method[:20]!r}",

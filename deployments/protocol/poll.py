@@ -122,15 +122,6 @@ class EndDrain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepVersion:
-    """What a manifest says of a version that one replica of each host writes to that host's own store."""
-
-    label: str | None
-    fleet_id: str
-    digest: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Swap between two decoding steps. Acknowledged with `Swapped`.
 
@@ -143,7 +134,7 @@ class Commit:
     hold: bool  # stay paused after the swap until RELEASE (`commit: together`)
     kv_cache: KvCache
     in_flight: InFlight
-    keep: KeepVersion | None = None  # None: all hosts see one store
+    keep: "WriteVersion | None" = None  # None: all hosts see one store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +180,7 @@ class WriteVersion:
     name: ClassVar[str] = "store"
     version: int
     label: str | None
-    directory: str
+    directory: str  # empty: the host's own store, which one replica of each host writes
     fleet_id: str
     digest: str | None
 
@@ -280,14 +271,6 @@ class Outcome(StrEnum):
     REPLICA_FAILED = "replica_failed"  # its weights may be uncertain: it is always fenced
 
 
-class Verification(StrEnum):
-    """What the digests of a round were compared with."""
-
-    PUBLISHER = "publisher"  # the digests that the publisher stated, tensor by tensor
-    REPLICAS = "replicas"  # the other replicas' digests; the publisher stated none
-    NONE = "none"  # nothing: a single replica and a publisher without digests, or not recorded
-
-
 class Check(StrEnum):
     """What was checked of a round before its commit."""
 
@@ -296,8 +279,8 @@ class Check(StrEnum):
     DTYPES = "dtypes"  # the checkpoint's kind: floating point, or the same integers
     COMPLETE = "complete"
     FINITE = "finite"
-    DIGESTS = "digests"
-    REPLICAS = "replicas"
+    DIGESTS = "digests"  # each tensor's equals the one that the publisher stated
+    REPLICAS = "replicas"  # all of them have the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,12 +288,10 @@ class Staged:
     """A version is complete on a replica."""
 
     digest: str
-    compared: bool  # each tensor's digest equals the one that the publisher stated
     size_bytes: int
     stage_s: float
     verify_s: float
     checks: tuple[Check, ...] = ()
-    by_name: bool = False  # `digest` covers the tensors that arrived, by checkpoint name
     drafter: bool | None = None  # whether a drafter's tensors came; None: the replica has no drafter
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from deployments.protocol.poll import Check, Verification
+from deployments.protocol.poll import Check
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,6 @@ class RoundReport:
     # before its first payload. send: the publisher, between payloads. stage: replicas, which receive.
     # verify: their digests. drain: running requests. commit: until the last replica has swapped.
     parts: Mapping[str, float] = field(default_factory=dict)
-    verification: Verification = Verification.NONE
     checks: tuple[Check, ...] = ()
     digest: str | None = None  # over all tensors by checkpoint name; None: vLLM's own engines, not computed
     drafter: int | None = None  # the version of its drafter; 0: that of its checkpoint; None: it has none

@@ -132,7 +132,6 @@ class NativeMember(EngineMember):
         self._loaded = body.round_id
         return Staged(
             digest=",".join(digests),
-            compared=False,
             checks=() if self._expected is None else CHECKS,
             size_bytes=sum(dtype.itemsize * prod(shape) for dtype, shape in self._offered.values()),
             stage_s=self._stage_s,

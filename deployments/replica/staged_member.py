@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic import JsonValue
@@ -17,7 +17,6 @@ from deployments.protocol.poll import (
     Drop,
     FilePart,
     Forget,
-    KeepVersion,
     Outcome,
     Receive,
     RunOperation,
@@ -110,9 +109,7 @@ class StagedMember(EngineMember):
         checks = tuple(check for check in Check if all(check in state.checks for state in states))
         return Staged(
             digest=states[0].digest,
-            compared=Check.DIGESTS in checks,
             checks=checks,
-            by_name=True,
             drafter=states[0].drafter,
             size_bytes=sum(state.size_bytes for state in states),
             stage_s=max(state.stage_s for state in states),
@@ -130,17 +127,15 @@ class StagedMember(EngineMember):
         self._leftover = False
         self.retained_version = self._retaining
         if body.keep is not None and self.host_store is not None:
-            self._keeping = asyncio.create_task(self._keep(body.version, body.keep, self.host_store))
+            self._keeping = asyncio.create_task(self._keep(body.keep, self.host_store))
         return swapped
 
-    async def _keep(self, version: int, stated: KeepVersion, store: HostStore) -> None:
+    async def _keep(self, body: WriteVersion, store: HostStore) -> None:
         try:
-            if await asyncio.to_thread(store.prepare, stated.fleet_id):
-                await self.write_version(
-                    WriteVersion(version=version, directory=str(store.directory), **asdict(stated))
-                )
+            if await asyncio.to_thread(store.prepare, body.fleet_id):
+                await self.write_version(replace(body, directory=str(store.directory)))
         except Exception as error:  # of any kind: other hosts have it, and this replica serves it
-            logger.warning("version %d is not kept on this host: %s", version, error)
+            logger.warning("version %d is not kept on this host: %s", body.version, error)
 
     async def drop(self, body: Drop) -> None:
         """Discard what is staged. If the workers cannot, the next update tries it again before it begins."""
@@ -166,14 +161,7 @@ class StagedMember(EngineMember):
 
     async def write_version(self, body: WriteVersion) -> None:
         self.store_result = None
-        await self._engine.workers(
-            "staging_store",
-            version=body.version,
-            label=body.label,
-            directory=body.directory,
-            fleet_id=body.fleet_id,
-            digest=body.digest,
-        )
+        await self._engine.workers("staging_store", body=to_wire(body))
         if self._watching is not None:
             self._watching.cancel()
         self._watching = asyncio.create_task(self._watch_write(body.version))

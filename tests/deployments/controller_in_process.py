@@ -57,7 +57,7 @@ class ReadingReplica(FakeReplica):
                     self._round_received, self.received = body.round_id, {}
                 self.received |= _read(payload)
             case Verify() if self._round_received == body.round_id:
-                return replace(value, digest=_digest(self.received), by_name=True)
+                return replace(value, digest=_digest(self.received))
         return value
 
 

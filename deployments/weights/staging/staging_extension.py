@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 
-from deployments.protocol.poll import FilePart
+from deployments.protocol.poll import FilePart, WriteVersion
 from deployments.weights.staging.drafted_model import PolicyAndDrafter
 from deployments.weights.staging.host import load_with_drafter, reload_refusal, replacing_all
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
@@ -73,14 +73,12 @@ class StagingWorkerExtension:
         self.weight_transfer_engine.drop()
         self._weight_update_active = False  # vLLM cannot end an update without loading it
 
-    def staging_store(
-        self, version: int, label: str | None, directory: str, fleet_id: str, digest: str | None
-    ) -> None:
-        """Begin to store the retained version. Raises ValueError if it is not retained here."""
+    def staging_store(self, body: dict[str, Any]) -> None:
+        """Begin a `WriteVersion`. Raises ValueError if the version is not retained here."""
         engine = self.weight_transfer_engine
         if engine.worker_index == 0:
-            retained = engine.retained.committed(version, label, fleet_id, digest)
-            engine.version_writer.put(retained, Store(Path(directory)))
+            wanted = from_wire(WriteVersion, body)
+            engine.version_writer.put(engine.retained.committed(wanted), Store(Path(wanted.directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
         result = self.weight_transfer_engine.version_writer.result

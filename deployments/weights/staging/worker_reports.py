@@ -1,11 +1,11 @@
-"""What a worker reports to its replica."""
+"""What a worker reports to its replica, and dataclasses in the JSON types of their calls."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from deployments.protocol.poll import Check, FilePart, Outcome, StoreResult
+from deployments.protocol.poll import Check, FilePart, Outcome, StoreResult, WriteVersion
 
 T = TypeVar("T")
 MAX_MESSAGE = 2000  # characters: names are the publisher's, and a line to the replica is limited
@@ -33,7 +33,7 @@ class StagingState:
     missing_ranks: tuple[int, ...] = ()
 
 
-_KINDS = (ConnectState, StagingState, StoreResult, FilePart)
+_KINDS = (ConnectState, StagingState, StoreResult, FilePart, WriteVersion)
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import _TYPES
 
 from deployments.host.durable_files import replacing
 from deployments.host.logs import serve_logger
-from deployments.protocol.poll import StoreResult
+from deployments.protocol.poll import StoreResult, WriteVersion
 from deployments.weights.store.versions import (
     DRAFTER,
     DRAFTER_DIRECTORY,
@@ -305,20 +305,18 @@ class RetainedVersions:
         if self._drafter is not None and self._drafter[0] <= version:
             self._drafter = None
 
-    def committed(
-        self, version: int, label: str | None, fleet_id: str | None = None, digest: str | None = None
-    ) -> CommittedVersion:
+    def committed(self, wanted: WriteVersion) -> CommittedVersion:
         """Raises ValueError if another version is retained."""
         retained, tensors = self._committed or (None, {})
-        if retained != version:
+        if retained != wanted.version:
             raise ValueError(
-                f"version {version} must be retained to be stored, the retained one is {retained}"
+                f"version {wanted.version} must be retained to be stored, the retained one is {retained}"
             )
         return CommittedVersion(
-            version=version,
-            label=label,
-            fleet_id=fleet_id,
-            digest=digest,
+            version=wanted.version,
+            label=wanted.label,
+            fleet_id=wanted.fleet_id,
+            digest=wanted.digest,
             tensors=tensors,
             drafter=self._drafter,
         )

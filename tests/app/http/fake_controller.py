@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError
 from deployments.controller.rollout_calls import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.ledger_config import SizeLimits
-from deployments.ledger.state import PendingCall
 from deployments.ledger.publisher_session import gives_way
+from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import (
     AbortRequests,

@@ -155,7 +155,6 @@ class FakeEngine:
     digest: str = "aa"
     compares: bool = True  # False: its publisher states no digests
     drafter: bool | None = None  # whether a drafter's tensors came; None: it has no drafter
-    by_name: bool = False  # its digest is of what arrived, by checkpoint name, also without stated ones
     condition: EngineState = ()
     memory: Memory = field(default_factory=Memory)
     held: bool = False
@@ -274,9 +273,7 @@ class FakeEngine:
         self.staged_round, self.verified = body.round_id, True
         return Staged(
             digest=self.digest,
-            compared=self.compares,
             checks=(Check.NAMES, Check.FINITE) + ((Check.DIGESTS,) if self.compares else ()),
-            by_name=self.by_name,
             drafter=self.drafter,
             size_bytes=10,
             stage_s=0.5,

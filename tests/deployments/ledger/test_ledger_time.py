@@ -11,6 +11,7 @@ from deployments.protocol.errors import (
     StalePublisher,
 )
 from deployments.protocol.poll import Body, Commit, Outcome, Receive, Release, RunOperation, Verify
+from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
 
@@ -100,7 +101,7 @@ def test_whoever_knocks_does_not_keep_the_round_of_a_publisher_that_is_gone() ->
 
 
 def test_a_lease_of_calls_without_a_token_gives_way_between_rounds() -> None:
-    scene = Scene(replicas=1)
+    scene = Scene(replicas=1, lease_s=30)
     token = scene.ledger.join_lease("http", scene.now, renew=False).lease.token
     scene.ledger.connect(token, {}, scene.now)
     with pytest.raises(Conflict, match="'http' publishes"):
@@ -112,6 +113,9 @@ def test_a_lease_of_calls_without_a_token_gives_way_between_rounds() -> None:
         scene.ledger.acquire("trainer", scene.now)
     assert scene.ledger.join_lease("http", scene.now, renew=False).lease.token == token
     scene.ledger.abort_round(token, round_id, "enough", scene.now)
+    scene.wait(31)
+    assert not [each for each in scene.ledger.events_since(0) if each.name == "lease_expired"]
+    assert scene.ledger.join_lease("http", scene.now, renew=False).lease.token > token
     assert scene.ledger.acquire("trainer", scene.now).token > token
     with pytest.raises(Conflict, match="'trainer' publishes"):
         scene.ledger.join_lease("http", scene.now, renew=False)

@@ -1,7 +1,7 @@
 """A fleet whose hosts have a store of their own each (`store.shared: false`)."""
 
 from deployments.ledger.stored_versions import RETRY_S
-from deployments.protocol.poll import CatchUp, Commit, JoinAnswer, KeepVersion, Outcome, Receive, Unloadable
+from deployments.protocol.poll import CatchUp, Commit, JoinAnswer, Outcome, Receive, Unloadable, WriteVersion
 from deployments.protocol.routing import ReplicaEndpoint
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.store_scene import StoreScene
@@ -27,8 +27,9 @@ def test_every_commit_is_kept_on_each_host_whoever_published_it() -> None:
         for replica in scene.replicas:
             (commit,), (received, *_) = ran(replica, Commit), ran(replica, Receive)
             assert isinstance(commit, Commit) and isinstance(received, Receive)
-            stated = KeepVersion(label=None, fleet_id=scene.ledger.state.fleet_id, digest="aa")
-            assert commit.keep == (stated if kept else None), config
+            fleet_id = scene.ledger.state.fleet_id
+            own = WriteVersion(version=1, label=None, directory="", fleet_id=fleet_id, digest="aa")
+            assert commit.keep == (own if kept else None), config
             assert received.options.retain_version == (1 if kept else None), config
 
 

@@ -139,9 +139,9 @@ def test_a_joiner_is_told_whose_version_it_loads_and_with_which_digest() -> None
     assert (told.version, told.fleet_id, told.digest) == (1, "fleet", "aa")
 
 
-def test_a_digest_that_its_publisher_did_not_state_says_nothing_about_a_checkpoint() -> None:
+def test_a_digest_of_live_parameters_says_nothing_about_a_checkpoint() -> None:
     scene = StoreScene(replicas=0)
-    scene.start(compares=False)
+    scene.start(compares=False, updates_in_place=True)
     scene.round()
     assert scene.begin().digest is None
 
@@ -149,7 +149,7 @@ def test_a_digest_that_its_publisher_did_not_state_says_nothing_about_a_checkpoi
 def test_a_digest_of_what_arrived_is_that_of_the_checkpoint_although_nobody_stated_it() -> None:
     """vLLM's own wire, staged: tensors are hashed where they arrive."""
     scene = StoreScene(replicas=0)
-    scene.start(compares=False, by_name=True)
+    scene.start(compares=False)
     scene.round()
     assert scene.begin().digest == "aa"
     scene.restart()

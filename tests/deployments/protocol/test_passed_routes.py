@@ -7,7 +7,7 @@ import pytest
 import vllm
 
 from app.http.route import GuardedRoute
-from deployments.protocol.errors import MethodNotAllowed, NoSuchRoute
+from deployments.protocol.errors import MethodNotAllowed, NotFound
 from deployments.protocol.passed_routes import PASSED, REFUSED, keeps_state, require_passed, route_path
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import application
@@ -50,7 +50,7 @@ def test_every_route_of_vllm_is_passed_ours_or_refused_with_a_reason() -> None:
 def test_routes_that_change_an_engine_are_refused_with_a_reason() -> None:
     for path in [path for path in REFUSED if "{" not in path]:
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "post"):
-            with pytest.raises(NoSuchRoute, match="does not offer vLLM's"):
+            with pytest.raises(NotFound, match="does not offer vLLM's"):
                 require_passed(method, path)
 
 
@@ -88,7 +88,7 @@ def test_a_path_that_could_be_read_as_another_one_is_no_route(trick: str) -> Non
 def refused(trick: str, route: str) -> None:
     for path in (trick.format(route), trick.format(route).upper(), trick.format(route.upper())):
         for method in ("GET", "POST"):
-            with pytest.raises(NoSuchRoute):
+            with pytest.raises(NotFound):
                 require_passed(method, path)
 
 

@@ -144,7 +144,7 @@ class FakeLlm:
             case "staging_drop":
                 self._active = self._files = False
             case "staging_store":
-                if self._retained != arguments["version"]:
+                if self._retained != arguments["body"]["version"]:
                     raise ValueError(f"retained is {self._retained}")
             case "staging_forget":
                 if self._retained is not None and self._retained <= arguments["version"]:

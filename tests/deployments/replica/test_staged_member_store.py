@@ -1,6 +1,6 @@
 import asyncio
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,19 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import CatchUp, Forget, KeepVersion, StoreResult, Verify, WriteVersion
+from deployments.protocol.poll import CatchUp, Forget, StoreResult, Verify, WriteVersion
 from deployments.replica.host_store import HostStore
 from deployments.replica.staged_member import StagedMember
 from deployments.replica.worker_calls import WorkerCalls
+from deployments.weights.staging.worker_reports import to_wire
 from deployments.weights.store.owner import claim
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.deployments.replica.round_instructions import COMMIT, receive
 from tests.waiting import reached
+
+KEEP = WriteVersion(version=4, label="l", directory="", fleet_id="f", digest="aa")
 
 
 @pytest.mark.slow
@@ -50,9 +53,7 @@ async def test_stored_version_is_no_longer_retained(member: StagedMember, llm: F
     llm.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
     write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
     await member.execute(write)
-    assert llm.named("staging_store") == [
-        {"version": 4, "label": "l", "directory": "/store", "fleet_id": "f", "digest": "aa"}
-    ]
+    assert llm.named("staging_store") == [{"body": to_wire(write)}]
     await member.execute(Forget(version=3))
     assert member.retained_version == 4, "an older one is not what it retains"
     await member.execute(Forget(version=4))
@@ -64,13 +65,12 @@ async def test_one_replica_of_a_host_keeps_a_commit_in_its_own_store(
 ) -> None:
     own, other = HostStore(tmp_path / "store", 3), HostStore(tmp_path / "store", 3)
     member.host_store = own
-    keep = KeepVersion(label="l", fleet_id="f", digest="aa")
-    written = {"version": 4, "directory": str(own.directory), **asdict(keep)}
+    written = {"body": to_wire(replace(KEEP, directory=str(own.directory)))}
     assert other.prepare("f"), "another replica was first"
     for kept in ([], [written]):
         await member.execute(receive(retain=4))
         await member.execute(Verify(round_id=1))
-        await member.execute(replace(COMMIT, keep=keep))
+        await member.execute(replace(COMMIT, keep=KEEP))
         assert member._keeping is not None
         await member._keeping
         assert llm.named("staging_store") == kept
@@ -86,7 +86,7 @@ async def test_a_host_that_cannot_keep_a_version_commits_it(
     member.host_store = HostStore(tmp_path, 3)
     await member.execute(receive(retain=4))
     await member.execute(Verify(round_id=1))
-    await member.execute(replace(COMMIT, keep=KeepVersion(label=None, fleet_id="f", digest="aa")))
+    await member.execute(replace(COMMIT, keep=KEEP))
     assert member._keeping is not None
     await member._keeping
     assert member.version == 4 and not llm.named("staging_store")

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deployments.protocol.poll import StoreResult
+from deployments.protocol.poll import StoreResult, WriteVersion
 from deployments.weights.store import version_writer
 from deployments.weights.store.checkpoint_files import Checkpoint, check_files
 from deployments.weights.store.hub import model_files, write_model_files
@@ -362,19 +362,23 @@ def arrive(
     return tensors
 
 
+def wanted(version: int, label: str | None = None) -> WriteVersion:
+    return WriteVersion(version=version, label=label, directory="", fleet_id="f", digest=None)
+
+
 def test_retained_version_has_its_tensors_until_it_is_forgotten() -> None:
     retained = RetainedVersions()
     tensors = arrive(retained, 3)
     retained.commit()
-    version = retained.committed(3, "step-3")
+    version = retained.committed(wanted(3, "step-3"))
     assert (version.version, version.label, version.trainer_step) == (3, "step-3", None)
     assert version.tensors.keys() == tensors.keys()
     assert all(torch.equal(version.tensors[name], tensor) for name, tensor in tensors.items())
     retained.forget(2)
-    assert retained.committed(3, None).version == 3
+    assert retained.committed(wanted(3)).version == 3
     retained.forget(4)
     with pytest.raises(ValueError, match="the retained one is None"):
-        retained.committed(3, None)
+        retained.committed(wanted(3))
 
 
 def test_a_drafter_is_retained_until_it_is_in_the_store(store: Store) -> None:
@@ -387,7 +391,7 @@ def test_a_drafter_is_retained_until_it_is_in_the_store(store: Store) -> None:
         retained.commit()
 
     def stored(number: int) -> tuple[int | None, float]:
-        writer.put(retained.committed(number, None), store)
+        writer.put(retained.committed(wanted(number)), store)
         assert writer.wait(TIMEOUT_S)
         return drafter_of(store, number)
 
@@ -397,7 +401,7 @@ def test_a_drafter_is_retained_until_it_is_in_the_store(store: Store) -> None:
     retained.forget(4)
     write_version(with_drafter(5), store, no_files)
     commit(version_of(6))
-    assert retained.committed(6, None).drafter is None
+    assert retained.committed(wanted(6)).drafter is None
     assert stored(6) == (5, 5.0)
 
 
@@ -408,8 +412,8 @@ def test_dropped_update_is_not_retained() -> None:
     arrive(retained, 4)
     retained.begin(None)  # the round was dropped
     with pytest.raises(ValueError, match="version 4 must be retained to be stored, the retained one is 3"):
-        retained.committed(4, None)
-    assert retained.committed(3, None).version == 3
+        retained.committed(wanted(4))
+    assert retained.committed(wanted(3)).version == 3
 
 
 @pytest.mark.parametrize("newer", [4, None], ids=["retained", "not retained"])
@@ -421,6 +425,6 @@ def test_commit_replaces_the_retained_version(newer: int | None) -> None:
     with pytest.raises(
         ValueError, match=f"version 3 must be retained to be stored, the retained one is {newer}"
     ):
-        retained.committed(3, None)
+        retained.committed(wanted(3))
     if newer is not None:
-        assert torch.equal(retained.committed(newer, None).tensors["n"], torch.tensor([newer]))
+        assert torch.equal(retained.committed(wanted(newer)).tensors["n"], torch.tensor([newer]))
