@@ -27,8 +27,8 @@ from benchmarks.followers import InstantMember, LedgerFollower
 from deployments.calls.rpc import CallHandle
 from deployments.controller.controller import Controller
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import LedgerConfig
 from deployments.ledger.state import PendingCall
+from deployments.protocol.ledger_config import LedgerConfig
 from deployments.protocol.publishing import RoundOptions
 from deployments.replica.follower import Follower
 

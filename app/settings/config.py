@@ -18,8 +18,8 @@ from app.settings.engine import EngineConfig
 from app.settings.section import ConfigError, Device, Placement, Section, expected, explain
 from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import StagingMode, WeightsConfig, Wire, quoted
-from deployments.ledger.adapter_catalog import MAX_NAME, is_name
-from deployments.ledger.ledger_config import AdapterLimits, SizeLimits
+from deployments.protocol.adapters import MAX_NAME, is_name
+from deployments.protocol.ledger_config import AdapterLimits, SizeLimits
 from deployments.protocol.rollouts import RolloutLimits
 from deployments.trainer.spec import adapter_directory
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport

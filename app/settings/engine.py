@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, P
 from pydantic_core import PydanticCustomError
 
 from app.settings.section import ConfigError, Section, did_you_mean
-from deployments.ledger.ledger_config import SizeLimits
+from deployments.protocol.ledger_config import SizeLimits
 
 
 def _engine_variable(name: str) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from deployments.ledger.ledger_config import LedgerConfig, RoundConfig
+from deployments.protocol.ledger_config import LedgerConfig, RoundConfig
 from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport
 
 

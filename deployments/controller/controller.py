@@ -24,11 +24,11 @@ from deployments.controller.rollout_calls import Rollouts
 from deployments.controller.store_keeper import ADAPTERS, AdapterKeeper, StoreKeeper, hold_claim
 from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import Adapter, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Operation
 from deployments.protocol.errors import FleetUnavailable, InvalidRequest, JournalError, SlipstreamError
+from deployments.protocol.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.poll import Directive, FilePart, JoinAnswer, Report, Scores, Unloadable
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health, SizeStatus

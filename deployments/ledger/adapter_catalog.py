@@ -6,16 +6,10 @@ Numbers and ids are never reused: an engine finds KV cache blocks by the adapter
 from collections.abc import Collection
 from dataclasses import replace
 
-from deployments.protocol.adapters import Adapter, AdapterCatalog, LoadRequest
+from deployments.protocol.adapters import MAX_NAME, SEPARATOR, Adapter, AdapterCatalog, LoadRequest, is_name
 from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
 
 REMEMBERED = 256  # names whose last number is known; older names share the greatest of theirs
-MAX_NAME = 200
-SEPARATOR = "@"  # between a name and its version, see `Adapter.full_name`
-
-
-def is_name(name: str) -> bool:
-    return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 def check_new(catalog: AdapterCatalog, request: LoadRequest, base_model: str) -> None:

@@ -29,11 +29,11 @@ from deployments.ledger import (
     stored_versions,
 )
 from deployments.ledger.decisions import Decision, Labelled, Scaled
-from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import Member, MemberState, PendingCall, State
 from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Disconnect, Operation, Sleep
 from deployments.protocol.errors import RoundAborted, SlipstreamError
+from deployments.protocol.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.poll import (
     DesiredReplicas,
     Directive,

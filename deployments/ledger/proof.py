@@ -14,8 +14,8 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from deployments.ledger import membership
-from deployments.ledger.ledger_config import ProofAction
 from deployments.ledger.state import Proof, RoundPhase, State
+from deployments.protocol.ledger_config import ProofAction
 from deployments.protocol.poll import Scores
 from deployments.protocol.publishing import Deviation
 

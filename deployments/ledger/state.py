@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import JsonValue
 
 from deployments.ledger.decisions import KEPT_ROUNDS, Decision, Fenced, Founded, Participant, Pinned, Stored
-from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.adapters import (
     NO_ADAPTERS,
     Adapter,
@@ -25,6 +24,7 @@ from deployments.protocol.adapters import (
 )
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
 from deployments.protocol.errors import SlipstreamError
+from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.poll import (
     Acknowledgement,
     Body,

@@ -5,6 +5,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 LOAD_TIMEOUT_S = 300.0  # the fleet has shorter deadlines; this one ends a call to a controller that hangs
+MAX_NAME = 200
+SEPARATOR = "@"  # between a name and its version
+
+
+def is_name(name: str) -> bool:
+    """Whether requests may name an adapter so."""
+    return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +41,7 @@ class Adapter:
     @property
     def full_name(self) -> str:
         """Its name in the engine and in responses."""
-        return f"{self.name}@{self.version}"
+        return f"{self.name}{SEPARATOR}{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

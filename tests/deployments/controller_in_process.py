@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from ray.exceptions import ActorDiedError
 
-from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.errors import FleetUnavailable, TransferFailed
+from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.poll import Body, Receive, Verify
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus

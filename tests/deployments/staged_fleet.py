@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from app.http.auth import Guard
 from app.http.ingress import build_app
 from deployments.controller.controller import Controller
-from deployments.ledger.ledger_config import LedgerConfig
+from deployments.protocol.ledger_config import LedgerConfig
 from deployments.replica.follower import Follower
 from deployments.replica.staged_member import StagedMember
 from tests.app.http.fake_controller import Handle

@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 
 from deployments.controller.controller import Controller
-from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.engine_state import InFlight
+from deployments.protocol.ledger_config import LedgerConfig
 from deployments.protocol.poll import CommitMode
 from deployments.weights.store.versions import MANIFEST, VersionManifest
 from tests.simulation.clients import one_request

@@ -4,7 +4,7 @@ import pytest
 
 from app.command.deploy import DEPLOYMENTS, LIVE, divide, restarting
 from app.settings.config import parse_config
-from deployments.ledger.ledger_config import LedgerConfig
+from deployments.protocol.ledger_config import LedgerConfig
 
 
 def application(**settings: Any) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from ray.exceptions import ActorDiedError
 
 from deployments.controller.rollout_calls import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
-from deployments.ledger.ledger_config import SizeLimits
 from deployments.ledger.publisher_session import gives_way
 from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import AdapterStatus, LoadRequest
@@ -29,6 +28,7 @@ from deployments.protocol.engine_state import (
     WeightChecksums,
 )
 from deployments.protocol.errors import InvalidRequest, NotFound
+from deployments.protocol.ledger_config import SizeLimits
 from deployments.protocol.poll import CommitMode, FilePart, KvCache
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import Event, FleetStatus, Health

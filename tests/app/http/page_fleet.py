@@ -19,8 +19,8 @@ from app.http.auth import Guard
 from app.http.ingress import build_app
 from app.http.prometheus import GENERATED, KV_CACHE, RUNNING, WAITING
 from deployments.calls.http_server import HttpServer
-from deployments.ledger.ledger_config import LedgerConfig
 from deployments.protocol.engine_state import is_paused
+from deployments.protocol.ledger_config import LedgerConfig
 from deployments.protocol.poll import Commit, Swapped
 from deployments.protocol.poll import Receive as ReceivePayload
 from deployments.protocol.publishing import RoundReport

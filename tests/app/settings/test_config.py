@@ -6,7 +6,7 @@ import pytest
 
 from app.settings.config import parse_config
 from app.settings.weights import WeightsConfig
-from deployments.ledger.ledger_config import LedgerConfig
+from deployments.protocol.ledger_config import LedgerConfig
 from deployments.weights.transports.registry import TRANSPORTS
 
 LAYOUTS = Path("app/layouts")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.controller.controller import Controller
-from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
+from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.publishing import RoundReport
 from tests.deployments.controller.slow_disk import HELD_S, SlowDisk
 from tests.deployments.ledger.fake_replica import FakeReplica

@@ -9,9 +9,9 @@ import pytest
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.ledger.decisions import Cataloged, Decision, Stored
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.adapters import Adapter, AdapterCatalog, LoadRequest
 from deployments.protocol.errors import Conflict, InvalidRequest, JournalError
+from deployments.protocol.ledger_config import AdapterLimits
 from deployments.weights.store.owner import OWNER, claim
 from deployments.weights.store.versions import MANIFEST, Store, VersionManifest
 from tests.deployments.controller.fleet import Fleet, publish

@@ -3,9 +3,9 @@
 from typing import Any
 
 from deployments.ledger.decisions import decode, encode
-from deployments.ledger.ledger_config import AdapterLimits
 from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import Adapter, AdapterFiles, LoadRequest
+from deployments.protocol.ledger_config import AdapterLimits
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene

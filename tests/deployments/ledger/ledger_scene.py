@@ -4,7 +4,6 @@ from typing import Any
 
 from deployments.ledger.decisions import Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.ledger.state import PendingCall
 from deployments.protocol.engine_state import (
     AbortRequests,
@@ -22,6 +21,7 @@ from deployments.protocol.engine_state import (
     WakeUp,
     WeightChecksums,
 )
+from deployments.protocol.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.poll import RunOperation
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from deployments.ledger.decisions import Committed, Decision, decode, encode
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import LedgerConfig
+from deployments.protocol.ledger_config import LedgerConfig
 from deployments.protocol.poll import (
     Body,
     CatchUp,

@@ -10,10 +10,10 @@ from typing import Any
 
 from deployments.ledger.decisions import Cataloged, Committed, Decision
 from deployments.ledger.ledger import Ledger
-from deployments.ledger.ledger_config import AdapterLimits, LedgerConfig
 from deployments.ledger.state import PendingCall
 from deployments.protocol.adapters import Adapter, AdapterFiles, LoadAdapter, LoadRequest, SetAdapters
 from deployments.protocol.errors import FleetUnavailable, SlipstreamError
+from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.poll import Body, Commit, Directive, Outcome, Receive, Release, Report, Verify
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.fake_replica import FakeReplica

@@ -1,7 +1,6 @@
 import pytest
 
 from deployments.ledger.adapter_catalog import REMEMBERED, next_adapter, numbered
-from deployments.ledger.ledger_config import AdapterLimits
 from deployments.protocol.adapters import (
     AdapterCatalog,
     AdapterTimings,
@@ -10,6 +9,7 @@ from deployments.protocol.adapters import (
     LoadRequest,
 )
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
+from deployments.protocol.ledger_config import AdapterLimits
 from deployments.protocol.poll import Outcome
 from tests.deployments.ledger.adapter_scene import FILES, AdapterScene, ended, held, live, names
 

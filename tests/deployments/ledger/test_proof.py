@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from deployments.ledger.ledger_config import ProofConfig
 from deployments.ledger.proof import deviations
+from deployments.protocol.ledger_config import ProofConfig
 from deployments.protocol.poll import Scores
 from deployments.protocol.publishing import Deviation, RoundReport
 from tests.deployments.ledger.ledger_scene import Scene, report_of

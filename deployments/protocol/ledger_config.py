@@ -1,4 +1,4 @@
-"""The ledger's settings: fleet size, deadlines, how a round commits, which adapters are allowed."""
+"""What the ledger is configured with: fleet size, deadlines, how a round commits, the proof, adapters."""
 
 from enum import StrEnum
 
