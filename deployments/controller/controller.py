@@ -143,14 +143,14 @@ class Controller:
         async with self._durable.answer():
             self._ledger.release(token, self._durable.now())
 
-    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> int:
-        """Returns a connection id once every replica is connected. Raises Conflict: a replica is gone."""
+    async def connect(self, token: int, init_info: Mapping[str, JsonValue]) -> None:
+        """Returns once every replica is connected. Raises Conflict: a replica is gone."""
         async with self._durable.answer():
             checked = json_only(init_info, "init_info")
             if not isinstance(checked, dict):
                 raise InvalidRequest(f"init_info: expected an object, got {type(init_info).__name__}")
             await self._durable.wait(self._ledger.is_complete, None)  # ranks count all serving replicas
-            return int(await self._durable.result(self._ledger.connect(token, checked, self._durable.now())))
+            await self._durable.result(self._ledger.connect(token, checked, self._durable.now()))
 
     async def disconnect(self, token: int) -> dict[str, JsonValue]:
         async with self._durable.answer():

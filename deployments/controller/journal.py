@@ -17,8 +17,6 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 from urllib.parse import quote
 
 from deployments.host.durable_files import sync
@@ -134,14 +132,6 @@ class Journal:
             self._db.close()
             os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _create(self, source: sqlite3.Connection | None) -> None:
         """Put a complete file in place, empty or a copy. Raises FileExistsError if there is one by now."""

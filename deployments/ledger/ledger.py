@@ -45,7 +45,6 @@ from deployments.protocol.poll import (
 )
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import (
-    ConnectionStatus,
     Event,
     FleetStatus,
     Health,
@@ -393,7 +392,7 @@ class Ledger:
             members=tuple(_member(member, now) for member in state.members.values()),
             round=_round(state),
             lease=_lease(state),
-            connection=_connection(state),
+            connected=None if state.publisher.connection is None else state.publisher.connection.publisher,
             store_problem=stored_versions.problem(state),
             condition=desired_state.names(state),
             # Not counted: a round's id is never used twice, and each commit makes the next version.
@@ -483,16 +482,3 @@ def _lease(state: State) -> LeaseStatus | None:
         return None
     left_s = round(publisher_session.remaining_s(state), 3)
     return LeaseStatus(publisher=lease.publisher, remaining_s=left_s)
-
-
-def _connection(state: State) -> ConnectionStatus | None:
-    connection = state.publisher.connection
-    if connection is None:
-        return None
-    return ConnectionStatus(
-        connection_id=connection.connection_id,
-        publisher=connection.publisher,
-        collective=connection.collective,
-        epoch=connection.epoch,
-        replicas=tuple(member.replica_id for member in connection.members),
-    )

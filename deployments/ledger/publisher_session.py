@@ -106,15 +106,13 @@ def connection_to(state: State, publisher: str, members: Sequence[Member]) -> Co
 
 
 def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) -> PendingCall:
-    """Connect every member, each with its own rank offset. The call's result is the connection's id."""
+    """Connect every member, each with its own rank offset."""
     members, desk = state.for_round(), state.publisher
     if not members:
         raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
     rank_offset = _checked_rank_offset(init_info, members)
     cancel_rendezvous(state)
-    desk.last_connection_id += 1
     connection = Connection(
-        connection_id=desk.last_connection_id,
         publisher=publisher,
         init_info=init_info,
         rank_offset=rank_offset,
@@ -126,7 +124,6 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
     call = membership.send(
         state, Connect.name, bodies, on_complete=partial(_connected, connection=connection)
     )
-    call.result = connection.connection_id
     desk.rendezvous = connection, call
     return call
 

@@ -240,7 +240,6 @@ class Connection:
     workers have ranks in order of registration.
     """
 
-    connection_id: int
     publisher: str
     init_info: Mapping[str, JsonValue]
     rank_offset: int | None  # rank of the first worker; None: not collective
@@ -370,7 +369,6 @@ class PublisherState:
     last_token: int = 0
     connection: Connection | None = None
     rendezvous: tuple[Connection, PendingCall] | None = None  # its members connect, or receive an adapter
-    last_connection_id: int = 0
     told: set[Member] = field(default_factory=set)  # they have, or were told of, the connection
     broken_by: int | None = None  # the round with which the last transfer group ended
 

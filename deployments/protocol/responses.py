@@ -74,15 +74,6 @@ class LeaseStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionStatus:
-    connection_id: int
-    publisher: str
-    collective: bool
-    epoch: int
-    replicas: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SizeStatus:
     """How many replicas there are, and how many there should be."""
 
@@ -111,7 +102,7 @@ class FleetStatus:
     members: Sequence[MemberStatus]
     round: RoundStatus | None
     lease: LeaseStatus | None
-    connection: ConnectionStatus | None
+    connected: str | None  # the publisher whose connection to the replicas is usable
     store_problem: str | None  # why the committed version will not get into the store
     condition: Sequence[str]  # the operations that lead a fresh engine to the fleet's engine state
     rounds_ended: Mapping[str, int] = field(default_factory=dict)  # outcome -> rounds since the first start

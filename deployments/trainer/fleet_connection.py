@@ -175,11 +175,10 @@ class FleetConnection:
 
     def _with_target(self, state: _RankState) -> _RankState:
         fleet = self._client.fleet()
-        publisher = None if fleet.connection is None else fleet.connection.publisher
-        if publisher not in (None, PUBLISHER) and not self._takes_over:
-            raise Conflict(f"{publisher!r} is connected, and keeps its connection")
+        if fleet.connected not in (None, PUBLISHER) and not self._takes_over:
+            raise Conflict(f"{fleet.connected!r} is connected, and keeps its connection")
         return _RankState(
-            connected=state.connected and publisher == PUBLISHER and fleet.epoch == self._epoch,
+            connected=state.connected and fleet.connected == PUBLISHER and fleet.epoch == self._epoch,
             target=PublishTarget(epoch=fleet.epoch, workers=fleet.workers),
         )
 

@@ -49,8 +49,7 @@ class Trainer:
         try:
             fleet: FleetStatus = await retried(self._controller, "fleet")
             async with PublishSession(self._controller, "trainer") as session:  # type: ignore[arg-type]
-                connected = fleet.connection is not None and fleet.connection.publisher == "trainer"
-                if not connected or fleet.epoch != self._epoch:
+                if fleet.connected != "trainer" or fleet.epoch != self._epoch:
                     self._epoch = None
                     await session.connect({})
                     self._epoch = fleet.epoch

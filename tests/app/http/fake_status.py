@@ -46,7 +46,7 @@ def status(
         members=members,
         round=current,
         lease=None,
-        connection=None,
+        connected=None,
         rounds_ended={"committed": version, "aborted": 4},
         store_problem=None,
         condition=(),

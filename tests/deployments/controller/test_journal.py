@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -92,12 +93,12 @@ def holder(directory: Path, count: int, stderr: int | None = None) -> subprocess
 
 
 def recovered(directory: Path) -> list[Decision]:
-    with Journal(directory) as journal:
+    with closing(Journal(directory)) as journal:
         return journal.recovered
 
 
 def test_appended_decisions_are_recovered_in_order(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         assert journal.recovered == []
         journal.append(DECISIONS[:3])
         journal.append(DECISIONS[3:])
@@ -105,7 +106,7 @@ def test_appended_decisions_are_recovered_in_order(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_synced(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         assert journal._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert journal._db.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
 
@@ -118,7 +119,7 @@ def test_a_commit_is_synced(tmp_path: Path) -> None:
 def test_power_loss_at_any_byte_leaves_the_transactions_before_it(tmp_path: Path, reserves: bool) -> None:
     every = list(DECISIONS)
     lengths, states = [0], [list(DECISIONS)]  # of the log after each transaction, and what it recovers
-    with Journal(tmp_path / "state") as journal:
+    with closing(Journal(tmp_path / "state")) as journal:
         journal.append(DECISIONS)
         journal._db.execute("PRAGMA wal_checkpoint")
         if reserves:
@@ -152,10 +153,10 @@ def end_of_change(before: bytes, after: bytes) -> int:
 @pytest.mark.slow
 def test_power_loss_in_a_checkpoint_loses_nothing(tmp_path: Path) -> None:
     """The file has any part of the new pages; the log has all of them until the file is synced."""
-    with Journal(tmp_path / "state") as journal:
+    with closing(Journal(tmp_path / "state")) as journal:
         journal.append(DECISIONS)
     before = (tmp_path / "state" / NAME).read_bytes()
-    with Journal(tmp_path / "state") as journal:
+    with closing(Journal(tmp_path / "state")) as journal:
         journal.append([*(ended(number, "x" * 300) for number in range(100)), GONE])
         log = (tmp_path / "state" / f"{NAME}-wal").read_bytes()
     after = (tmp_path / "state" / NAME).read_bytes()
@@ -203,7 +204,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, h
 @pytest.mark.slow
 def test_a_second_journal_in_one_process_leaves_the_lock_of_the_first(tmp_path: Path) -> None:
     """Closing a file drops the locks that its process has on it: sqlite knows, and so does the journal."""
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         for _ in range(2):
             with pytest.raises(JournalError, match="another controller uses it"):
                 Journal(tmp_path)
@@ -236,7 +237,7 @@ def newer(path: Path) -> None:
 
 
 def edited(path: Path) -> None:
-    with Journal(path.parent) as journal:
+    with closing(Journal(path.parent)) as journal:
         journal.append(DECISIONS)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE decisions SET decision = 'nonsense' WHERE number = 3")
@@ -244,13 +245,13 @@ def edited(path: Path) -> None:
 
 
 def truncated(path: Path) -> None:
-    with Journal(path.parent) as journal:
+    with closing(Journal(path.parent)) as journal:
         journal.append(DECISIONS)
     os.truncate(path, path.stat().st_size // 2)
 
 
 def overwritten(path: Path) -> None:
-    with Journal(path.parent) as journal:
+    with closing(Journal(path.parent)) as journal:
         journal.append(DECISIONS)
     with path.open("r+b") as file:
         file.seek(4096)
@@ -288,7 +289,7 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_a_log_that_was_left_is_not_applied_to_a_new_file(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         journal.append(DECISIONS)
         log = (tmp_path / f"{NAME}-wal").read_bytes()
     (tmp_path / NAME).unlink()
@@ -302,7 +303,7 @@ def test_a_file_whose_disk_is_unmounted_is_used_and_not_written_anew(tmp_path: P
     empty.mkdir()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
         place.symlink_to(mounted)
-        with Journal(place) as journal:
+        with closing(Journal(place)) as journal:
             place.unlink()
             place.symlink_to(empty)
             journal.append(DECISIONS)
@@ -321,7 +322,7 @@ def test_a_file_whose_disk_is_unmounted_is_used_and_not_written_anew(tmp_path: P
 
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_reserved_space(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         assert journal.reserve() is None
         with full_disk(longest_in(tmp_path)):
             count = 0
@@ -336,13 +337,13 @@ def test_a_full_disk_leaves_the_reserved_space(tmp_path: Path) -> None:
             with pytest.raises(JournalError, match=NAME):
                 for number in range(100, 200):
                     journal.append([ended(number, "x" * 50_000)])
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         assert len(journal.recovered) > count + 8 and journal.recovered[0] == ended(0, "x" * 50_000)
         assert journal.reserve() is None
 
 
 def test_space_is_reserved_again_as_soon_as_there_is_some(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         for number in range(3):
             assert journal.reserve() is None
             with full_disk(longest_in(tmp_path)):
@@ -351,9 +352,9 @@ def test_space_is_reserved_again_as_soon_as_there_is_some(tmp_path: Path) -> Non
 
 
 def test_a_journal_is_continued_on_a_full_disk(tmp_path: Path) -> None:
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         journal.append(DECISIONS)
-    with full_disk(longest_in(tmp_path)), Journal(tmp_path) as journal:
+    with full_disk(longest_in(tmp_path)), closing(Journal(tmp_path)) as journal:
         assert journal.recovered == DECISIONS
         journal.append([Opened(round_id=2)])
     assert Opened(round_id=2) in recovered(tmp_path)
@@ -365,7 +366,7 @@ def test_a_journal_is_continued_on_a_full_disk(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
     every: list[Decision] = list(DECISIONS)
-    with Journal(tmp_path) as journal:
+    with closing(Journal(tmp_path)) as journal:
         journal.append(DECISIONS)
         for first in range(0, 3000, 100):
             batch: list[Decision] = []

@@ -71,7 +71,7 @@ def test_a_replica_that_is_lost_in_a_transfer_ends_it_at_once() -> None:
     assert isinstance(call.error, Conflict) and "r1" in call.error.message
     scene.poll(only=scene.replicas[:1])
     assert "drop" in scene.replicas[0].names() and scene.replicas[0].fenced is None
-    assert scene.status().connection is None
+    assert scene.status().connected is None
     scene.replicas[0].hangs_in = set()
     load = scene.begin("math")
     loading = scene.ledger.stage_adapter(load, FILES, scene.now)

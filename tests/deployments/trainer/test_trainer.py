@@ -165,7 +165,7 @@ async def test_replicas_close_the_memory_that_they_share_with_the_trainer(
 ) -> None:
     publishing(controller)
     await end_former_session(controller, shares_memory=True)  # type: ignore[arg-type]
-    assert controller.calls == ["acquire", "disconnect", "release"] and controller.status.connection is None
+    assert controller.calls == ["acquire", "disconnect", "release"] and controller.status.connected is None
 
 
 # -- version 0 -------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ def test_a_drafter_is_retained_until_it_is_in_the_store(store: Store) -> None:
         retained.commit()
 
     def stored(number: int) -> tuple[int | None, float]:
-        writer.put(retained.committed(wanted(number)), store)
+        writer.put(replace(retained.committed(wanted(number)), fleet_id=None), store)
         assert writer.wait(TIMEOUT_S)
         return drafter_of(store, number)
 
