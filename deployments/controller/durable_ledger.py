@@ -173,18 +173,6 @@ class DurableLedger:
             self._ledger.credit(stalled_s, now)
         return now
 
-    async def check_space(self) -> None:
-        """Called before a publisher's call is applied. Raises FleetUnavailable: the disk has no space for
-        the decisions that may follow."""
-        await self._reserve()
-        self._check()
-        if self._no_space is not None:
-            raise FleetUnavailable(
-                f"the controller cannot record updates: {self._no_space}. Serving continues. "
-                "Free space on the disk of 'state_dir', or mount it again",
-                {"disk": self._no_space},
-            )
-
     def change(self, *, wake: bool = True) -> int:
         """The ledger may have changed: hand its decisions to the disk, and wake waits that are over.
 
@@ -235,12 +223,19 @@ class DurableLedger:
             asks: the call changes nothing.
 
         Raises:
-            FleetUnavailable: decisions could not be written.
+            FleetUnavailable: decisions could not be written, or have no space.
         """
         self.enter()
         try:
             if records:
-                await self.check_space()
+                await self._reserve()
+                self._check()
+            if records and self._no_space is not None:
+                raise FleetUnavailable(
+                    f"the controller cannot record updates: {self._no_space}. Serving continues. "
+                    "Free space on the disk of 'state_dir', or mount it again",
+                    {"disk": self._no_space},
+                )
             yield
         finally:
             await self.durable(self.change(wake=not asks))

@@ -213,6 +213,8 @@ def _is_everywhere(state: State, adapter: Adapter) -> bool:
 
 def advance(state: State) -> None:
     adapters = state.adapters
+    if not adapters.catalog.last_id:
+        return  # the fleet has never had one: members need not be looked at
     _converge_all(state)
     if _conclude(state):
         _converge_all(state)

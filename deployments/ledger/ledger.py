@@ -313,7 +313,6 @@ class Ledger:
         """Check deadlines and the lease. Returns the ids of silent replicas: their processes may exist."""
         silent = membership.check_deadlines(self._at(now))
         proof.check_deadline(self.state)
-        self.advance(now)
         self._expire()
         self.advance(now)
         return silent

@@ -2,6 +2,7 @@
 the work and raises ValueError for tensors over 16 GiB."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +43,7 @@ def inspect(tensors: Sequence[torch.Tensor]) -> Findings:
 def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], Findings]:
     """`inspect`, to call in every round. Also makes `copies`, on a GPU whole tensors' in its kernel."""
     if not (tensors and tensors[0].is_cuda):
-        return _after(copies, lambda: _host_findings(tensors))
+        return _after(copies, partial(_host_findings, tensors))
     from deployments.weights.wire.digest_cuda import CudaInspection, is_castable, is_fusable
 
     targets: dict[int, torch.Tensor] = {}
@@ -62,7 +63,7 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
 def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], torch.Tensor]:
     """As `prepare_inspection`, without the search for NaN."""
     if not (tensors and tensors[0].is_cuda):
-        return _after(copies, lambda: digest_tensor(tensors))
+        return _after(copies, partial(digest_tensor, tensors))
     inspection = prepare_inspection(tensors, copies)
     return lambda: inspection().digests
 
