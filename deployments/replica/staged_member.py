@@ -1,9 +1,8 @@
 """Staged updates: received while the engine generates, swapped between two steps."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from pydantic import JsonValue
 
@@ -29,7 +28,7 @@ from deployments.protocol.poll import (
 from deployments.replica.host_store import HostStore
 from deployments.replica.member import EngineMember
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.weights.staging.worker_reports import ConnectState, StagingState, from_wire, to_wire
+from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
 
 WAIT_S = 0.1  # a call beside the engine's own waits in the worker for so long
 STAGING_POLL_S = 0.005  # other calls do not: each delays a decoding step
@@ -37,8 +36,6 @@ STORE_POLL_S = 0.5
 STORE_CALL_S = 30.0
 
 logger = serve_logger()
-
-State = TypeVar("State", ConnectState, StagingState)
 
 
 class StagedMember(EngineMember):
@@ -63,7 +60,7 @@ class StagedMember(EngineMember):
         """Join the transfer group; raises TransferFailed if another member does not."""
         await self._discard_leftover()  # a later drop would end the new group's waits, too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
-        raise_failure(await self._ask_until(lambda state: state.done, "staging_connected", ConnectState))
+        await self._until_received(1)
 
     async def receive(self, body: Receive) -> None:
         begins = self._receiving != body.round_id
@@ -88,10 +85,15 @@ class StagedMember(EngineMember):
         await self._until_received(1)
 
     async def _until_received(self, payloads: int) -> None:
-        def received(state: StagingState) -> bool:
-            return state.payloads_done >= payloads
-
-        self._states = await self._ask_until(received, "staging_progress", StagingState)
+        """Until every worker has staged so many payloads. Raises what went wrong at one."""
+        calls, received = self._engine.calls, False
+        while not received:
+            wait_s = WAIT_S if calls.direct else 0.0
+            answers = await calls("staging_progress", wait_s=wait_s)
+            self._states = [from_wire(StagingState, answer) for answer in answers]
+            received = all(state.payloads_done >= payloads for state in self._states)
+            if not received and not wait_s:
+                await asyncio.sleep(STAGING_POLL_S)
         raise_failure(self._states)
 
     async def verify(self, body: Verify) -> Staged:
@@ -183,20 +185,8 @@ class StagedMember(EngineMember):
         if self.retained_version is not None and self.retained_version <= body.version:
             self.retained_version = None
 
-    async def _ask_until(
-        self, reached: Callable[[State], bool], method: str, kind: type[State]
-    ) -> list[State]:
-        calls = self._engine.calls
-        while True:
-            wait_s = WAIT_S if calls.direct else 0.0
-            states = [from_wire(kind, answer) for answer in await calls(method, wait_s=wait_s)]
-            if all(map(reached, states)):
-                return states
-            if not wait_s:
-                await asyncio.sleep(STAGING_POLL_S)
 
-
-def raise_failure(states: Sequence[ConnectState | StagingState]) -> None:
+def raise_failure(states: Sequence[StagingState]) -> None:
     for state in states:
         match state.outcome:
             case Outcome.REJECTED:

@@ -28,7 +28,6 @@ class WorkerExtension(StagingWorkerExtension):
         if (manager := getattr(self.model_runner, "lora_manager", None)) is not None:
             _reads(manager)  # replace vLLM's loader on its own thread
         methods = (
-            self.staging_connected,
             self.staging_progress,
             self.staging_store_state,
             self.staging_receive_files,

@@ -31,9 +31,6 @@ class StagingWorkerExtension:
     update_weights: Any
     _weight_update_active: bool
 
-    def staging_connected(self, wait_s: float) -> dict[str, Any]:
-        return to_wire(self.weight_transfer_engine.connected(wait_s))
-
     def staging_receive(self, payload: Any, share: float, begins: bool, retain_version: int | None) -> None:
         """vLLM's `update_weights`, which returns at once. `payload`: of all workers, or one for each.
         `share`: of the device's time, in (0, 1]. `retain_version`: the first worker retains the tensors for

@@ -34,7 +34,7 @@ from deployments.weights.staging.base import Staging
 from deployments.weights.staging.drafted_model import PolicyAndDrafter, with_drafter
 from deployments.weights.staging.staged_update import StagedUpdate
 from deployments.weights.staging.staging_thread import DROP_S, VERIFY_S, StagingThread, Throttle, wait_for
-from deployments.weights.staging.worker_reports import MAX_MESSAGE, ConnectState, StagingState
+from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, model_files, schema_of, write_model_files
 from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
@@ -87,8 +87,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
         self._reading: FileRead | None = None  # what the update reads from a file
-        self._connecting: Future[None] = Future()
-        self._receiving: Future[None] = Future()  # the last payload
+        self._reported = StagedUpdate()  # also after it was dropped
+        self._submitted: Future[None] = Future()  # its last payload
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
@@ -118,25 +118,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         or ValueError (the payload is wrong)."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
-        self._reading = None
-        self._connecting = self._thread.submit(self._connect, init_info)
+        self._begin(StagedUpdate())
+        self._submit(self._connect, init_info)
 
-    def _connect(self, init_info: Init) -> None:
+    def _connect(self, update: StagedUpdate, init_info: Init) -> None:
         self.staging.release()
         self.connect(init_info)
-
-    def connected(self, wait_s: float = 0.0) -> ConnectState:
-        done = bool(wait([self._connecting], wait_s).done)
-        error = self._connecting.exception() if done else None
-        if error is None:
-            return ConnectState(done=done, outcome=Outcome.DONE)
-        failed = isinstance(error, TransferFailed)
-        return ConnectState(
-            done=True,
-            outcome=Outcome.TRANSFER_FAILED if failed else Outcome.REPLICA_FAILED,
-            message=str(error)[:MAX_MESSAGE],
-            missing_ranks=getattr(error, "missing_ranks", ()),
-        )
 
     def receive_weights(self, update_info: Update) -> None:
         raise AssertionError("payloads are staged by update_weights, never loaded directly")
@@ -146,7 +133,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.staging.begin()
 
     def _begin(self, update: StagedUpdate) -> None:
-        self._update, self._reading = update, None
+        self._update = self._reported = update
+        self._reading = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class's calls torch.accelerator.synchronize(), which waits for the staging; a CPU has none.
@@ -174,7 +162,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._submit(self._stage_payload, chunks)
 
     def _submit(self, stage: Callable[..., None], *arguments: Any) -> None:
-        self._receiving = self._thread.submit(self._stage, self._update, stage, *arguments)
+        self._submitted = self._thread.submit(self._stage, self._update, stage, *arguments)
 
     def finish_weight_update(self) -> None:
         assert self._update is not None
@@ -185,9 +173,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.submit(self.staging.retire)
 
     def progress(self, wait_s: float = 0.0) -> StagingState:
-        update = self._update
-        assert update is not None
-        wait([self._receiving], wait_s)
+        update = self._reported
+        wait([self._submitted], wait_s)
         return update.state
 
     def verify(self) -> StagingState:

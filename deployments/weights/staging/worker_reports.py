@@ -12,15 +12,9 @@ MAX_MESSAGE = 2000  # characters: names are the publisher's, and a line to the r
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectState:
-    done: bool
-    outcome: Outcome
-    message: str = ""
-    missing_ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StagingState:
+    """What a worker has of an update, or of a connection, which counts as one payload."""
+
     payloads_done: int
     size_bytes: int
     stage_s: float
@@ -33,7 +27,7 @@ class StagingState:
     missing_ranks: tuple[int, ...] = ()
 
 
-_KINDS = (ConnectState, StagingState, StoreResult, FilePart, WriteVersion)
+_KINDS = (StagingState, StoreResult, FilePart, WriteVersion)
 _ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in _KINDS}
 
 

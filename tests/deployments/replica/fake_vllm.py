@@ -11,7 +11,7 @@ from deployments.protocol.poll import Check, Outcome, StoreResult
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.staged_member import StagedMember
-from deployments.weights.staging.worker_reports import ConnectState, StagingState, to_wire
+from deployments.weights.staging.worker_reports import StagingState, to_wire
 
 CHECKS = (Check.NAMES, Check.COMPLETE, Check.FINITE, Check.DIGESTS)
 DONE = StagingState(
@@ -41,12 +41,13 @@ class FakeLlm:
         self.calls: list[tuple[str, dict[str, Any]]] = []  # of the workers
         self.fails: dict[str, Exception] = {}  # by method of the workers
         self.broken: Exception | None = None  # what every call of the workers raises
-        self.connects = ConnectState(done=True, outcome=Outcome.DONE)
+        self.connects = replace(DONE, payloads_done=1, digest="")
         self.states = [DONE] * workers  # of the open update; its payloads are counted here
         self.stored: StoreResult | None = None
         self.reload_refusal: str | None = None
         self._asleep: set[str] = set()
         self._active = False  # the workers' `_weight_update_active`
+        self._connecting = False  # what it has begun last is a connection
         self._files = False  # what it has begun last is no update of vLLM's
         self._payloads = 0
         self._expected: int | None = None  # tensors that the open update is to retain
@@ -119,7 +120,7 @@ class FakeLlm:
         """One for each worker."""
         others = [None] * (len(self.states) - 1)
         match method:
-            case "staging_connected":
+            case "staging_progress" if self._connecting:
                 return [to_wire(self.connects)] * len(self.states)
             case "staging_progress" | "staging_verify":
                 assert self._active or self._files, "StagedWeightTransferEngine has no update"
@@ -139,8 +140,10 @@ class FakeLlm:
                     self._start()
                     self._expected = arguments["retain_version"]
                 self._update()
+            case "init_weight_transfer_engine":
+                self._connecting = True
             case "staging_receive_files":
-                self._files, self._payloads = True, 1
+                self._connecting, self._files, self._payloads = False, True, 1
             case "staging_drop":
                 self._active = self._files = False
             case "staging_store":
@@ -170,7 +173,7 @@ class FakeLlm:
     def _start(self) -> None:
         if self._active:
             raise RuntimeError("start_weight_update called while a weight update is already active.")
-        self._active, self._files, self._payloads = True, False, 0
+        self._active, self._connecting, self._files, self._payloads = True, False, False, 0
 
     def _update(self) -> None:
         if not self._active:

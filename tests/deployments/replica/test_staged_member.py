@@ -24,7 +24,7 @@ from deployments.protocol.poll import (
 )
 from deployments.replica.staged_member import StagedMember
 from deployments.replica.worker_calls import answer_calls, open_connection
-from deployments.weights.staging.worker_reports import ConnectState, from_wire, to_wire
+from deployments.weights.staging.worker_reports import from_wire, to_wire
 from tests.deployments.replica.fake_vllm import CHECKS, DONE, FakeLlm, staged_member
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
@@ -127,7 +127,7 @@ async def test_workers_that_staged_different_tensors_reject_the_round(
 
 
 async def test_missing_peer_is_a_failed_transfer(member: StagedMember, llm: FakeLlm) -> None:
-    llm.connects = ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
+    llm.connects = replace(llm.connects, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
     with pytest.raises(TransferFailed, match="1 of 3 came"):
         await member.execute(Connect(init_info={}))
 

@@ -13,7 +13,6 @@ from deployments.protocol.errors import TransferFailed
 from deployments.protocol.poll import Outcome, StoreResult, WriteVersion
 from deployments.weights.staging.worker_reports import (
     MAX_MESSAGE,
-    ConnectState,
     StagingState,
     from_wire,
     to_wire,
@@ -161,11 +160,10 @@ def test_a_connection_is_reported_once_established(worker: MemoryWorker) -> None
     joined = threading.Event()
     worker.engine.on_connect = lambda: joined.wait(TIMEOUT_S) and None
     worker.init_weight_transfer_engine({})
-    state = from_wire(ConnectState, worker.staging_connected(0.0))
-    assert state == ConnectState(done=False, outcome=Outcome.DONE)
+    assert from_wire(StagingState, worker.staging_progress(0.0)).payloads_done == 0
     joined.set()
-    state = from_wire(ConnectState, worker.staging_connected(TIMEOUT_S))
-    assert state == ConnectState(done=True, outcome=Outcome.DONE)
+    state = progress_of(worker)
+    assert (state.payloads_done, state.outcome, state.message) == (1, Outcome.DONE, "")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +181,8 @@ def test_a_failed_connection_is_reported_with_its_reason(
 
     worker.engine.on_connect = fail
     worker.init_weight_transfer_engine({})
-    state = from_wire(ConnectState, worker.staging_connected(TIMEOUT_S))
-    assert state == ConnectState(done=True, outcome=outcome, message=str(error))
+    state = progress_of(worker)
+    assert (state.payloads_done, state.outcome) == (1, outcome) and state.message.endswith(str(error))
 
 
 def test_a_long_message_is_cut(worker: MemoryWorker) -> None:

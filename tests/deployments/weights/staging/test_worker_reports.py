@@ -4,14 +4,12 @@ import pytest
 
 from deployments.protocol.poll import Check, Outcome, StoreResult
 from deployments.weights.staging.worker_reports import (
-    ConnectState,
     StagingState,
     from_wire,
     to_wire,
 )
 
 REPORTS = [
-    ConnectState(done=True, outcome=Outcome.TRANSFER_FAILED, message="2 of 3 joined"),
     StagingState(
         payloads_done=2,
         size_bytes=1 << 40,

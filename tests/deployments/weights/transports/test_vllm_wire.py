@@ -251,4 +251,4 @@ def test_a_unique_id_without_a_store_is_refused(wire: str, fleet: HttpFleet) -> 
     for receiver in fleet.receivers:
         receiver.connect(info)
         receiver.engine._thread.submit(lambda: None).result(TIMEOUT_S)
-        assert "expected master_address and master_port" in receiver.connected().message
+        assert "expected master_address and master_port" in receiver.progress().message

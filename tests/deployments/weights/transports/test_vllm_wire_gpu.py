@@ -52,7 +52,7 @@ def fleet(wire: str, tmp_path: Path) -> Iterator[HttpFleet]:
     torch.cuda.set_device(0)
     write_checkpoint(tmp_path, version(0))
     receiver = ProcessReceiver(f"staged_{engine}", str(tmp_path), f"cuda:{needed - 1}", False)
-    receiver.connected()  # it has imported vLLM: no deadline runs before that
+    receiver.progress()  # it has imported vLLM: no deadline runs before that
     yield HttpFleet([receiver])
     receiver.kill()
 

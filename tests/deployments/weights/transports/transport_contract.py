@@ -82,7 +82,7 @@ def make_fleet(transport: str, checkpoint: Path, count: int = 2, corrupt: bool =
         if key not in PROCESSES:
             PROCESSES[key] = ProcessReceiver(*key[:4])
     for key in keys:
-        PROCESSES[key].connected()  # it has imported vLLM: no deadline of a test runs before that
+        PROCESSES[key].progress()  # it has imported vLLM: no deadline of a test runs before that
     return Fleet([PROCESSES[key] for key in keys])
 
 

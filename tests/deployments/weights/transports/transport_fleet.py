@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from deployments.protocol.poll import Outcome
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
-from deployments.weights.staging.worker_reports import ConnectState, StagingState
+from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests
@@ -93,9 +93,6 @@ class Receiver:
 
     def connect(self, info: dict[str, Any]) -> None:
         self.engine.init_transfer_engine(self.engine.parse_init_info(info))
-
-    def connected(self) -> ConnectState:
-        return self.engine.connected()
 
     def start(self) -> None:
         self.engine.start_weight_update()
@@ -182,7 +179,7 @@ class Fleet:
             if "rank_offset" in info:
                 own["rank_offset"] = self.first_rank + index
             receiver.connect({**info, **own})
-        _until(lambda: [r.connected() for r in self.receivers], lambda state: state.done)
+        _until(self.progress, lambda state: state.payloads_done > 0)
 
     def start_weight_update(self) -> None:
         self.payloads = 0
