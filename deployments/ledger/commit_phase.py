@@ -177,7 +177,6 @@ def _drain(state: State, current: Round, member: Member) -> None:
         drain_of_round(current.round_id),
         [member],
         what=f"round {current.round_id}",
-        timeout_s=state.config.drain_timeout_s,
         then="keep",
         on_end=ended,
     )

@@ -5,23 +5,14 @@ Their JSON form is a file format. `Lasting` says which of them `recovery` still 
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 from pydantic_core import PydanticSerializationError
 
 from deployments.protocol.adapters import AdapterCatalog
-from deployments.protocol.engine_state import (
-    EngineState,
-    InFlight,
-    LastingOperation,
-    Pause,
-    Resume,
-    Sleep,
-    WakeUp,
-)
+from deployments.protocol.engine_state import InFlight, LastingOperation
 from deployments.protocol.poll import Check, CommitMode, InitialWeights, KvCache
 from deployments.protocol.publishing import RoundReport
 
@@ -170,38 +161,13 @@ class Cataloged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A lasting operation as the journal writes it."""
-
-    operation: str  # its name
-    arguments: Mapping[str, Any]
-
-    def restored(self) -> LastingOperation:
-        """Raises ValueError for an unknown operation, or arguments that it does not have."""
-        if self.operation not in _OPERATIONS:
-            raise ValueError(f"operation: expected one of {sorted(_OPERATIONS)}, got {self.operation!r}")
-        return _OPERATIONS[self.operation].validate_python(self.arguments)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStateChanged:
     """Users paused the fleet or put it to sleep. The end of a later committed round makes discarded weights
     intact."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[Annotated[LastingOperation, Field(discriminator="name")], ...]
     kind: Literal["engine_state_changed"] = "engine_state_changed"
 
-    @classmethod
-    def of(cls, engine_state: EngineState) -> Self:
-        return cls(steps=tuple(Step(operation=each.name, arguments=asdict(each)) for each in engine_state))
-
-    def engine_state(self) -> EngineState:
-        return tuple(step.restored() for step in self.steps)
-
-
-_OPERATIONS: Mapping[str, TypeAdapter[LastingOperation]] = {
-    kind.name: TypeAdapter(kind) for kind in (Pause, Resume, Sleep, WakeUp)
-}
 
 Decision = (
     Started

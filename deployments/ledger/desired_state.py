@@ -96,7 +96,6 @@ def _drain(state: State, call: PendingCall, pending: PendingOperation) -> None:
         pending.drain_id,
         call.waiting,
         what=name,
-        timeout_s=timeout_s,
         then="nothing changes",
         on_end=ended,
     )
@@ -172,7 +171,7 @@ def _make_durable(state: State) -> None:
     intended = _intended(state, drained=False)
     if intended != state.durable_engine_state:
         state.durable_engine_state = intended
-        state.decide(EngineStateChanged.of(intended))
+        state.decide(EngineStateChanged(steps=intended))
 
 
 def _called(state: State, call: PendingCall) -> None:

@@ -330,7 +330,6 @@ def begin_drain(
     members: Iterable[Member],
     *,
     what: str,
-    timeout_s: float,
     then: str,
     on_end: Callable[[PendingDrain], None],
 ) -> None:
@@ -338,7 +337,7 @@ def begin_drain(
 
     No replica is fenced because its requests take long. `what`, `then`: for the event of a timeout.
     """
-    members = list(members)
+    members, timeout_s = list(members), state.config.drain_timeout_s
 
     def ended(state: State, call: PendingCall) -> None:
         if drain not in state.drains:

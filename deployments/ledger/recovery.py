@@ -75,7 +75,7 @@ def _fold(state: State, decision: decisions.Decision) -> None:
             if decision.version == state.committed_version:
                 state.label = decision.label
         case decisions.EngineStateChanged():
-            state.engine_state = state.durable_engine_state = decision.engine_state()
+            state.engine_state = state.durable_engine_state = decision.steps
         case decisions.Scaled():
             state.desired = DesiredReplicas(wanted=decision.wanted, number=decision.number)
         case decisions.Cataloged():

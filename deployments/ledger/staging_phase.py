@@ -274,7 +274,6 @@ def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
         drain_of_round(current.round_id),
         current.remaining(),
         what=f"round {current.round_id}",
-        timeout_s=state.config.drain_timeout_s,
         then="abort",
         on_end=ended,
     )

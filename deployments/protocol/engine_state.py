@@ -9,7 +9,7 @@ joins later reaches it by running them in order.
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class InFlight(StrEnum):
@@ -26,14 +26,14 @@ class SleepTag(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    name: ClassVar[str] = "pause"
+    name: Literal["pause"] = "pause"
     mode: InFlight = InFlight.ABORT
     clear_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    name: ClassVar[str] = "resume"
+    name: Literal["resume"] = "resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class IsPaused:
 class Sleep:
     """Level 0 only stops scheduling, 1 moves the weights to host memory, 2 discards them."""
 
-    name: ClassVar[str] = "sleep"
+    name: Literal["sleep"] = "sleep"
     level: int = 1
     mode: InFlight = InFlight.ABORT
 
@@ -54,7 +54,7 @@ class Sleep:
 class WakeUp:
     """`tags` None wakes everything."""
 
-    name: ClassVar[str] = "wake_up"
+    name: Literal["wake_up"] = "wake_up"
     tags: tuple[SleepTag, ...] | None = None
 
 

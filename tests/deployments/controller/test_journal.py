@@ -263,8 +263,8 @@ def overwritten(path: Path) -> None:
     [
         (lambda path: path.write_bytes(b"hello\n" * 1000), "file is not a database"),
         (lambda path: path.write_bytes(b""), "is empty; restore the fleet's decisions"),
-        (foreign, "expected schema 2, found 0; it was written by another version"),
-        (newer, "expected schema 2, found 99; it was written by another version"),
+        (foreign, "expected schema 3, found 0; it was written by another version"),
+        (newer, "expected schema 3, found 99; it was written by another version"),
         (edited, "row 3: expected a decision, got 'nonsense'"),
         (truncated, "malformed"),
         (overwritten, "damaged|malformed"),

@@ -78,7 +78,7 @@ class LedgerMoves(ReplicaMoves):
     @rule(persist=st.booleans(), in_flight=IN_FLIGHT)
     def whole_round(self, persist: bool, in_flight: InFlight = InFlight.KEEP) -> None:
         """A publisher that does everything right, so that walks reach a commit often."""
-        if Sleep.name in self.ledger.status(self.now).condition:
+        if "sleep" in self.ledger.status(self.now).condition:
             self.call(WakeUp(tags=(SleepTag.WEIGHTS,)))
             self.poll_all(2)
         self.acquire("trainer")
