@@ -24,7 +24,6 @@ from deployments.protocol.poll import (
     KvCache,
     Receive,
     Staged,
-    StagingOptions,
     Verify,
 )
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
@@ -65,14 +64,13 @@ class Ours:
         self.times = Times(begin=time.perf_counter())
 
     async def update_weights(self, payload: JsonValue) -> None:
-        options = StagingOptions(kv_cache=self.kv_cache, in_flight=InFlight.KEEP)
         # CUDA IPC handles of vLLM's engine travel as the fleet's routes send them on.
         pickled = False
         if isinstance(payload, dict) and FIELD in payload:
             pickled = payload[FIELD] is not None
             payload = refuse_or_restrict(payload, allowed=True)
         payload = payload if pickled else encode_payload(payload)
-        await self._run(Receive(round_id=self.version + 1, payload=payload, options=options))
+        await self._run(Receive(round_id=self.version + 1, payload=payload))
 
     async def finish_weight_update(self) -> None:
         staged = await self._run(Verify(round_id=self.version + 1))

@@ -42,7 +42,6 @@ from deployments.protocol.poll import (
     FilePart,
     Receive,
     Staged,
-    StagingOptions,
     Verify,
     drain_of_round,
 )
@@ -124,16 +123,17 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
     current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
     members = current.remaining()
     call = membership.expect(state, Receive.name, members, on_complete=_answered, round_id=round_id)
-    options = StagingOptions(
-        retain_version=current.version if current.persist or not state.config.shared_store else None,
-        kv_cache=current.kv_cache,
-        in_flight=current.in_flight,
-    )
+    retain = current.persist or not state.config.shared_store
 
     def queue() -> None:
         for member in current.remaining():
             if member in call.waiting:
-                body = Receive(round_id=round_id, payload=parts[member], options=options)
+                body = Receive(
+                    round_id=round_id,
+                    payload=parts[member],
+                    retain_version=current.version if retain else None,
+                    in_flight=current.in_flight,
+                )
                 membership.queue(state, member, body, call)
 
     if current.must_drain and any(member.updates_in_place for member in members):

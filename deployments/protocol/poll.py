@@ -69,15 +69,6 @@ class FilePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagingOptions:
-    """How a round is staged and will commit; the same for every payload of the round."""
-
-    retain_version: int | None = None  # keep the received tensors under this version, for a store
-    kv_cache: KvCache = KvCache.RECOMPUTE
-    in_flight: InFlight = InFlight.KEEP
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
     """Stage one payload: one for all workers, or a list with one for each. The first one begins the round.
 
@@ -88,7 +79,9 @@ class Receive:
     name: ClassVar[str] = "receive"
     payload: JsonValue | FilePart
     round_id: int | None = None
-    options: StagingOptions = StagingOptions()
+    # The same for every payload of a round.
+    retain_version: int | None = None  # keep the received tensors under this version, for a store
+    in_flight: InFlight = InFlight.KEEP  # with `staging: none`, which pauses here
     load_id: str = ""
 
 

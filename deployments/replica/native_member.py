@@ -34,7 +34,6 @@ from deployments.protocol.poll import (
     Receive,
     Release,
     Staged,
-    StagingOptions,
     Swapped,
     Value,
     Verify,
@@ -76,7 +75,7 @@ class NativeMember(EngineMember):
         self._offered: Offered = {}
         self._reading: FileRead | None = None  # if weights come from files
         self._directory: str | None = None
-        self._options = StagingOptions()
+        self._in_flight = InFlight.KEEP
         self._pausing = False  # held, nothing loaded yet; later the commit ends the hold
         self._paused_at = 0.0
         self._stage_s = 0.0
@@ -105,14 +104,16 @@ class NativeMember(EngineMember):
             self._check_unchanged()
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
             self._directory, self._reading = None, None
+            self._in_flight = body.in_flight
         if isinstance(body.payload, FilePart):
-            await self._compare(body.payload, body.options)
+            await self._compare(body.payload)
             return
         offered = _tensors_of(body.payload)
         self._refuse(repeated(self._offered, offered))
         self._check(offered, complete=self._one_payload)
         if not self.partially_updated:
-            await self._pause(body.options)
+            await self._hold()
+            await self._engine.workers("start_weight_update")
         begin = time.perf_counter()
         await self._engine.workers("native_update", payload=body.payload)
         self._stage_s += time.perf_counter() - begin
@@ -126,7 +127,7 @@ class NativeMember(EngineMember):
         if self._directory is None:
             await self._engine.workers("finish_weight_update")
         else:
-            await self._hold(self._options)
+            await self._hold()
             await self._engine.workers("load_checkpoint", path=self._directory)
         digests = await self._engine.workers("native_digest")
         self._loaded = body.round_id
@@ -174,7 +175,7 @@ class NativeMember(EngineMember):
     async def forget(self, body: Forget) -> None:
         pass
 
-    async def _compare(self, part: FilePart, options: StagingOptions) -> None:
+    async def _compare(self, part: FilePart) -> None:
         """Compare a file with the publisher's digests; the engine keeps generating."""
         await self._check_reloadable()
         if any(Path(part.directory).glob(f"{MISTRAL}*.safetensors")):
@@ -192,18 +193,14 @@ class NativeMember(EngineMember):
         self._check(offered, complete=False)
         self._stage_s += time.perf_counter() - begin
         self._offered |= offered
-        self._directory, self._options = part.directory, options
+        self._directory = part.directory
 
-    async def _pause(self, options: StagingOptions) -> None:
-        await self._hold(options)
-        await self._engine.workers("start_weight_update")
-
-    async def _hold(self, options: StagingOptions) -> None:
+    async def _hold(self) -> None:
         self._paused_at = time.perf_counter()
         self._pausing |= not self._engine.held  # an earlier commit's hold has its own RELEASE
         self._engine.held = True  # a user's resume must not generate with mixed weights
         # `wait` was drained before.
-        mode = InFlight.ABORT if options.in_flight is InFlight.ABORT else InFlight.KEEP
+        mode = InFlight.ABORT if self._in_flight is InFlight.ABORT else InFlight.KEEP
         await self._engine.llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
         self.partially_updated, self.staged_round, self._pausing = True, self._receiving, False
 

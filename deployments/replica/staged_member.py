@@ -68,7 +68,7 @@ class StagedMember(EngineMember):
         if begins:
             await self._discard_leftover()
             self._receiving, self._payloads, self._leftover = body.round_id, 0, True
-            self._retaining = body.options.retain_version
+            self._retaining = body.retain_version
         share = self._engine.staging_share if self._engine.busy else 1.0
         # One call also begins the update: each call to the workers delays a decoding step.
         options = {"share": share, "begins": begins, "retain_version": self._retaining}

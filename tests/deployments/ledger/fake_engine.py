@@ -255,9 +255,9 @@ class FakeEngine:
         if self.receiving_round != body.round_id:
             self._discard()
             self.receiving_round, self.staging_intact = body.round_id, True
-            self.retaining = body.options.retain_version if self.retains else None
+            self.retaining = body.retain_version if self.retains else None
             if self.updates_in_place:
-                self._stop_running(body.options.in_flight)
+                self._stop_running(body.in_flight)
                 self.held = True
         if self.verified and self.updates_in_place:
             raise RuntimeError("start_weight_update must be called before update_weights")

@@ -2,9 +2,8 @@
 
 import pytest
 
-from deployments.protocol.ledger_config import SizeLimits
 from deployments.protocol.errors import Conflict, InvalidRequest
-from deployments.protocol.ledger_config import LedgerConfig, SizeLimits
+from deployments.protocol.ledger_config import SizeLimits
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

@@ -30,7 +30,7 @@ def test_every_commit_is_kept_on_each_host_whoever_published_it() -> None:
             fleet_id = scene.ledger.state.fleet_id
             own = WriteVersion(version=1, label=None, directory="", fleet_id=fleet_id, digest="aa")
             assert commit.keep == (own if kept else None), config
-            assert received.options.retain_version == (1 if kept else None), config
+            assert received.retain_version == (1 if kept else None), config
 
 
 def test_a_joiner_is_told_who_may_have_its_version() -> None:

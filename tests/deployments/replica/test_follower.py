@@ -16,14 +16,13 @@ from deployments.protocol.poll import (
     Outcome,
     Receive,
     Report,
-    StagingOptions,
     Verify,
 )
 from deployments.replica.follower import Follower
 from tests.deployments.replica.round_instructions import COMMIT
 from tests.deployments.replica.scripted_member import Member, Script
 
-RECEIVE = Receive(round_id=1, payload=None, options=StagingOptions())
+RECEIVE = Receive(round_id=1, payload=None)
 VERIFY = Verify(round_id=1)
 DROP = Drop(round_id=1)
 

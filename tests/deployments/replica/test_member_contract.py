@@ -29,7 +29,6 @@ from deployments.protocol.poll import (
     Receive,
     Release,
     RunOperation,
-    StagingOptions,
     Verify,
     WriteVersion,
     drain_of_round,
@@ -58,8 +57,7 @@ ANSWERS = {
 
 
 def receive(round_id: int) -> Receive:
-    options = StagingOptions(retain_version=FIRST_VERSION + round_id)
-    return Receive(round_id=round_id, payload=payload(round_id), options=options)
+    return Receive(round_id=round_id, payload=payload(round_id), retain_version=FIRST_VERSION + round_id)
 
 
 def commit(round_id: int, *, hold: bool = False) -> Commit:

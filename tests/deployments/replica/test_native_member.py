@@ -16,7 +16,6 @@ from deployments.protocol.poll import (
     Receive,
     RunOperation,
     Staged,
-    StagingOptions,
     Verify,
 )
 from deployments.replica.engine_core import RESET_CACHES
@@ -41,8 +40,8 @@ def payload(*, without: str = "") -> dict[str, Any]:
     return describe(tensors)
 
 
-def receive(sent: dict[str, Any], kv_cache: KvCache = KvCache.RECOMPUTE) -> Receive:
-    return Receive(round_id=9, payload=sent, options=StagingOptions(kv_cache=kv_cache))
+def receive(sent: dict[str, Any]) -> Receive:
+    return Receive(round_id=9, payload=sent)
 
 
 VERIFY, DROP = Verify(round_id=9), Drop(round_id=9)
@@ -89,7 +88,7 @@ async def test_native_round_pauses_at_the_first_payload_and_resumes_at_the_commi
 
 async def test_kept_requests_are_not_recomputed(model: Path) -> None:
     member, llm = member_of(model)
-    await member.execute(receive(payload(), KvCache.KEEP))
+    await member.execute(receive(payload()))
     await member.execute(VERIFY)
     await member.execute(commit(kv_cache=KvCache.KEEP))
     assert llm.did[-3:] == [f"{RESET_CACHES} False", "version 5", "resume"]
@@ -185,7 +184,7 @@ def parts_of(directory: Path, seed: int = 2) -> list[FilePart]:
 
 
 def read(part: FilePart) -> Receive:
-    return Receive(round_id=9, payload=part, options=StagingOptions())
+    return Receive(round_id=9, payload=part)
 
 
 async def test_directory_is_compared_while_generating_and_loaded_in_a_pause(
@@ -230,5 +229,5 @@ async def test_changed_directory_is_rejected_before_the_pause(
     assert not member.partially_updated and llm.begins
     await member.execute(DROP)
     for part in parts_of(tmp_path / "other"):
-        await member.execute(Receive(round_id=10, payload=part, options=StagingOptions()))
+        await member.execute(Receive(round_id=10, payload=part))
     await member.execute(Verify(round_id=10))

@@ -19,7 +19,6 @@ from deployments.protocol.poll import (
     Outcome,
     Receive,
     Staged,
-    StagingOptions,
     Verify,
 )
 from deployments.replica.staged_member import StagedMember
@@ -37,7 +36,7 @@ PART = FilePart(
 
 async def test_workers_read_files_without_a_connection(member: StagedMember, llm: FakeLlm) -> None:
     for _ in range(2):
-        await member.execute(Receive(round_id=1, payload=PART, options=StagingOptions(retain_version=4)))
+        await member.execute(Receive(round_id=1, payload=PART, retain_version=4))
     read = llm.named("staging_read")
     assert [(each["begins"], each["retain_version"]) for each in read] == [(True, 4), (False, 4)]
     assert all(from_wire(FilePart, each["part"]) == PART for each in read)
