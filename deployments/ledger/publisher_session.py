@@ -117,7 +117,6 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
         init_info=init_info,
         rank_offset=rank_offset,
         members=tuple(members),
-        epoch=state.epoch,
     )
     desk.connection, desk.told, desk.broken_by = connection, set(members), None
     bodies = {member: connection.connect_body(member) for member in members}

@@ -244,7 +244,6 @@ class Connection:
     init_info: Mapping[str, JsonValue]
     rank_offset: int | None  # rank of the first worker; None: not collective
     members: tuple[Member, ...]
-    epoch: int
 
     @property
     def collective(self) -> bool:
