@@ -40,7 +40,7 @@ if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gp
     settings.load_profile("slipstream")
 
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
-FLEETS = ("shared", "gloo", "launched", "arena", "ray")  # those of `make test`, the longest first
+FLEETS = ("shared", "gloo", "launched", "ray")  # those of `make test`, the longest first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -180,18 +179,6 @@ class Arena:
                 body: dict[str, Any] = answer.json()
                 return body
         return None
-
-    def deploy(self, **changes: Mapping[str, Any]) -> None:
-        """Have Serve run the configuration with other settings, by section."""
-        document: dict[str, Any] = deepcopy(dict(self.launched.document))
-        args = document["applications"][0]["args"]
-        for section, settings in changes.items():
-            args[section] = {**args.get(section, {}), **settings}
-        self.replicas = args["engine"]["num_replicas"]
-        answer = httpx.put(
-            f"{self.launched.dashboard}/api/serve/applications/", json=document, timeout=60, trust_env=False
-        )
-        answer.raise_for_status()
 
     def phase(self) -> str | None:
         """Of the round in flight."""

@@ -1,21 +1,18 @@
-"""An operator who changes directories while they are published, or starts a second fleet on the store."""
+"""An operator who changes directories while they are published."""
 
 import json
 import random
 import time
 from collections import Counter
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from safetensors.torch import save
 
 from tests.chaos.arena import Arena, beside, watched
 from tests.chaos.faults import Action, Case, Phase
-from tests.chaos.launching import SETTINGS, launch
 from tests.chaos.marked_weights import save_marked, tensors
 from tests.chaos.striking import strike
-from tests.fleet.deployed import merged
 
 pytestmark = [
     pytest.mark.chaos,
@@ -24,22 +21,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.long,
 ]
-
-
-def test_a_second_fleet_on_the_store_is_refused_and_takes_nothing(arena: Arena, tmp_path: Path) -> None:
-    store = arena.launched.state / "store"
-    changes = {"store": {"path": str(store)}, "engine": {"num_replicas": 1}, "trainer": None}
-    with watched(arena):
-        fleet = arena.fleet()
-        assert fleet is not None
-        with arena.quiet():
-            before = {store / "fleet.json", *store.glob("v*/*")}
-            with (
-                pytest.raises(AssertionError, match=f"belongs to fleet {fleet['fleet_id']}"),
-                launch(tmp_path, arena.launched.model, merged(SETTINGS, changes)),
-            ):
-                pass
-        assert all(path.exists() for path in before), "it removed what is the first one's"
 
 
 def test_a_directory_that_is_rewritten_and_moved_is_one_version_or_none(arena: Arena) -> None:

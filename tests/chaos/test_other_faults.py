@@ -1,5 +1,4 @@
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -104,21 +103,6 @@ def losses(arena: Arena, since: float) -> list[float]:
     return [e.at for e in arena.recording().events if e.name in gone and e.at >= since]
 
 
-def test_a_flipped_byte_in_the_store_is_never_loaded(arena: Arena) -> None:
-    with watched(arena, may_lose=1), arena.quiet():
-        until(
-            lambda: (arena.fleet() or {}).get("stored_version") == arena.committed(), 30, "the version stored"
-        )
-        (file,) = (arena.launched.state / "store" / f"v{arena.committed():08d}").glob("*.safetensors")
-        with file.open("r+b") as stream:
-            stream.seek(-1000, os.SEEK_END)
-            byte = stream.read(1)
-            stream.seek(-1, os.SEEK_CUR)
-            stream.write(bytes([byte[0] ^ 1]))
-        kill_a_replica(arena)
-        time.sleep(5.0)
-
-
 @pytest.mark.parametrize("trouble", list(Trouble))
 def test_an_unreliable_network_of_a_publisher_mixes_nothing(arena: Arena, trouble: Trouble) -> None:
     with watched(arena), arena.quiet(), network(arena.launched.url, trouble) as between:
@@ -130,18 +114,3 @@ def test_an_unreliable_network_of_a_publisher_mixes_nothing(arena: Arena, troubl
             arena.publisher.close()
             arena.publisher = reliable
         assert between.happened[trouble] > 0, between.happened
-
-
-def test_a_changed_setting_of_the_router_loses_no_request(arena: Arena) -> None:
-    with watched(arena):
-        arena.deploy(router={"request_timeout_s": 110})
-        time.sleep(20.0)
-
-
-def test_a_replica_is_added_and_one_is_taken_away(arena: Arena) -> None:
-    with watched(arena):
-        arena.deploy(engine={"num_replicas": 3})
-        until(arena.whole, 300, "three replicas")
-    with watched(arena, may_lose=1):
-        arena.deploy(engine={"num_replicas": 2})
-        until(arena.whole, 200, "two replicas")

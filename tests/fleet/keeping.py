@@ -33,25 +33,17 @@ class Keeper:
             start: gets an empty directory.
         """
         if self._fleet is None or self._fleet[0] != name:
-            running = self._new_cluster()
+            self.end()
+            running = self._running = ExitStack()
+            running.enter_context(ray_cluster(log_to_driver=False))
             self._fleet = name, running.enter_context(start(roots.mktemp(name)))
         return self._fleet[1]
-
-    def empty_cluster(self) -> None:
-        """Have a cluster in which nothing runs."""
-        self._new_cluster()
 
     def end(self) -> None:
         """End the fleet and the cluster."""
         running, self._running, self._fleet = self._running, None, None
         if running is not None:
             running.close()
-
-    def _new_cluster(self) -> ExitStack:
-        self.end()
-        running = self._running = ExitStack()
-        running.enter_context(ray_cluster(log_to_driver=False))
-        return running
 
 
 KEEPER = Keeper()

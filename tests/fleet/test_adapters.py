@@ -35,6 +35,9 @@ from tests.fleet.talk import (
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(600)]
 
 
+LONG = 500  # tokens: more than are made while an adapter is loaded
+
+
 def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
     adapted: Adapted, client: httpx.Client
 ) -> None:
@@ -59,7 +62,7 @@ def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, clie
     async def scenario(name: str) -> tuple[list[Answer], list[dict[str, Any]], int]:
         succeeded(await asyncio.to_thread(load, client, name, paths[0]))
         async with httpx.AsyncClient(base_url=adapted.fleet.url, timeout=200) as asking:
-            running = await asyncio.gather(*(begun(asking, PROMPT, 900, model=name) for _ in range(4)))
+            running = await asyncio.gather(*(begun(asking, PROMPT, LONG, model=name) for _ in range(4)))
             succeeded(await asyncio.to_thread(load, client, name, paths[1], load_inplace=True))
             still = sum(not each.done() for each in running)
             later = await asyncio.to_thread(everywhere, client, name, COUNT)
@@ -69,7 +72,7 @@ def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, clie
     first, second = Merged(base, 11), Merged(base, 12)(PROMPT, COUNT)
     for attempt in range(5):  # a fast engine may be done before the second version is loaded
         answers, later, still = asyncio.run(scenario(f"run-{attempt}"))
-        assert [first.continues(PROMPT, answer.token_ids) for answer in answers] == [900] * 4
+        assert [first.continues(PROMPT, answer.token_ids) for answer in answers] == [LONG] * 4
         assert [tokens(answer) for answer in later] == [second] * 2
         assert len({answer.adapter for answer in answers} | {each["adapter"] for each in later}) == 2
         if still:

@@ -1,4 +1,3 @@
-import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from app.client.completions import Answer
 from deployments.protocol.errors import Conflict
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.fleet_connection import free_port
@@ -37,7 +35,6 @@ from tests.fleet.processes import engine_of, names_of, wait_until_gone
 from tests.fleet.talk import (
     PROMPT,
     Reference,
-    ask,
     complete,
     on_every_replica,
     served_checkpoint,
@@ -66,37 +63,6 @@ def test_a_round_of_two_ranks_reaches_replicas_that_have_ranks_of_their_own(gloo
             assert answer.weight_versions == [VersionSpan(version=version, start=0, end=24)]
         last = client.get("/fleet/rounds").json()["rounds"][-1]
         assert len(last["replicas"]) == 2 and not last["fenced"]
-
-
-@pytest.mark.long
-def test_requests_with_kept_caches_continue_across_rounds(gloo: Fleet) -> None:
-    async def scenario() -> list[Answer]:
-        async with httpx.AsyncClient(base_url=gloo.url, timeout=300) as client:
-
-            def publish() -> None:
-                with gloo.client() as trainer:
-                    for _ in range(3):
-                        train_and_publish(trainer)
-
-            rounds = asyncio.create_task(asyncio.to_thread(publish))
-
-            async def keep_asking(index: int) -> list[Answer]:
-                """One request after another, so that some are running whenever a round comes."""
-                answers = []
-                while not rounds.done():
-                    answers.append(await ask(client, [20 + index, 3], 200, stream=index % 2 == 0))
-                return answers
-
-            answers = await asyncio.gather(*(keep_asking(index) for index in range(24)))
-            await rounds
-            return [answer for some in answers for answer in some]
-
-    answers = asyncio.run(scenario())
-    assert all(len(answer.token_ids) == 200 and answer.weight_versions[-1].end == 200 for answer in answers)
-    assert any(len(answer.weight_versions) > 1 for answer in answers)
-    for answer in answers:
-        versions = [span.version for span in answer.weight_versions]
-        assert versions == sorted(set(versions))
 
 
 class KillingSource(ModuleSource):

@@ -19,7 +19,6 @@ from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.fleet.deployed import Fleet
 from tests.fleet.talk import begun, body, complete
 from tests.tiny_models import tiny_llama
-from trainers.trajectory import VersionSpan
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(300)]
 register()
@@ -71,15 +70,6 @@ async def running_during_a_round(fleet: Fleet, seed: int, in_flight: InFlight) -
         running = await running_answers(client, 16, 900)
         await asyncio.to_thread(send)
         return await asyncio.gather(*running)
-
-
-@pytest.mark.long
-def test_wait_lets_running_requests_finish_on_their_version(fleet: Fleet) -> None:
-    before = fleet.version()
-    for answer in asyncio.run(running_during_a_round(fleet, 31, InFlight.WAIT)):
-        assert answer.weight_versions == [VersionSpan(version=before, start=0, end=900)]
-    with fleet.client() as client:
-        assert complete(client).version == before + 1
 
 
 def test_abort_ends_running_requests_with_what_they_have(fleet: Fleet) -> None:

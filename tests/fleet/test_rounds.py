@@ -62,7 +62,7 @@ def test_every_replica_proves_a_rounds_version(fleet: Fleet) -> None:
         assert client.get("/metrics").text.count("slipstream_proof_worst_difference{") == 2
 
 
-async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[int], Answer]]:
+async def _answers_during_rounds(fleet: Fleet, requests: int, rounds: int) -> list[tuple[list[int], Answer]]:
     limits = httpx.Limits(max_connections=300, keepalive_expiry=KEPT_S)
     async with httpx.AsyncClient(base_url=fleet.url, timeout=400, limits=limits) as client:
 
@@ -80,18 +80,19 @@ async def _answers_during_rounds(fleet: Fleet, rounds: int) -> list[tuple[list[i
                 answers.append((prompt, await ask(client, prompt, 160, stream=index % 2 == 0)))
             return answers
 
-        asked = await asyncio.gather(*(keep_asking(index) for index in range(200)))
+        asked = await asyncio.gather(*(keep_asking(index) for index in range(requests)))
         await publishing
         return [answer for some in asked for answer in some]
 
 
-def test_200_requests_in_flight_do_not_notice_ten_rounds(fleet: Fleet) -> None:
+@pytest.mark.parametrize(("requests", "rounds"), [(40, 3), pytest.param(200, 10, marks=pytest.mark.long)])
+def test_requests_in_flight_do_not_notice_rounds(fleet: Fleet, requests: int, rounds: int) -> None:
     with fleet.client() as client:
         first = train_and_publish(client)
     wait_for(stored(fleet, first))  # the first rounds may find every request still at its first version
-    results = asyncio.run(_answers_during_rounds(fleet, 10))
+    results = asyncio.run(_answers_during_rounds(fleet, requests, rounds))
     last = fleet.version()
-    assert last >= first + 10
+    assert last >= first + rounds
     references: dict[int, Reference] = {}
     for _, answer in results:
         assert len(answer.token_ids) == 160

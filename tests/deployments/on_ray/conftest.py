@@ -1,31 +1,34 @@
-"""One Ray cluster for all modules of this folder."""
+"""One Ray cluster and one Serve for all modules of this folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
+from ray import serve
 
-STARTS = 2  # Ray waits 30 s for its own processes, which is not enough on a busy host
+from app.http.auth import listening_address
+from tests.fleet.deployed import ray_cluster
+from tests.free_ports import free_ports
 
 
 @pytest.fixture(scope="package", autouse=True)
 def cluster() -> Iterator[None]:
-    for attempt in range(1, STARTS + 1):
-        try:
-            ray.init(
-                address="local",
-                num_cpus=2,
-                num_gpus=4,  # in name only
-                include_dashboard=False,
-                runtime_env={"env_vars": {"PYTHONPATH": str(Path(__file__).parents[3])}},
-                log_to_driver=False,
-                namespace="serve",  # Serve's own: names are looked up there
-            )
-            break
-        except Exception:  # Ray has many for a cluster that does not start in time
-            ray.shutdown()
-            if attempt == STARTS:
-                raise
+    options = {
+        "num_gpus": 4,  # in name only
+        "runtime_env": {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[3])}},
+        "log_to_driver": False,
+        "namespace": "serve",  # Serve's own: names are looked up there
+    }
+    with ray_cluster(**options):
+        yield
+
+
+@pytest.fixture(scope="package")
+def serving(cluster: None) -> Iterator[None]:
+    """Serve, listening on all addresses."""
+    assert listening_address() is None
+    (port,) = free_ports(1)
+    serve.start(http_options={"host": "0.0.0.0", "port": port})
+    assert listening_address() == ("0.0.0.0", port)
     yield
-    ray.shutdown()
+    serve.shutdown()

@@ -18,15 +18,7 @@ from tests.deployments.on_ray.slot_actors import Rank, Replica
 from tests.deployments.trainer.trainer_specs import trainer_spec
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("ray"), pytest.mark.timeout(480)]
-PORT = 8361
 PLAN = SlotPlan(name="slots-test", slots=2, gpus_per_slot=2, engine_share=0.6, trainer_share=0.4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def serving(cluster: None) -> Iterator[None]:
-    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
-    yield
-    serve.shutdown()
 
 
 @pytest.fixture(scope="module")
