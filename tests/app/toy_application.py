@@ -1,12 +1,16 @@
-"""A Serve application that starts in a second, and leaves a process behind on purpose.
+"""A Serve application that fails to start, and leaves a process behind on purpose.
 
 Its deployments have the names of those that take live settings (`app/command/deploy.py`).
 """
 
+import os
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from ray import serve
+
+from app.command.runs import MARK
 
 
 class Settled:
@@ -17,20 +21,17 @@ class Settled:
 
 
 class Toy(Settled):
-    """Answers every request with a greeting, or fails to start."""
+    """Writes the mark that its processes inherit into a file, and fails."""
 
-    def __init__(self, fail: bool, controller: Any) -> None:
-        if fail:
-            raise RuntimeError("no weights here")
+    def __init__(self, file: str, controller: Any) -> None:
         # In a session of its own: Serve does not end it.
-        self.orphan = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-
-    async def __call__(self, request: Any) -> str:
-        return "hello"
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        Path(file).write_text(os.environ[MARK])
+        raise RuntimeError("no weights here")
 
 
 def build(args: dict[str, Any]) -> Any:
     without_cpus = {"ray_actor_options": {"num_cpus": 0}}
     controller = serve.deployment(Settled, name="controller").options(**without_cpus)
     router = serve.deployment(Toy, name="router").options(**without_cpus)
-    return router.bind(args["served_model_name"] == "fail", controller.bind())
+    return router.bind(f"{args['model']}/mark", controller.bind())

@@ -119,9 +119,10 @@ def launch(
     host: str = "127.0.0.1",
     token: str | None = None,
     variables: Mapping[str, str] | None = None,
+    ended_by: signal.Signals = signal.SIGINT,
     **of_serve: Any,
 ) -> Iterator[Launched]:
-    """A fleet that the launcher has started. Ctrl-C ends it, and nothing may be left of it.
+    """A fleet that the launcher has started. A signal ends it, and nothing may be left of it.
 
     Args:
         changes: of the application's settings.
@@ -169,7 +170,7 @@ def launch(
         for each in marked(MARK, mark):  # a stopped process cannot exit
             with suppress(psutil.Error):
                 each.resume()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(ended_by)
         try:
             process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -178,6 +179,8 @@ def launch(
         finally:
             if own_disk:
                 subprocess.run(["umount", "--lazy", str(root / "state")], check=True)
+    last = output.read_text().rstrip().rpartition("\n")[2]
+    assert process.returncode == 0 and last.startswith("Stopped; logs are in "), last
     left = left_behind(mark, shared, scratch)
     assert not left, f"left behind: {left}"
 

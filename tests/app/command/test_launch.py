@@ -1,14 +1,10 @@
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,93 +142,41 @@ def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
         assert result.stderr.startswith("slipstream: Ray's dashboard does not answer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    process: subprocess.Popen[str]
-    url: str
-    output: Path
-
-    def marks(self) -> set[str]:
-        """The cluster's mark, read off a child of the launcher."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = set()
-        for child in children:
-            entries = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-            found |= {entry.partition("=")[2] for entry in entries if entry.startswith(f"{MARK}=")}
-        return found
-
-    def logs(self) -> Path:
-        """What the launcher printed at the start."""
-        (directory,) = re.findall(r"^Logs: (\S+)", self.output.read_text(), re.MULTILINE)
-        return Path(directory)
-
-    def wait_for(self, text: str, timeout_s: float = 450) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while text not in self.output.read_text():
-            assert self.process.poll() is None and time.monotonic() < deadline_s, self.output.read_text()
-            time.sleep(0.2)
-
-
-def launch(directory: Path, name: str) -> Launched:
-    (directory / "config.json").write_text("{}")  # a model as far as the launcher is concerned
+@pytest.mark.serve
+@pytest.mark.timeout(700)  # Ray and Serve start beside four engines that do
+def test_a_fleet_that_cannot_start_says_why_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    """`tests/chaos/launching.py` looks for the same at the end of each fleet."""
+    (tmp_path / "config.json").write_text("{}")  # a model as far as the launcher is concerned
     http_port, dashboard_port = free_ports(2)
     toy = {
         "name": "toy",
         "import_path": "tests.app.toy_application:build",
-        "args": {"model": str(directory), "served_model_name": name, "state_dir": str(directory / "state")},
+        "args": {"model": str(tmp_path), "state_dir": str(tmp_path / "state")},
     }
     document = {"http_options": {"host": "127.0.0.1", "port": http_port}, "applications": [toy]}
-    (directory / "serve.yaml").write_text(yaml.safe_dump(document))
-    arguments = ["--config", str(directory / "serve.yaml"), "--dashboard-port", str(dashboard_port)]
-    output = directory / "output"
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(document))
+    arguments = ["--config", str(tmp_path / "serve.yaml"), "--dashboard-port", str(dashboard_port)]
+    environment = users_environment(PYTHONPATH=str(Path.cwd()), TMPDIR=str(tmp_path))
+    output = tmp_path / "output"
     with output.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "app.command.cli", "serve", *arguments],
             stdout=file,
             stderr=subprocess.STDOUT,
-            text=True,
-            env=users_environment(PYTHONPATH=str(Path.cwd()), TMPDIR=str(directory)),
+            env=environment,
         )
-    return Launched(process=process, url=f"http://127.0.0.1:{http_port}", output=output)
-
-
-@pytest.fixture
-def end_later() -> Iterator[list[Launched]]:
-    launched: list[Launched] = []
-    yield launched
-    for each in launched:
-        if each.process.poll() is None:
-            each.process.terminate()
-            each.process.wait(120)
-
-
-@pytest.mark.serve
-@pytest.mark.timeout(700)  # Ray and Serve start beside four engines that do
-def test_a_stopped_fleet_leaves_no_process_behind(tmp_path: Path, end_later: list[Launched]) -> None:
-    """By SIGTERM. `tests/chaos/launching.py` ends each of its fleets by Ctrl-C, and looks for the same."""
-    fleet = launch(tmp_path, "well")
-    end_later.append(fleet)
-    fleet.wait_for(f"Slipstream is up: {fleet.url}")
-    assert httpx.get(fleet.url, trust_env=False).text == "hello"
-    (mark,) = fleet.marks()
-    assert len(list(marked_processes(mark))) > 3
-    fleet.process.send_signal(signal.SIGTERM)
-    assert fleet.process.wait(120) == 0
-    assert list(marked_processes(mark)) == []
-    assert fleet.output.read_text().rstrip().endswith(f"Stopped; logs are in {fleet.logs()}")
-    assert fleet.logs().is_dir() and not list(fleet.logs().parent.glob("sockets"))
-
-
-@pytest.mark.serve
-@pytest.mark.timeout(700)  # Ray and Serve start beside four engines that do
-def test_a_fleet_that_cannot_start_says_why_and_ends(tmp_path: Path, end_later: list[Launched]) -> None:
-    fleet = launch(tmp_path, "fail")
-    end_later.append(fleet)
-    assert fleet.process.wait(450) == 1
-    text = fleet.output.read_text()
+    try:
+        assert process.wait(450) == 1
+    finally:
+        process.terminate()
+        process.wait(120)
+    text = output.read_text()
     assert "the fleet could not be started" in text
     assert "RuntimeError: no weights here" in text
-    assert f"logs are in {fleet.logs()}" in text and fleet.logs().is_dir()
+    (logs,) = re.findall(r"^Logs: (\S+)", text, re.MULTILINE)
+    assert f"logs are in {logs}" in text and Path(logs).is_dir()
+    assert not list(Path(logs).parent.glob("sockets"))
+    assert list(marked_processes((tmp_path / "mark").read_text())) == []
 
 
 def details(status: str, ready: int, message: str = "") -> dict[str, Any]:

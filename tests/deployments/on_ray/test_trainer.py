@@ -2,7 +2,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -53,8 +53,9 @@ def spec(tmp_path: Path) -> TrainerSpec:
 
 
 @pytest.fixture
-def controller(controllers: Any, tmp_path: Path) -> RemoteController:
-    return RemoteController(controllers, tmp_path)
+def controller(controllers: Any, tmp_path: Path) -> Iterator[RemoteController]:
+    yield RemoteController(controllers, tmp_path)
+    ray.get(controllers.close.remote(tmp_path))
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +89,7 @@ def exists(pid: int) -> bool:
     return False
 
 
+@pytest.mark.long  # a caller that leaves is the same to the trainer: test_trainer.py
 async def test_work_continues_when_ray_cancels_its_call() -> None:
     worker = ray.remote(num_cpus=0)(SlowWorker).remote()
     trainer = ray.remote(num_cpus=0)(Queueing).remote(worker)

@@ -63,6 +63,11 @@ class Controllers:
             self._controllers[directory] = ControllerInProcess(directory)
         return change(self._controllers[directory])
 
+    def close(self, directory: Path) -> None:
+        """Its replicas poll no more."""
+        if (controller := self._controllers.pop(directory, None)) is not None:
+            controller.close()
+
 
 class RemoteController:
     """Stands where a `CallHandle` of the controller does, in any process of the cluster."""
