@@ -46,6 +46,10 @@ OPERATORS_ROUTES = [
     ("POST", "/train/step"),
     ("GET", "/train/status"),
     ("GET", "/server_info"),
+    ("GET", "/fleet/adapters"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+    ("POST", "/load_lora_adapter"),
 ]
 UNKNOWN_ROUTES = [("POST", "/collective_rpc"), ("GET", "/no/such/route"), ("GET", "/pause")]
 

@@ -27,6 +27,7 @@ def test_every_operation_answers_whatever_is_sent() -> None:
     assert tally.statuses[200] and tally.statuses[400]
 
 
+@pytest.mark.slow  # the whole document
 async def test_every_operation_needs_a_token() -> None:
     async with client(FakeController(), trainer=FakeTrainer(), **OPTIONS) as fleet:
         document = (await fleet.get("/openapi.json", headers=HEADERS)).json()
