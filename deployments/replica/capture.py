@@ -103,6 +103,8 @@ class Capture:
             if not answers:
                 await self.opened()
             if self.said is not None:
+                if self.said.repeats:
+                    await asyncio.sleep(0)  # they come without a pause, and other requests wait
                 self.said.add(output, adapter(), with_logprobs=asked.num_logprobs is not None)
             finished = []
             for completion in output.outputs:

@@ -10,12 +10,13 @@
 So detokenizer, parsers, stop strings, penalties, grammars, log-probabilities and usage are vLLM's own.
 """
 
+import asyncio
 import copy
 import json
 import sys
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from deployments.protocol.errors import Conflict
 from deployments.protocol.rollouts import NOT_CONTINUED, SAID
 
 TOKENS = "slipstream_said"  # in the extra_args of an engine's request: token ids of the answer so far
+TURN = 64  # pieces that are replayed while other requests wait, 0.1 ms each
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each line
 
 
@@ -45,14 +47,23 @@ class Said:
     """
 
     def __init__(self, received: bytes = b"") -> None:
-        first, *pieces = [json.loads(line) for line in received.splitlines()] or [None]
-        self._begin = first
-        names = tuple(Piece.__dataclass_fields__)
-        self.pieces = [Piece(**dict(zip(names, piece, strict=True))) for piece in pieces]
-        self._repeated = len(self.pieces)  # outputs that the router knows
+        begin, *self._lines = received.splitlines() or [b"null"]
+        self._begin = json.loads(begin)
+        self._repeated = len(self._lines)  # outputs that the router knows
         self._news: list[bytes] = []
         self._continues = True
         self.versions: list[tuple[str, int]] = []  # vLLM's own list, which grows
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the next output is one of a replica before this one."""
+        return self._repeated > 0
+
+    def pieces(self) -> Iterator[Piece]:
+        """What the replica before this one said."""
+        names = tuple(Piece.__dataclass_fields__)
+        for line in self._lines:
+            yield Piece(**dict(zip(names, json.loads(line), strict=True)))
 
     def give_up(self) -> None:
         """The answer cannot be continued from here on."""
@@ -92,9 +103,10 @@ class Said:
         news, self._news = self._news, []
         return b"".join(SAID + line + b"\n\n" for line in news)
 
-    def replay(self, processor: Any, request: Any, queue: Any, adapter: str | None) -> bool:
+    async def replay(self, processor: Any, request: Any, queue: Any, adapter: str | None) -> bool:
         """Give vLLM's output processor, which has just got the request, what was said before; `queue` then
-        returns an output for each piece. Returns whether the engine is needed for the rest.
+        returns an output for each piece. Returns whether the engine is needed for the rest. Other requests
+        have their turns meanwhile: an answer of 16,000 tokens takes seconds.
 
         Raises:
             Conflict: as `check`.
@@ -108,13 +120,14 @@ class Said:
             return True
         self.check(begin_of(request.prompt_token_ids, adapter, 0))
         state.num_cached_tokens = self._begin[2]
-        said = [token for piece in self.pieces for token in piece.token_ids]
-        if self.pieces:
-            starts = ((version, start) for version, start in self.pieces[-1].versions if start < len(said))
-            state.weight_version_starts.extend(starts)
+        said: list[int] = []
         outputs = []
         traces = processor.tracing_enabled
-        for piece in self.pieces:
+        for number, piece in enumerate(self.pieces(), 1):
+            if number % TURN == 0:
+                await asyncio.sleep(0)
+            said += piece.token_ids
+            self.versions[:] = [(version, start) for version, start in piece.versions if start < len(said)]
             logprobs = [
                 {token: Logprob(*fields) for token, *fields in position} for position in piece.logprobs
             ]

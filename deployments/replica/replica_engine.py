@@ -155,9 +155,10 @@ class RecordingLLM(AsyncLLM):
         self.check_admission(request_id=request.request_id)
         self.output_processor.add_request(request, prompt, None, index, queue)
         try:
-            begins = capture.said.replay(self.output_processor, request, queue, recorder.adapter)
-        except SlipstreamError as error:
-            capture.failure = error
+            begins = await capture.said.replay(self.output_processor, request, queue, recorder.adapter)
+        except BaseException as error:  # vLLM aborts what is in its queue, which its caller has not got
+            if isinstance(error, SlipstreamError):
+                capture.failure = error
             self.output_processor.abort_requests([request.request_id], internal=True)
             raise
         if begins:

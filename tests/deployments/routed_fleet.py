@@ -165,7 +165,7 @@ class Engine:
         if (said := capture.said) is not None:
             if asked.get("n", 1) > 1:
                 said.give_up()
-            repeated = [token for piece in said.pieces for token in piece.token_ids]
+            repeated = [token for piece in said.pieces() for token in piece.token_ids]
             self.continued.append(repeated)
             try:
                 said.check(begin_of(asked["prompt"], self.adapter, 0))

@@ -1,9 +1,11 @@
 """A half-said answer in vLLM's own output processor and engine core request, without an engine."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -18,9 +20,12 @@ from vllm.v1.worker import worker_base  # as in a worker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from deployments.protocol.errors import Conflict
-from deployments.protocol.rollouts import SAID
+from deployments.protocol.rollouts import SAID, RolloutRequest
 from deployments.replica import continuation
-from deployments.replica.continuation import TOKENS, Said, resume
+from deployments.replica.capture import Capture
+from deployments.replica.continuation import TOKENS, TURN, Said, resume
+from deployments.replica.replica_engine import RecordingLLM
+from deployments.replica.spans import RECORDER, SpanRecorder
 from tests.tiny_models import save_tokenizer
 
 PROMPT = [5, 6, 7]
@@ -73,7 +78,8 @@ class Replica:
         self.request = engine_request(params, prompt)
         self._queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
         self._processor.add_request(self.request, None, queue=self._queue)
-        self.begins = self._said.replay(self._processor, self.request, self._queue, adapter)
+        replaying = self._said.replay(self._processor, self.request, self._queue, adapter)
+        self.begins = asyncio.run(replaying)
         self.outputs: list[RequestOutput] = []
         while (output := self._queue.get_nowait()) is not None:
             self._take(output)
@@ -181,6 +187,55 @@ def test_spans_are_those_of_both_replicas(tokenizer: TokenizerLike) -> None:
     second.samples([14], version="9", finish=FinishReason.LENGTH)
     spans = second.outputs[-1].outputs[0].weight_versions
     assert [(each.version, each.start, each.end) for each in spans] == [("7", 0, 2), ("8", 2, 4), ("9", 4, 5)]
+
+
+def test_other_requests_have_turns_while_a_long_answer_is_said_again(tokenizer: TokenizerLike) -> None:
+    """A client may leave meanwhile."""
+    pieces, turns = 3 * TURN, 0
+    params = sampling(max_tokens=pieces + 1)
+    first = Replica(tokenizer, params)
+    for _ in range(pieces):
+        first.samples([10])
+    processor, request = OutputProcessor(tokenizer, log_stats=False), engine_request(params)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    core = SimpleNamespace(add_request_async=AsyncMock())
+    llm: Any = SimpleNamespace(output_processor=processor, engine_core=core, check_admission=Mock())
+    recorder = SpanRecorder(7)
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def added() -> Capture:
+        turn = RolloutRequest(rollout_ids=("r",), owner="", request="q")
+        recorder.capture = Capture(turn, AsyncMock(), Said(first.comments))
+        await RecordingLLM._add_request(llm, request, None, None, 0, queue)
+        return recorder.capture
+
+    async def replayed() -> AsyncGenerator[Any, None]:
+        while (output := queue.get_nowait()) is not None:
+            yield output
+
+    async def again() -> int:
+        RECORDER.set(recorder)
+        leaving, beside = asyncio.create_task(added()), asyncio.create_task(other())
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert not processor.has_unfinished_requests() and not core.add_request_async.called
+        queue.get_nowait()  # that it was aborted
+        before = turns
+        capture = await added()
+        assert core.add_request_async.called and turns - before >= 3
+        before = turns
+        async for _ in capture.taken(replayed(), {"type": "token"}, params, 0, lambda: None):
+            pass
+        beside.cancel()
+        return turns - before
+
+    assert asyncio.run(again()) >= pieces
 
 
 @pytest.mark.parametrize("options", [{"prompt": [5, 6, 8]}, {"adapter": "math@4"}])
