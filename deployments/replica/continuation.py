@@ -212,6 +212,8 @@ def install() -> None:
         post_init(state)
         if (said := _said(state.sampling_params)) and not state.output_token_ids:
             state.output_token_ids = list(said)
+            if state.generator is not None:  # else the rest had the random numbers of the answer's beginning
+                state.generator.manual_seed((state.generator.initial_seed() + len(said)) % (1 << 63))
 
     CachedRequestState.__post_init__ = with_output
 

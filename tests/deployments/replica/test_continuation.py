@@ -9,6 +9,7 @@ from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
+import torch
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike, get_tokenizer
@@ -299,9 +300,13 @@ def test_a_worker_of_the_first_model_runner_gets_the_output(monkeypatch: pytest.
     assert worker_base is not None
     continuation.install()
     continuation.install()
+    seeds = set()
     for params, expected in ((sampling(), []), (sampling(extra_args={TOKENS: [10, 11]}), [10, 11])):
+        seeded = torch.Generator().manual_seed(-1)
         state = CachedRequestState(
             **{"req_id": "r", "prompt_token_ids": PROMPT, "mm_features": [], "sampling_params": params},
-            **{"generator": None, "block_ids": ([0],), "num_computed_tokens": 0, "output_token_ids": []},
+            **{"generator": seeded, "block_ids": ([0],), "num_computed_tokens": 0, "output_token_ids": []},
         )
         assert (state.output_token_ids, state.num_tokens) == (expected, 3 + len(expected))
+        seeds.add(seeded.initial_seed())
+    assert len(seeds) == 2, "the rest has other random numbers than the answer's first tokens"
