@@ -6,6 +6,7 @@ of it as the engine's prompt has. Positions in the prompt are transformers' own 
 
 import io
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import AutoImageProcessor, PreTrainedModel
 from trainers.batching import TokenBatch
 from trainers.trajectory import MAX_NAMED, Trajectory
 
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MAX_PIXELS = 1 << 26  # of a file, before it is resized
 
 
@@ -149,6 +151,8 @@ class ImageReader:
 def check_images(trajectories: Sequence[Trajectory], reader: ImageReader | None) -> None:
     """Raises one ValueError for all images that the model cannot learn from."""
     found = []
+    if reader is not None:
+        reader.forget()  # what a refused batch has left
     for number, trajectory in enumerate(trajectories):
         if trajectory.images and reader is None:
             found.append(
@@ -168,15 +172,18 @@ def check_images(trajectories: Sequence[Trajectory], reader: ImageReader | None)
 def _opened(content: bytes) -> Pictures.Image:
     """As vLLM opens it: upright, in RGB, on white where it is transparent."""
     try:
-        image: Pictures.Image = Pictures.open(io.BytesIO(content))
-        if image.width * image.height > MAX_PIXELS:
-            raise ValueError(f"expected an image of at most {MAX_PIXELS} pixels, got {image.size}")
-        image = ImageOps.exif_transpose(image)
-        image.load()
-    except (OSError, SyntaxError, Pictures.DecompressionBombError) as error:
+        image: Pictures.Image = Pictures.open(io.BytesIO(content), formats=FORMATS)
+        width, height = image.size
+        if width * height <= MAX_PIXELS:
+            with suppress(Exception):  # as vLLM does with metadata that it cannot read
+                image = ImageOps.exif_transpose(image)
+            image.load()
+    except Exception as error:  # PIL's decoders raise many kinds for a damaged file
         raise ValueError(
-            f"expected an image file, got {len(content)} bytes that are none: {error}"
+            f"expected an image file ({', '.join(FORMATS)}), got {len(content)} bytes that are none: {error}"
         ) from error
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"expected an image of at most {MAX_PIXELS} pixels, got {width} x {height}")
     if image.mode != "RGBA":
         return image.convert("RGB")
     made = Pictures.new("RGB", image.size, (255, 255, 255))

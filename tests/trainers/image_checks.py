@@ -1,5 +1,6 @@
 """What a trainer makes of images, with their processor: python -m tests.trainers.image_checks DIR"""
 
+import io
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from tests.tiny_models import save_tiny_llama, save_tiny_seeing
 from tests.trainers.vllm_images import picture
@@ -78,9 +80,12 @@ def main(directory: Path) -> None:
     reader = policy.images
     good = picture(64, 64)  # 2 x 2 tokens
     seen = [258, *[PAD] * 4, 259]
+    large = io.BytesIO()
+    Image.new("1", (8193, 8192)).save(large, "PNG")
     for pattern, each in {
-        r"trajectory 0: expected an image file, got 6 bytes": trajectory(seen, b"broken"),
-        r"trajectory 0: expected an image file, got 90 bytes": trajectory(seen, good[:90]),
+        r"trajectory 0: expected an image file .*, got 6 bytes": trajectory(seen, b"broken"),
+        r"trajectory 0: expected an image file .*, got 90 bytes": trajectory(seen, good[:90]),
+        r"expected an image of at most 67108864 pixels, got 8193 x 8192": trajectory(seen, large.getvalue()),
         r"expected placeholders of \[6\] tokens.*got \[4\]": trajectory(seen, picture(100, 70)),
         r"expected placeholders of \[4, 4\].*2 images, got \[4\]": trajectory(seen, good, good),
     }.items():
