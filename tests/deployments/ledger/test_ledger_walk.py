@@ -29,7 +29,7 @@ class LateLedger(Ledger):
 
 
 class CheckedLedger(Ledger):
-    """Checks what `Admission.on_report` returns."""
+    """Checks what `Ledger.on_report` returns."""
 
     def on_report(self, report: Report, now: float) -> bool:
         self.advance(now)  # what time alone makes possible, which the next tick would find
