@@ -9,7 +9,15 @@
 
 from trainers.losses import LearnedTokens, TokenLosses
 from trainers.settings import LossConfig
-from trainers.trajectory import Trajectory
+from trainers.trajectory import RoutedExperts, Trajectory
 from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes
 
-__all__ = ["MEDIA_TYPE", "LearnedTokens", "LossConfig", "TokenLosses", "Trajectory", "to_bytes"]
+__all__ = [
+    "MEDIA_TYPE",
+    "LearnedTokens",
+    "LossConfig",
+    "RoutedExperts",
+    "TokenLosses",
+    "Trajectory",
+    "to_bytes",
+]

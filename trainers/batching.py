@@ -50,6 +50,8 @@ class TokenBatch:
     # int64 [M]; UNKNOWN_VERSION where it is not known
     versions: torch.Tensor
     images: "ImageInputs | None" = None
+    # int16 [R * L, layers, top_k], see `trainers.routing_replay`; -1: the router chooses; None: all do
+    routed: torch.Tensor | None = None
 
     def learned(
         self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
@@ -201,7 +203,34 @@ def lay_out(
         ),
         advantages=of_learned(_per_token(each, each.advantage, torch.float32) for each in completions),
         versions=of_learned(_versions(completion) for completion in completions),
+        routed=_routed(completions, predictors, input_ids.numel(), device),
     )
+
+
+def _routed(
+    completions: Sequence[Trajectory],
+    predictors: Sequence[torch.Tensor],
+    positions: int,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Of a shared prompt those that its last completion got. Raises ValueError: of two models."""
+    shapes = {(each.layers, each.top_k) for each in (one.routed_experts for one in completions) if each}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"routed_experts: expected those of one model, got layers and top_k {sorted(shapes)}"
+        )
+    if not shapes:
+        return None
+    ((layers, top_k),) = shapes
+    routed = torch.full((positions, layers, top_k), -1, dtype=torch.int16)
+    for completion, before in zip(completions, predictors, strict=True):
+        if (given := completion.routed_experts) is None:
+            continue
+        prompt, end = len(completion.prompt_token_ids), int(before[0]) + 1
+        ids = torch.frombuffer(bytearray(given.ids), dtype=getattr(torch, given.dtype))
+        ids = ids.view(-1, layers, top_k).to(torch.int16)
+        routed[end - prompt : end], routed[before[1:]] = ids[:prompt], ids[prompt:]
+    return routed.to(device)
 
 
 def _per_token(completion: Trajectory, values: Any, dtype: torch.dtype) -> torch.Tensor:

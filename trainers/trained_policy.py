@@ -16,6 +16,7 @@ from trainers.images import ImageReader
 from trainers.layers import prepare_layers, with_input_gradients
 from trainers.lora import LoraAdapter
 from trainers.output_head import OutputHead, TokenScores, replaced
+from trainers.routing_replay import RoutingReplay
 from trainers.settings import Checkpointing, DrafterConfig, Dtype, LoraConfig, Vision
 from trainers.sources import load_parameters, names_without_aliases
 
@@ -55,6 +56,7 @@ class TrainedPolicy:
         self.compute_dtype = compute_dtype  # autocast dtype; None: the parameters' own
         self._compiled = compiled
         self._head = OutputHead(model, compiled=compiled)
+        self.routing = RoutingReplay(model)
 
     @classmethod
     def load(
@@ -186,6 +188,7 @@ class TrainedPolicy:
         """Log-probabilities of the learned tokens, with gradient unless disabled; a drafter can then learn
         from the same pass."""
         drafter = self.drafter if torch.is_grad_enabled() else None
+        self.routing.use(batch.routed)
         with self.autocast(), nullcontext() if drafter is None else drafter.recording(), self._seeing(batch):
             return self._head.scores(
                 batch.predictors,

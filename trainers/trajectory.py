@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import compress
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, Strict, TypeAdapter, ValidationError
+from pydantic import Base64Bytes, BeforeValidator, Strict, TypeAdapter, ValidationError
 
 MAX_NAMED = 3  # problems in a message
 Integer: TypeAlias = Annotated[int, Strict()]
@@ -41,6 +41,26 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedExperts:
+    """What the routers of the rollout engine chose, see `trainers.routing_replay`.
+
+    Attributes:
+        layers: all of the model; those without experts are not read.
+        ids: numbers of experts [positions, layers, top_k], base64 in JSON. The positions are those of prompt
+            and completion but the last one, which predicts nothing.
+    """
+
+    layers: Integer
+    top_k: Integer
+    dtype: Literal["uint8", "uint16"]
+    ids: Base64Bytes
+
+    @property
+    def position_bytes(self) -> int:
+        return self.layers * self.top_k * (1 if self.dtype == "uint8" else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """A sampled completion and its advantage.
 
@@ -59,6 +79,7 @@ class Trajectory:
     constrained: tuple[bool, ...] | None = None
     # Files in the order of their placeholders, which are in the prompt, or masked. Trajectories share them.
     images: tuple[ImageFile, ...] = ()
+    routed_experts: RoutedExperts | None = None  # None: the trainer's routers choose
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
@@ -159,4 +180,10 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int | 
             found.append(f"a version span must lie in [0, {count}], got [{span.start}, {span.end}]")
         if not 0 <= span.version < 1 << 63:
             found.append(f"a version must be 0 or more, and less than 2 ** 63, got {span.version}")
+    routed = trajectory.routed_experts
+    if routed is not None and len(routed.ids) != (len(trajectory) - 1) * routed.position_bytes:
+        found.append(
+            f"routed_experts must have {len(trajectory) - 1} * {routed.position_bytes} bytes of ids, for "
+            f"each position of prompt and completion but the last one, got {len(routed.ids)}"
+        )
     return found

@@ -12,6 +12,7 @@ weight_versions    integers [S, 4]; optional: trajectory, version, start and end
 image_lengths      integers [K]       bytes of each image file; optional
 image_bytes        integers [B]       all files, concatenated, uint8; each one once
 images             integers [I, 2]    trajectory and file, in the order of the placeholders
+routed_experts     uint8 or uint16 [R, layers, top_k]; optional: ids of `trajectory.RoutedExperts`
 
 The metadata may have `settings`, JSON of `trainers.settings.StepSettings`.
 """
@@ -20,13 +21,14 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise, repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from trainers.trajectory import Trajectory, VersionSpan
+from trainers.trajectory import RoutedExperts, Trajectory, VersionSpan
 
 MEDIA_TYPE = "application/x-safetensors"
 SETTINGS = "settings"  # metadata key
@@ -36,7 +38,11 @@ _KINDS = {"integers": "iu", "floats": "f", "booleans or integers": "biu"}
 _REQUIRED = dict.fromkeys(("prompt_lengths", "prompt_token_ids", "lengths", "token_ids"), "integers")
 _OF_ROLLOUTS = {"logprobs": "floats", "advantages": "floats"}
 _MASKS = {"loss_mask": True, "constrained": False}  # defaults
-_ROWS = {"weight_versions": 4, "images": 2}  # numbers in a row
+_ROWS = {
+    "weight_versions": ("rows", 4),
+    "images": ("rows", 2),
+    "routed_experts": ("positions", "layers", "top_k"),
+}
 _IMAGES = ("image_lengths", "image_bytes", "images")
 _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | dict.fromkeys((*_ROWS, *_IMAGES), "integers")
 
@@ -72,6 +78,11 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
         arrays["image_bytes"] = np.frombuffer(b"".join(files), np.uint8)
         rows = [(i, files[each]) for i, of in enumerate(trajectories) for each in of.images]
         arrays["images"] = np.array(rows, np.int64)
+    if routed := [each.routed_experts for each in trajectories if each.routed_experts is not None]:
+        if len(routed) < len(trajectories):
+            raise ValueError(f"expected routed_experts of all {len(trajectories)}, got {len(routed)}")
+        ids = np.frombuffer(b"".join(each.ids for each in routed), routed[0].dtype)
+        arrays["routed_experts"] = ids.reshape(-1, routed[0].layers, routed[0].top_k)
     return save(arrays, None if settings is None else {SETTINGS: settings})
 
 
@@ -113,6 +124,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     values = advantages.tolist() if len(advantages) == count else _parts(advantages, lengths)
     spans = _spans(arrays.get("weight_versions"), count)
     images = _images(arrays, count)
+    routed = _routed(arrays.get("routed_experts"), prompt_lengths, lengths)
     return [
         Trajectory(
             prompt_token_ids=prompts[index],
@@ -123,6 +135,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
             loss_mask=masks[index],
             constrained=constrained[index],
             images=tuple(images[index]),
+            routed_experts=routed[index],
         )
         for index in range(count)
     ]
@@ -158,15 +171,34 @@ def _check(arrays: Mapping[str, Array], *, sampled: bool) -> None:
             raise ValueError(f"expected no other arrays than {sorted(known)}, got {name!r}")
         if array.dtype.kind not in _KINDS[known[name]]:
             raise ValueError(f"{name}: expected {known[name]}, got {array.dtype}")
-        width = _ROWS.get(name)
-        expected = "one dimension" if width is None else f"[rows, {width}]"
-        if array.shape[1:] != (() if width is None else (width,)):
+        shape = _ROWS.get(name)
+        expected = "one dimension" if shape is None else f"[{', '.join(map(str, shape))}]"
+        sizes = ("",) if shape is None else shape
+        if len(sizes) != array.ndim or any(
+            isinstance(each, int) and each != size for each, size in zip(sizes, array.shape, strict=True)
+        ):
             raise ValueError(f"{name}: expected {expected}, got {list(array.shape)}")
     for name in ("prompt_lengths", "lengths", "image_lengths"):
         if name in arrays and (arrays[name].astype(np.int64) < 0).any():
             raise ValueError(f"{name}: expected lengths, got {arrays[name].min()}")
     if 0 < len(arrays.keys() & set(_IMAGES)) < len(_IMAGES):
         raise ValueError(f"expected all of {', '.join(_IMAGES)}, or none, got {sorted(arrays)}")
+
+
+def _routed(ids: Array | None, prompts: Array, lengths: Array) -> list[RoutedExperts | None]:
+    if ids is None:
+        return [None] * len(lengths)
+    if ids.dtype not in (np.uint8, np.uint16):
+        raise ValueError(f"routed_experts: expected uint8 or uint16, got {ids.dtype}")
+    _, layers, top_k = ids.shape
+    positions = [
+        prompt + length - 1 for prompt, length in zip(prompts.tolist(), lengths.tolist(), strict=True)
+    ]
+    if sum(positions) != len(ids) or min(positions, default=0) < 0:
+        raise ValueError(f"routed_experts: expected {sum(positions)} positions, got {len(ids)}")
+    dtype: Any = str(ids.dtype)
+    parts = np.split(ids, np.cumsum(positions)[:-1])
+    return [RoutedExperts(layers=layers, top_k=top_k, dtype=dtype, ids=part.tobytes()) for part in parts]
 
 
 def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.routing import number_of
+from trainers.trajectory import RoutedExperts
 
 ID_HEADER = "x-rollout-id"
 REQUEST_HEADER = "x-rollout-turn"
@@ -105,6 +106,7 @@ class CapturedTurn:
         constrained: a grammar limited the choice of tokens.
         sampling: the request's sampling parameters.
         images: in the order of their tokens.
+        routed_experts: None: the engine does not return them (`enable_return_routed_experts`).
     """
 
     key: str
@@ -118,6 +120,7 @@ class CapturedTurn:
     finish_reason: str | None
     sampling: Mapping[str, float | int | None]
     images: tuple[CapturedImage, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
 
 def check_id(name: str, value: str) -> str:

@@ -17,6 +17,7 @@ from deployments.protocol.errors import InvalidRequest, SlipstreamError
 from deployments.protocol.rollouts import CapturedImage, CapturedTurn, RolloutRequest
 from deployments.replica.continuation import Said
 from deployments.replica.image_files import FILES
+from trainers.trajectory import RoutedExperts
 
 Ledger = Callable[..., Awaitable[None]]  # takes the name of a method of the `RolloutStore`, and its arguments
 SAMPLING = (
@@ -62,10 +63,10 @@ class Capture:
 
     def sampling(self, params: Any) -> Any:
         """vLLM's sampling parameters with the log-probability of each sampled token."""
-        if params.num_logprobs is not None:
-            return params
         changed = copy.copy(params)
-        changed.logprobs = 0
+        changed.routed_experts_prompt_start = 0
+        if params.num_logprobs is None:
+            changed.logprobs = 0
         return changed
 
     async def taken(
@@ -116,6 +117,7 @@ class Capture:
                     choice = first_choice + completion.index
                     turn = self._captured(output, completion, asked, answer, choice, adapter(), images)
                     finished.append((rollouts[choice if len(rollouts) > 1 else 0], turn))
+                completion.routed_experts = None  # megabytes, which the trainer gets from the ledger
             if finished:
                 await self._record(finished)
             yield output
@@ -130,6 +132,13 @@ class Capture:
         adapter: str | None,
         images: tuple[CapturedImage, ...],
     ) -> CapturedTurn:
+        positions = len(output.prompt_token_ids) + len(answer.token_ids) - 1
+        if (ids := completion.routed_experts) is not None and len(ids) != positions:
+            self.failure = SlipstreamError(
+                f"x-rollout-id: expected routed experts of {positions} positions, the engine returned "
+                f"{len(ids)}"
+            )
+            raise self.failure
         return CapturedTurn(
             key=f"{self._turn.request}/{choice}",
             attempt=self._turn.attempt,
@@ -144,6 +153,7 @@ class Capture:
             finish_reason=completion.finish_reason,
             sampling={name: getattr(asked, name) for name in SAMPLING},
             images=images,
+            routed_experts=_routed(ids),
         )
 
     async def _record(self, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
@@ -174,6 +184,14 @@ def _images(prompt: Any, first_choice: int | None) -> tuple[CapturedImage, ...]:
         digest = sha256(content).hexdigest()
         found.append(CapturedImage(offset=place.offset, digest=digest, content=content))
     return tuple(sorted(found, key=lambda image: image.offset))
+
+
+def _routed(ids: Any) -> RoutedExperts | None:
+    """Of vLLM's array [positions, layers, top_k]."""
+    if ids is None:
+        return None
+    _, layers, top_k = ids.shape
+    return RoutedExperts(layers=layers, top_k=top_k, dtype=str(ids.dtype), ids=ids.tobytes())  # type: ignore[arg-type]
 
 
 class _Answer:

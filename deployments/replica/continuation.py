@@ -16,9 +16,13 @@ import json
 import sys
 import zlib
 from array import array
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
+
+import numpy as np
 
 from deployments.protocol.errors import Conflict
 from deployments.protocol.rollouts import NOT_CONTINUED, SAID
@@ -37,6 +41,7 @@ class Piece:
     versions: list[tuple[str, int]]  # all so far, with the index of their first token
     finish_reason: str | None
     stop_reason: int | str | None
+    routed: str | None  # routed experts since the piece before, as vLLM's answers have them
 
 
 class Said:
@@ -52,7 +57,11 @@ class Said:
         self._repeated = len(self._lines)  # outputs that the router knows
         self._news: list[bytes] = []
         self._continues = True
-        self.versions: list[tuple[str, int]] = []  # vLLM's own list, which grows
+        # vLLM's own lists, which grow
+        self.versions: list[tuple[str, int]] = []
+        self._routed: list[Any] = []  # arrays [positions, layers, top_k]
+        self._told_routed = 0
+        self._missing_routed = 0  # positions of which the router knows tokens and no experts
 
     @property
     def repeats(self) -> bool:
@@ -96,7 +105,20 @@ class Said:
             for by_token in completion.logprobs
         ]
         end = completion.finish_reason, completion.stop_reason
-        self._news.append(_line([[*completion.token_ids], logprobs, self.versions, *end]))
+        routed = self._new_routed(len(completion.token_ids)) if self._routed else None
+        if self._continues:
+            self._news.append(_line([[*completion.token_ids], logprobs, self.versions, *end, routed]))
+
+    def _new_routed(self, tokens: int) -> str | None:
+        """What vLLM has said of the positions before the newest token; the next replica begins there."""
+        new, self._told_routed = self._routed[self._told_routed :], len(self._routed)
+        self._missing_routed += tokens - sum(map(len, new))
+        if self._missing_routed:  # vLLM kept tokens back (`stream_interval`)
+            self.give_up()
+            return None
+        from vllm.utils.serial_utils import numpy2base64
+
+        return numpy2base64(np.concatenate(new)) if new else None
 
     def news(self) -> bytes:
         """Comments for the router, which belong before the events that follow."""
@@ -115,7 +137,8 @@ class Said:
         from vllm.v1.engine import EngineCoreOutput, FinishReason
 
         state = processor.request_states[request.request_id]
-        self.versions = state.weight_version_starts
+        self.versions, self._routed = state.weight_version_starts, state.routed_experts_chunks
+        self._missing_routed = len(request.prompt_token_ids) - 1
         if self._begin is None:
             return True
         self.check(begin_of(request.prompt_token_ids, adapter, 0))
@@ -143,6 +166,7 @@ class Said:
                 new_token_ids=list(piece.token_ids),
                 finish_reason=finish,
                 stop_reason=piece.stop_reason if ended else None,
+                routed_experts=None if piece.routed is None else np.load(BytesIO(b64decode(piece.routed))),
             )
             processor.tracing_enabled = False  # vLLM's span needs the figures of an engine's step
             try:
@@ -151,6 +175,7 @@ class Said:
                 processor.tracing_enabled = traces
             if (replayed := queue.get_nowait()) is not None:
                 outputs.append(replayed)
+        self._told_routed, self._missing_routed = len(self._routed), 0
         state.is_prefilling = True
         # Putting them into the queue would join them to one output, and its events would be others.
         replays, get_nowait = iter(outputs), queue.get_nowait

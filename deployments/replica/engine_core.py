@@ -158,7 +158,8 @@ def set_weight_version(core: Any, weight_version: str) -> None:
 def reset_caches(core: Any, recompute: bool) -> None:
     """Drop caches of the replaced weights; before `set_weight_version`, in the same pause."""
     scheduler = core.scheduler
-    if recompute:
+    # vLLM keeps routed experts by a block's hash, and cannot follow a request whose hashes change.
+    if recompute or scheduler.aux_output_connector is not None:
         if not scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("the KV connector did not reset its cache")
     else:

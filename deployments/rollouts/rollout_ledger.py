@@ -54,6 +54,7 @@ class Rollout:
     state: State = State.OPEN
     turns: int = 0
     tokens: int = 0  # stored ones: prefixes shared between turns count once
+    routed_bytes: int = 0  # of a token's routed experts
     reward: Reward | None = None
 
 
@@ -125,6 +126,7 @@ class NewTurn:
     sampled: int
     policy: str
     version: int
+    routed_bytes: int = 0
     digest: Callable[[int], str]
 
 
@@ -186,7 +188,7 @@ class RolloutLedger:
         former = table.get(key)
         for each, sign in ((former, -1), (record, 1)):
             if isinstance(each, Rollout):
-                size = TURN_BYTES * (1 + each.turns) + TOKEN_BYTES * each.tokens
+                size = TURN_BYTES * (1 + each.turns) + (TOKEN_BYTES + each.routed_bytes) * each.tokens
                 self._bytes[each.owner] += sign * size
             elif isinstance(each, Group) and each.state not in self._ended:
                 self._waiting[each.owner] += sign * len(each.members)
@@ -312,7 +314,8 @@ class RolloutLedger:
                 f"('rollouts.max_tokens'), got {tokens}"
             )
         self._put(added)
-        self._put(replace(rollout, turns=max(rollout.turns, number + 1), tokens=tokens))
+        turns_now, routed = max(rollout.turns, number + 1), max(rollout.routed_bytes, new.routed_bytes)
+        self._put(replace(rollout, turns=turns_now, tokens=tokens, routed_bytes=routed))
         return number, added
 
     def reward(self, rollout_id: str, owner: str, reward: Reward, now: float) -> None:

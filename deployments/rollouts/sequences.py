@@ -9,8 +9,10 @@ sequences it is masked.
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from trainers.trajectory import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,7 @@ class TurnTokens:
     finish_reason: str | None
     sampling: Mapping[str, Any]
     images: Sequence[str] = ()  # digests, of the whole prompt
+    routed_experts: RoutedExperts | None = None  # of the positions that the parent's answer does not have
 
 
 def sequences(turns: Sequence[TurnTokens]) -> list[dict[str, Any]]:
@@ -93,4 +96,12 @@ def _sequence(turns: Sequence[TurnTokens], path: Sequence[int], learned: set[int
         "weight_versions": spans,
         "turns": places,
         **({"images": list(images)} if (images := turns[path[-1]].images) else {}),
-    }
+    } | _routed([turns[number].routed_experts for number in path])
+
+
+def _routed(parts: Sequence[RoutedExperts | None]) -> dict[str, RoutedExperts]:
+    """The experts of each position as they were when its next token was sampled."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return {}
+    return {"routed_experts": replace(known[0], ids=b"".join(part.ids for part in known))}

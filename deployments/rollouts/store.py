@@ -25,18 +25,19 @@ from deployments.protocol.errors import FleetUnavailable, InvalidRequest, Journa
 from deployments.protocol.rollouts import CapturedTurn, Reward, RolloutLimits
 from deployments.rollouts.rollout_ledger import KINDS, NewTurn, Rollout, RolloutLedger, Turn
 from deployments.rollouts.sequences import TurnTokens, sequences
+from trainers.trajectory import RoutedExperts
 
 NAME = "captured.sqlite"
-SCHEMA = 5
-WITHOUT_IMAGES = 4  # the schema before this one
-IMAGES = f"""
-BEGIN;
+FIRST = 4  # the schema of `TABLES`; the changes since, each with its number
+CHANGES = {
+    5: """
 CREATE TABLE images (digest TEXT PRIMARY KEY, content BLOB NOT NULL);
 CREATE TABLE shown (turn TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (turn, digest)) WITHOUT ROWID;
 CREATE INDEX shown_by_digest ON shown (digest);
-PRAGMA user_version={SCHEMA};
-COMMIT;
-"""
+""",
+    6: "ALTER TABLE tokens ADD COLUMN routed BLOB NOT NULL DEFAULT x'';",
+}
+SCHEMA = max(CHANGES)
 TABLES = f"""
 PRAGMA journal_mode=WAL;
 BEGIN;
@@ -46,12 +47,13 @@ CREATE TABLE tokens
     (turn TEXT PRIMARY KEY, prompt BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
      detail TEXT NOT NULL);
 CREATE TABLE infos (rollout TEXT PRIMARY KEY, info TEXT NOT NULL);
-PRAGMA user_version={WITHOUT_IMAGES};
+PRAGMA user_version={FIRST};
 COMMIT;
 """
 
 RESERVE_PAGES = 1 << 14  # 64 MiB
 MAX_TAKEN = 1 << 20  # tokens of an answer: no turn is recorded for half a second; some 30 MB of JSON
+TAKEN_BYTES = 30  # of a token; those that its routed experts add count as tokens
 
 # Keeps the row's number: groups are taken in the order in which they began.
 PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
@@ -82,14 +84,14 @@ class RolloutStore:
             # Without a file for its shared memory, for which a full disk has no room.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             (schema,) = self._db.execute("PRAGMA user_version").fetchone()
-            if schema not in (0, WITHOUT_IMAGES, SCHEMA):
+            if schema not in (0, FIRST, *CHANGES):
                 raise JournalError(
                     f"{self._path}: expected schema {SCHEMA}, found {schema}: move the file away"
                 )
             if schema == 0:  # else nothing is written: the disk may be full
                 self._db.executescript(TABLES)
-            if schema != SCHEMA:
-                self._db.executescript(IMAGES)
+            for number in range(max(schema, FIRST) + 1, SCHEMA + 1):
+                self._db.executescript(f"BEGIN;{CHANGES[number]}PRAGMA user_version={number};COMMIT;")
             self._check_fleet(fleet_id)
             (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
             self._max_pages = int(limits.max_gib * (1 << 30) / page_bytes)
@@ -151,6 +153,7 @@ class RolloutStore:
             )
         tokens = captured.prompt_token_ids + captured.token_ids
         policy, version = _policy(captured)
+        routed = captured.routed_experts
 
         def digest(length: int) -> str:
             """Other images have the same tokens."""
@@ -166,12 +169,13 @@ class RolloutStore:
             sampled=len(captured.token_ids) // 4,
             policy=policy,
             version=version,
+            routed_bytes=0 if routed is None else routed.position_bytes,
             digest=digest,
         )
         added = self._ledger.append(rollout_id, owner, new)
         if added is not None:
             _, turn = added
-            detail = {
+            detail: dict[str, Any] = {
                 "weight_versions": captured.weight_versions,
                 "adapter": captured.adapter,
                 "constrained": captured.constrained,
@@ -179,9 +183,14 @@ class RolloutStore:
                 "sampling": captured.sampling,
                 "images": [image.digest for image in captured.images],
             }
-            prompt = captured.prompt_token_ids[4 * (turn.length - turn.stored) :]
-            row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail))
-            self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
+            known, ids = turn.length - turn.stored, b""
+            if routed is not None:
+                # The parent's last token was not computed by the parent: its experts are of this turn.
+                ids = routed.ids[max(0, known - 1) * routed.position_bytes :]
+                detail["routed"] = {"layers": routed.layers, "top_k": routed.top_k, "dtype": routed.dtype}
+            prompt = captured.prompt_token_ids[4 * known :]
+            row = (turn.key, prompt, captured.token_ids, captured.logprobs, json.dumps(detail), ids)
+            self._db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?)", row)
             for image in captured.images:
                 self._db.execute("INSERT OR IGNORE INTO images VALUES (?, ?)", (image.digest, image.content))
                 self._db.execute("INSERT OR IGNORE INTO shown VALUES (?, ?)", (turn.key, image.digest))
@@ -224,7 +233,7 @@ class RolloutStore:
                 if tokens >= MAX_TAKEN:
                     break
                 rollouts = self._ledger.rewarded(name)
-                tokens += sum(each.tokens for each in rollouts)
+                tokens += sum(each.tokens * (1 + each.routed_bytes // TAKEN_BYTES) for each in rollouts)
                 groups.append({"group": name, "rollouts": [self._rollout(each) for each in rollouts]})
             _, _, ready = self._ledger.position(run, self._clock())
         found = {
@@ -246,16 +255,17 @@ class RolloutStore:
         return msgspec.Raw(msgspec.json.encode(found))
 
     def _turn(self, key: str) -> TurnTokens:
-        record, *blobs, detail = self._db.execute(
-            "SELECT record, prompt, sampled, logprobs, detail FROM records JOIN tokens ON turn = key "
+        record, *blobs, ids, detail = self._db.execute(
+            "SELECT record, prompt, sampled, logprobs, routed, detail FROM records JOIN tokens ON turn = key "
             "WHERE kind = ? AND key = ?",
             (Turn.KIND, key),
         ).fetchone()
         prompt, sampled, logprobs = (array(c, blob) for c, blob in zip("iif", blobs, strict=True))
         parent = msgspec.json.decode(record, type=Turn).parent
-        return TurnTokens(
-            parent=parent, prompt=prompt, sampled=sampled, logprobs=logprobs, **json.loads(detail)
-        )
+        fields = json.loads(detail)
+        if (routed := fields.pop("routed", None)) is not None:
+            fields["routed_experts"] = RoutedExperts(**routed, ids=ids)
+        return TurnTokens(parent=parent, prompt=prompt, sampled=sampled, logprobs=logprobs, **fields)
 
     @contextmanager
     def _transaction(self, reserve_pages: int = RESERVE_PAGES) -> Iterator[None]:

@@ -98,6 +98,7 @@ class TrainerRank:
                 sampled=sampled,
             )
             check_images(parsed, self._policy.images)
+            self._policy.routing.check(parsed)
             self._learner.apply(given)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error

@@ -21,14 +21,15 @@ def sampling_params(
         seed=None,
         max_tokens=16,
         n=choices,
+        routed_experts_prompt_start=0,
     )
 
 
 async def generated(
-    prompt: Sequence[int] | None, answers: Sequence[Sequence[int]], *, delta: bool
+    prompt: Sequence[int] | None, answers: Sequence[Sequence[int]], *, delta: bool, routed: Any = None
 ) -> AsyncGenerator[Any, None]:
     """The outputs of one call: a token of a choice after the other, or all choices at once. A token's
-    log-probability is its negative."""
+    log-probability is its negative. `routed`: vLLM's array of every answer."""
     whole = []
     for index, tokens in enumerate(answers):
         pieces = [[token] for token in tokens] if delta else [list(tokens)]
@@ -43,6 +44,7 @@ async def generated(
                 finish_reason="stop" if last else None,
                 stop_reason=None,
                 weight_versions=[span] if last else None,
+                routed_experts=routed if last else None,
             )
             if delta:
                 yield SimpleNamespace(prompt_token_ids=prompt, num_cached_tokens=0, outputs=[completion])

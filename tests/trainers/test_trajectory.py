@@ -1,5 +1,6 @@
 import json
 import struct
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from safetensors.numpy import load, save
 
-from trainers.trajectory import Trajectory, VersionSpan, parse_trajectories
+from trainers.trajectory import RoutedExperts, Trajectory, VersionSpan, parse_trajectories
 from trainers.trajectory_arrays import from_bytes, settings_of, to_bytes
 
 GOOD = {
@@ -162,6 +163,25 @@ def test_a_batch_without_masks_and_lists_is_read_as_it_was() -> None:
         ONE,
         OTHER,
     ]
+
+
+def test_routed_experts_are_read_as_they_were_written() -> None:
+    experts = [
+        RoutedExperts(layers=2, top_k=1, dtype="uint16", ids=bytes(range(4 * positions)))
+        for positions in (4, 1)
+    ]
+    batch = [replace(each, routed_experts=ids) for each, ids in zip((ONE, OTHER), experts, strict=True)]
+    assert from_bytes(to_bytes(batch)) == batch
+    assert parse({**GOOD, "routed_experts": {**asdict(experts[1]), "ids": "AAECAwABAgMAAQID"}})
+    with pytest.raises(ValueError, match=r"3 \* 4 bytes of ids, for each position .*, got 4"):
+        parse({**GOOD, "routed_experts": {**asdict(experts[1]), "ids": "AAECAw=="}})
+    with pytest.raises(ValueError, match="expected routed_experts of all 2, got 1"):
+        to_bytes([batch[0], OTHER])
+    arrays = load(to_bytes(batch))
+    with pytest.raises(ValueError, match="routed_experts: expected 5 positions, got 4"):
+        from_bytes(save(arrays | {"routed_experts": arrays["routed_experts"][:4]}))
+    with pytest.raises(ValueError, match="expected uint8 or uint16, got int64"):
+        from_bytes(save(arrays | {"routed_experts": arrays["routed_experts"].astype(np.int64)}))
 
 
 def test_single_trajectories_are_checked_like_any_others() -> None:

@@ -6,18 +6,20 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media.image import ImageMediaIO
 
-from deployments.protocol.errors import FleetUnavailable, InvalidRequest
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest, SlipstreamError
 from deployments.protocol.rollouts import CapturedTurn, RolloutRequest
 from deployments.replica import image_files
 from deployments.replica.capture import Capture
 from deployments.replica.image_files import ImageFiles
 from tests.deployments.engine_outputs import generated, sampling_params
+from trainers.trajectory import RoutedExperts
 
 TURN = RolloutRequest(rollout_ids=("a",), owner="ann", request="r", attempt=5)
 
@@ -53,7 +55,7 @@ async def outputs(capture: Capture, *, delta: bool, logprobs: int | None = None,
     first = options.pop("first", 0)
     images = {name: value for name, value in options.items() if name.startswith("mm_")}
     prompt = {"type": options.pop("kind", "token"), **images}
-    stream = generated([1, 2], [[3, 4], [5]], delta=delta)
+    stream = generated([1, 2], [[3, 4], [5]], delta=delta, routed=options.get("routed"))
     return [
         each async for each in capture.taken(stream, prompt, asked, first, lambda: options.get("adapter"))
     ]
@@ -69,6 +71,18 @@ async def test_each_choice_is_a_turn(recorder: Recorder, delta: bool) -> None:
     assert array("f", first.logprobs).tolist() == [-3.0, -4.0]
     assert first.weight_versions == ((7, 0, 2),) and first.adapter == "math@4"
     assert first.constrained and first.finish_reason == "stop" and first.sampling["temperature"] == 0.7
+
+
+async def test_routed_experts_are_the_turns_and_not_in_the_answer(recorder: Recorder) -> None:
+    ids = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    capture = Capture(TURN, recorder.call)
+    with pytest.raises(
+        SlipstreamError, match="expected routed experts of 2 positions, the engine returned 3"
+    ):
+        await outputs(capture, delta=True, routed=ids)
+    (turn,) = recorder.turns
+    assert turn.routed_experts == RoutedExperts(layers=2, top_k=2, dtype="uint8", ids=bytes(range(12)))
+    assert capture.failure is not None, "the second answer has a token less"
 
 
 @pytest.mark.parametrize("delta", [True, False])

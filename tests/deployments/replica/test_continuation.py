@@ -91,6 +91,7 @@ class Replica:
         version: str = "7",
         finish: FinishReason | None = None,
         stop_reason: int | str | None = None,
+        routed: Any = None,
     ) -> None:
         """A step of the engine; each token's two best are it and the next one."""
         ids = np.array([[token, token, token + 1] for token in tokens])
@@ -101,6 +102,7 @@ class Replica:
             new_logprobs=LogprobsLists(ids, logprobs, np.array([1] * len(tokens)), None),
             finish_reason=finish,
             stop_reason=stop_reason,
+            routed_experts=routed,
         )
         self._processor.process_outputs([output], weight_version=version)
         output_now = self._queue.get_nowait()
@@ -237,6 +239,22 @@ def test_other_requests_have_turns_while_a_long_answer_is_said_again(tokenizer: 
         return turns - before
 
     assert asyncio.run(again()) >= pieces
+
+
+def test_routed_experts_are_those_of_both_replicas(tokenizer: TokenizerLike) -> None:
+    """Each position's are those behind the token after it, though the next replica computes it again."""
+    ids = np.arange(14, dtype=np.uint8).reshape(7, 1, 2)
+    first = Replica(tokenizer, sampling())
+    first.samples([10], routed=ids[:3])
+    first.samples([11, 12], routed=ids[3:5])
+    second = Replica(tokenizer, sampling(), first.comments)
+    second.samples([13], routed=ids[5:6])
+    third = Replica(tokenizer, sampling(), first.comments + second.comments)
+    third.samples([14], routed=ids[6:], finish=FinishReason.LENGTH)
+    assert np.array_equal(third.outputs[-1].outputs[0].routed_experts, ids)
+    ahead = Replica(tokenizer, sampling())
+    ahead.samples([10], routed=ids[:4])
+    assert ahead.told == SAID + b"null\n\n", "the next replica would begin at another position"
 
 
 @pytest.mark.parametrize("options", [{"prompt": [5, 6, 8]}, {"adapter": "math@4"}])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -187,6 +188,18 @@ def test_request_in_its_prompt_is_recomputed_with_the_new_version(core: Core) ->
     assert prompt.num_computed_tokens == 64 and not prompt.num_output_tokens, "two steps for the prompt"
     core.commit("8", recompute=False)
     assert prompt.num_computed_tokens == 0 and prompt.cache_salt == "8/" and hit(core, prompt) == 0
+
+
+def test_routed_experts_of_a_request_are_kept_under_its_new_hashes(core: Core) -> None:
+    """vLLM's connector cannot be told that a request's hashes change: it would end the engine."""
+    core.scheduler.aux_output_connector = AuxOutputSchedulerConnector()
+    core.add("prompt", [9] * 100)
+    core.scheduler.schedule()
+    core.commit("8", recompute=False)
+    metadata = core.scheduler.schedule().aux_output_connector_metadata
+    assert metadata.requests.keys() == {"prompt"} and metadata.generation == 1
+    assert not metadata.finished_requests
+    assert list(metadata.block_hashes["prompt"]) == core.scheduler.requests["prompt"].block_hashes
 
 
 def test_preempted_request_is_recomputed_with_the_new_version(core: Core) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import sqlite3
 from array import array
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -20,6 +21,7 @@ from deployments.rollouts.store import NAME, RolloutStore
 from tests.clock import Clock
 from tests.deployments.rollouts.turns import LIMITS, captured, request
 from tests.full_disk import full_disk, longest_in
+from trainers.trajectory import parse_trajectories
 
 FLEET = "f" * 32
 
@@ -271,7 +273,29 @@ def test_a_file_of_the_schema_without_images_is_read(
     store.append("", [("a", captured("k/0", [1, 2], [3]))])
     store.close()
     with closing(sqlite3.connect(tmp_path / NAME)) as file:
-        file.executescript("DROP TABLE images; DROP TABLE shown; PRAGMA user_version=4;")
+        file.executescript("DROP TABLE images; DROP TABLE shown; ALTER TABLE tokens DROP COLUMN routed;")
+        file.execute("PRAGMA user_version=4")
     with closing(RolloutStore(tmp_path, LIMITS, FLEET, clock=clock)) as store:
         store.append("", [("a", captured("l/0", [7], [8], images={0: b"cat"}))])
         assert store.image(sha256(b"cat").hexdigest()) == b"cat"
+
+
+def test_a_conversations_experts_are_those_of_the_turn_that_sampled_after_them(store: RolloutStore) -> None:
+    """The second turn computes all again; of a history that was rewritten nothing is shared."""
+    store.open(request("a"))
+    store.append("", [("a", captured("1", [1, 2], [3, 4], routed=8))])
+    store.append("", [("a", captured("2", [1, 2, 3, 4, 5], [6], routed=9))])
+    store.append("", [("a", captured("3", [1, 7], [6], routed=10))])
+    store.open(request("b"))
+    store.append("", [("b", captured("1", [1, 2], [3], routed=8))])
+    store.append("", [("b", captured("2", [1, 2, 3], [4]))])
+    for each in ("a", "b"):
+        store.reward(each, "", 1.0)
+    taken = json.loads(store.take("s", "", 2, None, "", 0, {"": 3}))
+    (first, rewritten), (without,) = (each["rollouts"][0]["sequences"] for each in taken["groups"])
+    del first["turns"]
+    (read,) = parse_trajectories([{**first, "advantage": 1.0}], vocabulary_size=9, max_length=9)
+    expected = bytes([1, 8, 2, 8, 3, 8, 4, 9, 5, 9])
+    assert read.routed_experts is not None and read.routed_experts.ids == expected
+    assert b64decode(rewritten["routed_experts"]["ids"]) == bytes([1, 10, 7, 10])
+    assert "routed_experts" not in without

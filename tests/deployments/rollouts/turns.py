@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from deployments.protocol.rollouts import CapturedImage, CapturedTurn, RolloutLimits, RolloutRequest
+from trainers.trajectory import RoutedExperts
 
 LIMITS = RolloutLimits(max_rollouts=6, max_tokens=100, max_gib=0.01, group_timeout_s=100.0, keep_s=50.0)
 
@@ -19,6 +20,11 @@ def request(
     return RolloutRequest(rollout_ids=(rollout_id,), owner=owner, request="", group=group, group_size=size)
 
 
+def experts(tokens: Sequence[int], number: int) -> RoutedExperts:
+    ids = bytes(each for token in tokens for each in (token, number))
+    return RoutedExperts(layers=1, top_k=2, dtype="uint8", ids=ids)
+
+
 def captured(
     key: str,
     prompt: Sequence[int],
@@ -28,8 +34,10 @@ def captured(
     version: int = 3,
     adapter: str | None = None,
     images: Mapping[int, bytes] | None = None,
+    routed: int | None = None,
 ) -> CapturedTurn:
-    """The log-probability of each token is its negative. `images` are by the place of their first token."""
+    """The log-probability of each token is its negative. `images` are by the place of their first token.
+    `routed`: its experts in the only layer, where those of each position are its token and this number."""
     return CapturedTurn(
         key=key,
         attempt=attempt,
@@ -45,4 +53,5 @@ def captured(
             CapturedImage(offset=offset, digest=sha256(content).hexdigest(), content=content)
             for offset, content in (images or {}).items()
         ),
+        routed_experts=None if routed is None else experts([*prompt, *sampled][:-1], routed),
     )
