@@ -7,6 +7,7 @@ or a prefix cache of another version changes scores, and no digest.
     trainer   Scores in a call  ──┴─► compared; again with each that comes later
 
 Nothing waits for a proof: a replica without scores is left out, and scores of another version are dropped.
+Scores with an adapter are compared among the replicas that have it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,6 +33,7 @@ def on_scores(state: State, scores: Scores, replica_id: str | None) -> None:
         state.proof.trainer = scores.values
     else:
         state.proof.replicas[replica_id] = scores.values
+        state.proof.adapters[replica_id] = scores.adapters
     if state.proof.due is None or all(each.replica_id in state.proof.replicas for each in state.serving()):
         _compare(state)
 
@@ -52,20 +54,29 @@ def _compare(state: State) -> None:
     for index, report in enumerate(state.history):
         if report.version == proof.version and report.phase == RoundPhase.COMMITTED:
             state.history[index] = replace(report, proof=found, proof_reference=against if found else "")
-    bound = state.config.proof.bound
+    _judge(state, found, against, "")
+    for adapter in sorted({name for scores in proof.adapters.values() for name in scores}):
+        scored = {name: scores[adapter] for name, scores in proof.adapters.items() if adapter in scores}
+        _judge(state, deviations(scored, None), REPLICAS, adapter)
+
+
+def _judge(state: State, found: Mapping[str, Deviation], against: str, adapter: str) -> None:
+    """`adapter` "": the base model."""
+    proof, bound = state.proof, state.config.proof.bound
     if bound is None:
         return
     present = {
         name: each for name, each in found.items() if name in state.members and state.members[name].alive
     }
     beyond = {name: each.worst for name, each in present.items() if each.worst > bound}
-    voters = len(present) + (proof.trainer is not None)
+    voters = len(present) + (against == TRAINER)
     agreed = 2 * (voters - len(beyond)) > voters
     for name in sorted(beyond):
-        if (name, agreed) in proof.told:
+        if (name, adapter, agreed) in proof.told:
             continue
-        proof.told.add((name, agreed))
-        said = f"{beyond[name]:.4g} from the {against}', and the bound is {bound:g}"
+        proof.told.add((name, adapter, agreed))
+        with_adapter = f" with adapter {adapter}" if adapter else ""
+        said = f"{beyond[name]:.4g} from the {against}'{with_adapter}, and the bound is {bound:g}"
         if state.config.proof.action is ProofAction.FENCE and agreed:
             membership.fence(
                 state, state.members[name], f"its scores of version {proof.version} are up to {said}"

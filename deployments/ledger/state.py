@@ -469,9 +469,11 @@ class Proof:
     version: int = -1
     due: float | None = None
     replicas: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    adapters: dict[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)  # by NAME@VERSION
     trainer: tuple[float, ...] | None = None
-    # Replicas beyond the bound that were dealt with, and whether most agreed: later scores may decide.
-    told: set[tuple[str, bool]] = field(default_factory=set)
+    # Replicas beyond the bound that were dealt with, the adapter, and whether most agreed: later scores may
+    # decide.
+    told: set[tuple[str, str, bool]] = field(default_factory=set)
 
 
 # -- the whole --------------------------------------------------------------------------------

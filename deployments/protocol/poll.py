@@ -338,14 +338,20 @@ NO_NUMBER = -1e4  # for a score that is NaN or infinite; JSON has neither
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Log-probabilities of the proof's tokens with a version's weights, in the order of `proof_sequences`."""
+    """Log-probabilities of the proof's tokens with a version's weights, in the order of `proof_sequences`,
+    and of its first ones with live adapters, by NAME@VERSION."""
 
     version: int
     values: tuple[float, ...]
+    adapters: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        finite = tuple(each if math.isfinite(each) else NO_NUMBER for each in self.values)
-        object.__setattr__(self, "values", finite)
+        def finite(values: Sequence[float]) -> tuple[float, ...]:
+            return tuple(each if math.isfinite(each) else NO_NUMBER for each in values)
+
+        object.__setattr__(self, "values", finite(self.values))
+        adapters = {name: finite(values) for name, values in self.adapters.items()}
+        object.__setattr__(self, "adapters", adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,25 @@
-"""The replica's half of the proof of policy: it scores the fixed sequences once with each version.
+"""The replica's half of the proof of policy: it scores the fixed sequences once with each version, and some
+once with each live adapter.
 
 A score is the log-probability of one token after a prompt, which vLLM's sampler gathers
 (`logprob_token_ids`). Unlike `prompt_logprobs` it costs one row of logits, and the prompt may be found in the
 prefix cache, as a user's may: a cache of the version before shows in the score. The sequences run one after
 the other, beside requests: a short prompt more in a step of many requests costs little.
 
-    version changed, scheduler runs ──► scores ──► the next report
+    version or adapters changed, scheduler runs ──► scores ──► the next report
     COMMIT, CATCH_UP, pause or sleep ──► cancelled; begins again once the scheduler runs
 """
 
 import asyncio
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
 
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import Scores
@@ -25,6 +28,7 @@ from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.wire.proof_sequences import ProofSequence, proof_sequences
 
 LIMIT_S = 60.0  # for all sequences
+OF_ADAPTER = 4  # sequences that are scored with each live adapter
 
 logger = serve_logger()
 
@@ -39,7 +43,9 @@ class Proof:
     def __init__(self, engine: ReplicaEngine, count: int) -> None:
         self._engine = engine
         self._sequences: Sequence[ProofSequence] = ()
-        self._version: int | None = None  # scored, being scored, or given up
+        # Version and adapters that are scored, being scored, or given up
+        self._begun: tuple[int, Sequence[int]] | None = None
+        self._known = Scores(version=-1, values=())  # the newest ones: neither version nor adapter changes
         self._running: asyncio.Task[None] | None = None
         self._reported: Scores | None = None
         self.scores: Scores | None = None
@@ -48,18 +54,21 @@ class Proof:
             _leave_out(engine.llm.output_processor)
 
     def begin_if_due(self) -> None:
-        """Score the engine's version, if that was not begun and the scheduler runs."""
+        """Score the engine's version and adapters, if that was not begun and the scheduler runs."""
         engine = self._engine
-        if self._sequences and engine.version != self._version and engine.may_resume and not engine.dead:
+        if not self._sequences or not engine.may_resume or engine.dead:
+            return
+        wanted = engine.version, engine.adapters.state.live
+        if wanted != self._begun:
             self.cancel()
-            self._version = engine.version
+            self._begun = wanted
             self._running = asyncio.create_task(self._run(engine.version))
 
     def cancel(self) -> None:
         """Does not wait: vLLM aborts the request in its turn."""
         if self._running is not None and not self._running.done():
             self._running.cancel()
-            self._version = None
+            self._begun = None
 
     def report(self) -> Scores | None:
         self._reported = self.scores
@@ -73,13 +82,25 @@ class Proof:
     async def _run(self, version: int) -> None:
         try:
             async with asyncio.timeout(LIMIT_S):
-                values = [await self._score(number, version) for number in range(len(self._sequences))]
+                known = self._known if self._known.version == version else Scores(version=version, values=())
+                values = known.values or await self._scores(version, len(self._sequences), None)
+                adapters = {
+                    each.lora_name: known.adapters.get(each.lora_name)
+                    or await self._scores(version, OF_ADAPTER, each)
+                    for each in self._engine.adapters.live
+                }
         except Exception as error:  # a busy or dead engine, or one that cannot score: the fleet does not wait
             logger.warning("no proof of version %d: %s: %s", version, type(error).__name__, error)
             return
-        self.scores = Scores(version=version, values=tuple(values))
+        self.scores = self._known = Scores(version=version, values=values, adapters=adapters)
 
-    async def _score(self, number: int, version: int) -> float:
+    async def _scores(self, version: int, count: int, adapter: LoRARequest | None) -> tuple[float, ...]:
+        using = self._engine.adapters.uses.using(adapter.lora_int_id) if adapter else nullcontext()
+        with using:
+            numbers = range(min(count, len(self._sequences)))
+            return tuple([await self._score(number, version, adapter) for number in numbers])
+
+    async def _score(self, number: int, version: int, adapter: LoRARequest | None) -> float:
         """Raises RuntimeError if another version answered, or the engine returned no score."""
         sequence, llm = self._sequences[number], self._engine.llm
         ranks = llm.vllm_config.parallel_config.data_parallel_size
@@ -90,6 +111,7 @@ class Proof:
             tokens_input(list(sequence.prompt)),
             params,
             f"{PROOF}{uuid.uuid4().hex}",
+            lora_request=adapter,
             data_parallel_rank=number % ranks if ranks > 1 else None,
         )
         async for answer in answers:

@@ -127,6 +127,10 @@ class EngineAdapters:
             unloading=tuple(sorted(self._held.keys() - self._wanted)),
         )
 
+    @property
+    def live(self) -> list[LoRARequest]:
+        return [lora_request(self._held[adapter_id]) for adapter_id in self._live]
+
     async def load(self, adapter: Adapter) -> LoadedAdapter:
         """Check the files and load them into the engine. Raises PayloadRejected: the engine is unchanged."""
         if getattr(self._llm.vllm_config, "lora_config", None) is None:

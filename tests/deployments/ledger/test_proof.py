@@ -59,6 +59,20 @@ def test_one_of_three_that_differs_is_found(action: str, third: str) -> None:
     assert warned(scene) == (["r2"] if action == "warn" else []), "one line, however often it is reported"
 
 
+@pytest.mark.parametrize(("action", "third"), [("warn", "serving"), ("fence", "fenced")])
+def test_a_replica_with_another_version_of_an_adapter_is_found(action: str, third: str) -> None:
+    scene = proven(SAME, SAME, SAME, trainer=SAME, bound=0.1, action=action)
+    for replica, values in zip(scene.replicas, (SAME, SAME, OTHER), strict=True):
+        of_one = {} if values is OTHER else {"new@1": SAME}  # only two have it yet
+        replica.scores = Scores(version=1, values=SAME, adapters={"math@5": values} | of_one)
+    scene.poll()
+    scene.poll()
+    assert states(scene) == ["serving", "serving", third]
+    said = [each.fields["said"] for each in scene.ledger.events_since(0) if each.name == "proof"]
+    expected = ["0.5 from the replicas' with adapter math@5, and the bound is 0.1"]
+    assert said == (expected if action == "warn" else [])
+
+
 def test_without_a_bound_nothing_follows() -> None:
     scene = proven(SAME, SAME, OTHER, action="fence")
     assert last(scene).proof["r2"] == APART

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deployments.ledger.proof import deviations
+from deployments.protocol.adapters import Adapter
 from deployments.protocol.engine_state import InFlight, Pause
 from deployments.protocol.poll import RunOperation, Scores
 from deployments.replica.replica_engine import ReplicaEngine
@@ -39,6 +40,7 @@ class ScoringLlm(FakeLlm):
             setattr(self.output_processor, name, lambda state: self.output_processor.counted.append(state))
         self.version = 3
         self.asked: list[str] = []
+        self.adapters: list[str | None] = []
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -46,6 +48,8 @@ class ScoringLlm(FakeLlm):
         self, prompt: Any, params: Any, request_id: str, **options: Any
     ) -> AsyncIterator[SimpleNamespace]:
         self.asked.append(request_id)
+        adapter = options["lora_request"]
+        self.adapters.append(adapter and adapter.lora_name)
         await self.answers.wait()
         (token,) = params.logprob_token_ids
         span = SimpleNamespace(version=str(self.version), start=0, end=1)
@@ -73,6 +77,24 @@ async def test_a_version_is_scored_once_and_reported_until_it_is_answered() -> N
     proof.begin_if_due()
     assert proof.report() is None
     assert len(llm.asked) == 2
+
+
+async def test_each_live_adapter_is_scored_when_it_comes() -> None:
+    llm = ScoringLlm()
+    engine = engine_of(llm)
+    proof = Proof(engine, 2)
+    proof.begin_if_due()
+    await reached(lambda: proof.scores is not None)
+    held: list[Adapter] = []
+    for number, name in enumerate(("math", "code"), 1):
+        held.append(Adapter(adapter_id=number, name=name, version=5, path="/a", digest="d", size_bytes=1))
+        engine.adapters._held = {each.adapter_id: each for each in held}
+        await engine.adapters.make_live(held)
+        proof.begin_if_due()
+        await reached(lambda: proof.scores is not None and len(proof.scores.adapters) == len(held))
+    assert proof.scores is not None and proof.scores.values == EXPECTED.values
+    assert proof.scores.adapters == {"math@5": EXPECTED.values, "code@5": EXPECTED.values}
+    assert llm.adapters == [None] * 2 + ["math@5"] * 2 + ["code@5"] * 2, "what is known is not asked again"
 
 
 async def test_scores_that_no_report_has_had_are_kept() -> None:
