@@ -386,6 +386,9 @@ class RolloutLedger:
             if key not in group.members:
                 raise NotFound(f"group {group_id!r} has no rollout {key!r}")
             self._reward(self._rollouts[key], reward)
+        for rollout in self._members(group):
+            if rollout.key not in rewards and rollout.reward is not None:  # an agent's
+                self._discard(replace(rollout, reward=None))
         self._close(group, reason, now)
 
     def position(self, run: str, now: float) -> tuple[Run, list[str], int]:

@@ -122,6 +122,7 @@ def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
     with pytest.raises(NotFound, match=r"group 'r\.0' has no rollout 'c'"):
         ledger.settle("r.0", {"a": 1.0, "c": 1.0}, "", 0)
     ledger.undo()
+    ledger.reward("a", "", 1.0, 0)  # by an agent, which the job does not ask
     for number, rewards in ((0, {"b": 0.5}), (2, {})):
         for _ in range(2):
             ledger.settle(f"r.{number}", rewards, "unanswered", 0)
