@@ -78,8 +78,9 @@ def test_the_reward_of_pictures_rises(seeing: Fleet, tmp_path: Path) -> None:
     assert grpo.run(options, time.monotonic()) == 0
     steps = metrics.records(options.metrics)
     rewards = [step.reward for step in steps]
-    print([round(each, 2) for each in rewards], [step.trainer["rollout_kl"] for step in steps])
-    assert fmean(rewards[-8:]) > fmean(rewards[:8]) + 0.15, rewards
+    assert fmean(rewards[-8:]) > 0.75, f"0.5 is the most without a look at the picture: {rewards}"
+    fresh = [step.trainer["rollout_kl"] for step in steps if step.trainer and step.staleness_max == 0]
+    assert fresh and max(fresh) < 1e-6, "of engines and a trainer with the same tower"
 
 
 def test_bad_images_are_refused_and_nothing_is_lost(seeing: Fleet) -> None:
