@@ -109,11 +109,10 @@ def test_the_commands_of_the_page_run(seeing: Fleet, tmp_path: Path) -> None:
     )
     text = f"""
         python() {{ {sys.executable} "{ROOT}/$1" "${{@:2}}"; }}
-        slipstream() {{ {sys.executable} -m app.command.cli "$@"; }}
         {program[0]}
-        {job[0]}
+        {job[0].replace("slipstream rl", f"{sys.executable} -m app.jobs")} --url {seeing.url}
     """
-    environment = users_environment(SLIPSTREAM_URL=seeing.url, PYTHONPATH=str(ROOT))
+    environment = users_environment(PYTHONPATH=str(ROOT))
     command = ["bash", "-euxc", text]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
