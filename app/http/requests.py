@@ -93,6 +93,7 @@ class SettledGroup(OwnBody):
 
 class SettleBody(OwnBody):
     groups: list[SettledGroup]
+    """All of them, or none."""
 
 
 class TakeBody(OwnBody):
