@@ -45,7 +45,7 @@ def check(directory: Path, kind: str, kernels: str, families: set[str]) -> None:
 
 
 @pytest.mark.parametrize("kernels", _KERNELS)
-@pytest.mark.parametrize("kind", ["host", "shadow"])
+@pytest.mark.parametrize("kind", [pytest.param("host", marks=pytest.mark.long), "shadow"])
 def test_rounds_on_a_cpu_equal_fresh_loads_or_are_refused(kind: str, kernels: str, tmp_path: Path) -> None:
     families = {"experts", "dense", "gpt-oss", "mamba", "mla", "padded-experts", "tied", "tied-twice"}
     wrapped = {"experts-lora", "dense-lora"} if kernels != "torch" else set()
