@@ -92,10 +92,10 @@ class RunOfJobs:
         """The job, which ends only when it is killed."""
         if self.job is not None and self.job.poll() is None:
             return
-        assert self.job is None or self.job.returncode == -9, (self.root / "output").read_text()[-3000:]
+        assert self.job is None or self.job.returncode == -9, (self.root / "job.log").read_text()[-3000:]
         command = [sys.executable, "-m", "app.jobs", "--url", self.record.url, *OPTIONS.split()]
         command += ["--resume"] * (self.root / "run.jsonl").exists()
-        with (self.root / "output").open("ab") as output:
+        with (self.root / "job.log").open("ab") as output:
             self.job = subprocess.Popen(
                 command, cwd=self.root, stdout=output, stderr=output, env=users_environment()
             )
