@@ -3,7 +3,6 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,6 @@ def test_a_publish_whose_controller_dies_ends_with_a_version_that_is_served_and_
         until(lambda: client.get("/fleet").json()["stored_version"] == version, 30, "the report of the copy")
 
 
-def by_length(entry: Mapping[str, Any], answer: str) -> float:
-    return float(len(answer.strip()))
-
-
 def test_an_rl_run_survives_its_controller_and_its_trainer(
     fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,33 +66,34 @@ def test_an_rl_run_survives_its_controller_and_its_trainer(
     record = tmp_path / "metrics.jsonl"
     options = parse(
         JobOptions,
-        f"--url {fleet.url} --steps 4 --groups-per-step 2 --answers-per-group 4 --groups-in-flight 2 "
-        f"--max-tokens 6 --prompts {prompts} --reward tests.fleet.test_controller_restart:by_length "
+        f"--url {fleet.url} --steps 6 --groups-per-step 2 --answers-per-group 4 --groups-in-flight 2 "
+        f"--max-tokens 6 --prompts {prompts} --reward tests.app.jobs.example_rewards:length --extract whole "
         f"--metrics {record}".split(),
     )
     with fleet.client() as client:
         wait_until_ready(client)
 
-    def recorded(steps: int) -> bool:
-        return record.exists() and len(metrics.records(record)) >= steps
-
     def stored() -> bool:
         """A trainer that dies before its version is stored leaves the run to its operator."""
         with fleet.client() as client:
-            state = client.get("/fleet").json()
-        return bool(state["stored_version"] == state["committed_version"])
+            state = client.get("/fleet").json()  # an error, while a controller begins
+        return "stored_version" in state and state["stored_version"] == state["committed_version"]
+
+    done: list[int] = []  # steps when both were killed
 
     def kill_both() -> None:
-        until(lambda: recorded(1), 200, "step 1")
-        process_of(fleet, "controller").kill()
-        until(lambda: recorded(2) and stored(), 200, "step 2")
-        process_of(fleet, "trainer").kill()
+        victims = [process_of(fleet, name) for name in ("controller", "trainer")]
+        until(lambda: record.exists() and metrics.records(record) and stored(), 200, "step 1", pause_s=0.02)
+        for victim in victims:
+            victim.kill()
+        done.append(len(metrics.records(record)))
 
     killer = in_a_thread(kill_both)
     asyncio.run(asyncio.wait_for(grpo.main(options, time.monotonic()), 400))
     killer.join()
+    assert 0 < done[0] < 6, "the run went on without them"
     records = metrics.records(record)
-    assert [each.step for each in records] == [1, 2, 3, 4]
+    assert [each.step for each in records] == [1, 2, 3, 4, 5, 6]
     assert records[-1].version == fleet.version()
     out = capsys.readouterr()
     print(out.out)
