@@ -15,7 +15,7 @@ stays in use, and publishers are refused, because a successor would not find it.
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -105,8 +105,11 @@ class Journal:
         """Write everything again if the file was moved or removed. Durable when it returns. Raises
         JournalError: another file took its place, or the disk is gone."""
         with self._named_errors():
-            if self._path.exists():
-                if not os.path.samestat(self._path.stat(), os.fstat(self._file)):
+            found = None
+            with suppress(FileNotFoundError, NotADirectoryError):
+                found = self._path.stat()  # once: it may be moved between two looks
+            if found is not None:
+                if not os.path.samestat(found, os.fstat(self._file)):
                     raise JournalError(
                         f"{self._path}: another file took this journal's place while a controller uses it; "
                         "stop the fleet, and put back the one that is this fleet's"
