@@ -1,12 +1,11 @@
 """vLLM's plugin (entry point group `vllm.general_plugins`): registers the transports in every process.
 
 vLLM spawns its workers, so an engine that is registered only in the parent does not exist in them. Also
-installs the commit in engine cores, what continued answers need in workers, what sampling needs on a CPU, and
-what captured images need.
+installs the commit in engine cores, what continued answers need in workers, and what sampling needs on a CPU.
 """
 
 from deployments.host.parent_death import follow_owner
-from deployments.replica import continuation, cpu_sampling, engine_core, image_files
+from deployments.replica import continuation, cpu_sampling, engine_core
 from deployments.weights.staging import drafted_model
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 
@@ -17,7 +16,6 @@ def register() -> None:
     engine_core.install()
     cpu_sampling.install()
     continuation.install()
-    image_files.install()
     drafted_model.install()
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from deployments.protocol.errors import InvalidRequest, SlipstreamError
 from deployments.protocol.rollouts import CapturedImage, CapturedTurn, RolloutRequest
+from deployments.replica import image_files
 from deployments.replica.continuation import Said
-from deployments.replica.image_files import FILES
 from trainers.trajectory import RoutedExperts
 
 Ledger = Callable[..., Awaitable[None]]  # takes the name of a method of the `RolloutStore`, and its arguments
@@ -38,6 +38,7 @@ class Capture:
         self._turn = turn
         self.said = said
         self._ledger = ledger
+        image_files.install()
         self._opening = asyncio.ensure_future(ledger("open", turn))
         self._opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # is retrieved
         self.failure: SlipstreamError | None = None
@@ -175,7 +176,7 @@ def _images(prompt: Any, first_choice: int | None) -> tuple[CapturedImage, ...]:
     found = []
     places = prompt["mm_placeholders"]["image"] if hashes else ()
     for key, place in zip(hashes.get("image", ()), places, strict=True):
-        content = FILES.get(key)
+        content = image_files.FILES.get(key)
         if content is None:
             raise InvalidRequest(
                 "x-rollout-id: expected images as files (image_url), without a uuid of their own, got one "

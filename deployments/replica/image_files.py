@@ -36,7 +36,7 @@ FILES = ImageFiles()
 
 
 def install() -> None:
-    """In a process that serves requests."""
+    """Files are kept from the first captured request on: a fleet without rollouts keeps none."""
     module: Any = sys.modules.get("vllm.multimodal.hasher")
     if module is None or getattr(module.MultiModalHasher, "slipstream_files", None) is not None:
         return
