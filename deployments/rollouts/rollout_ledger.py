@@ -270,22 +270,28 @@ class RolloutLedger:
         return group
 
     def append(self, rollout_id: str, owner: str, new: NewTurn) -> tuple[int, Turn] | None:
-        """Add a finished turn; returns its number and record, or None: there was nothing to add, because the
-        same turn, or one of a later attempt, is there. A later attempt replaces an earlier one.
+        """Add a finished turn; returns its number and record, or None: it is there. A later attempt replaces
+        an earlier one.
 
         Raises:
-            NotFound, Conflict: as `open`.
+            NotFound, Conflict: as `open`; or another answer to the request is kept, which this one does not
+                replace: its client must not get this one.
             PayloadTooLarge: the rollout would have more than `max_tokens`.
         """
         rollout = self._of(rollout_id, owner)
         turns = self._turns_of(rollout)
         number = next((n for n, turn in enumerate(turns) if turn.request == new.request), rollout.turns)
         former = turns[number] if number < rollout.turns else None
-        if former is not None and (
-            new.attempt <= former.attempt or any(turn.parent == number for turn in turns)
-        ):
+        if former is not None and new.attempt == former.attempt:
             return None
         self._require_open(rollout)
+        went_on = any(turn.parent == number for turn in turns)
+        if former is not None and (new.attempt < former.attempt or went_on):
+            reason = "has a next turn" if went_on else "began later, by the clocks of the fleet's hosts"
+            raise Conflict(
+                f"turn {new.request!r} of rollout {rollout_id!r} has another answer than this: the kept one "
+                f"{reason}"
+            )
         parent, prefix = -1, 0
         for each, turn in enumerate(turns):
             if (

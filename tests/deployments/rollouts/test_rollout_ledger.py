@@ -246,10 +246,20 @@ def test_the_answer_of_the_last_attempt_is_kept() -> None:
     ledger.append("a", "", new_turn(attempt=1, sampled="lost"))
     number, turn = ledger.append("a", "", new_turn(attempt=2, sampled="seen")) or (None, None)
     assert number == 0 and turn is not None and turn.digest == "pseen"
-    assert ledger.append("a", "", new_turn(attempt=1, sampled="lost")) is None, "it arrives late"
     assert ledger.append("a", "", new_turn(attempt=2, sampled="seen")) is None, "it is sent again"
+
+
+def test_no_client_gets_another_answer_than_the_one_that_is_kept() -> None:
+    """Of two routers one has a clock that is behind: the client would reward another answer."""
+    ledger = RolloutLedger(LIMITS)
+    ledger.open(request("a"), 0)
+    ledger.append("a", "", new_turn(attempt=2, sampled="seen"))
+    with pytest.raises(Conflict, match="kept one began later"):
+        ledger.append("a", "", new_turn(attempt=1, sampled="late"))
     ledger.append("a", "", new_turn("next", prompt="pseen.", sampled="s"))
-    assert ledger.append("a", "", new_turn(attempt=3, sampled="?")) is None, "the client went on"
+    with pytest.raises(Conflict, match="has a next turn"):
+        ledger.append("a", "", new_turn(attempt=3, sampled="?"))
+    assert ledger.append("a", "", new_turn(attempt=2, sampled="seen")) is None, "it is sent again"
 
 
 def test_groups_that_are_too_stale_are_discarded_and_counted() -> None:

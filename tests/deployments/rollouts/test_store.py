@@ -111,7 +111,8 @@ def test_a_turn_of_a_later_attempt_replaces_the_tokens(store: RolloutStore) -> N
     store.open(request("a"))
     store.append("", [("a", captured("k/0", [1], [2, 2], attempt=1))])
     store.append("", [("a", captured("k/0", [1], [3], attempt=2))])
-    store.append("", [("a", captured("k/0", [1], [2, 2], attempt=1))])
+    with pytest.raises(Conflict):
+        store.append("", [("a", captured("k/0", [1], [2, 2], attempt=1))])
     store.reward("a", "", 1.0)
     (group,) = taken(store)["groups"]
     assert [each["token_ids"] for each in group["rollouts"][0]["sequences"]] == [[3]]
