@@ -245,6 +245,7 @@ async def continued(run: Run, past: Sequence[StepRecord]) -> None:
     position = await run.policy.client.send(calls.run_position(run.name))
     run.next_problem, run.ready = position.next, position.ready
     run.begun.extend(int(group.rpartition(".")[2]) for group in position.open)
+    run.inherited = frozenset(run.begun)
     if not past:
         return
     last = past[-1]

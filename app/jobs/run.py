@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from app.client import calls
+from app.client.connection import FleetError
 from app.client.run_display import Output, RunStatus
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
@@ -40,6 +41,7 @@ class Run:
     refused: bool = False  # the last batch, by the trainer
     next_problem: int = 0
     begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
+    inherited: frozenset[int] = frozenset()  # problems that a killed job had begun
     ready: int = 0  # groups that the ledger has for the next step
     filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
     stale: int = 0  # groups since the last step
@@ -90,7 +92,10 @@ class Run:
         """Close a problem's group; without rollouts it is left out for the reason. Groups that come during
         a call share the next one."""
         settled = [rollout.settled() for rollout in rollouts]
-        group = {"group": f"{self.name}.{number}", "rollouts": settled, "reason": reason}
+        group: dict[str, Any] = {"group": f"{self.name}.{number}", "rollouts": settled, "reason": reason}
+        if number in self.inherited:  # others' must not be refused with it
+            await self.policy.client.send(calls.settle_groups([group]))
+            return
         self.unsettled.append(group)
         async with self.settling:
             while group in self.unsettled:
@@ -132,28 +137,38 @@ async def produce(run: Run) -> None:
     """Sample, score and settle, until cancelled."""
     while True:
         number = await run.begin_problem()
-        policy = replace(run.policy, group=f"{run.name}.{number}")
-        run.in_flight += 1
         try:
-            made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
-        except Unanswered as error:
-            run.say(f"problem {number} is left out: {error}")
-            await run.settle(number, (), "unanswered")
-            run.left_out += 1
-            run.unanswered += 1
-            if run.left_out >= LEFT_OUT * run.options.groups_per_step:
-                raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
-            continue
-        finally:
-            run.in_flight -= 1
-        run.left_out = 0
-        group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
-        run.generated_tokens += sum(rollout.tokens for rollout in made)
-        if run.options.dynamic_sampling and not group.has_signal:
-            await leave_out(run, group)
-            continue
-        await run.settle(number, made)
-        await run.count_ready()
+            await play(run, number)
+        except FleetError as error:
+            if error.type != "conflict" or number not in run.inherited:
+                raise
+            # A router that waited for a new controller has sent it, and knows of no kill.
+            run.say(f"problem {number} is not played again: the job before has settled it ({error.message})")
+
+
+async def play(run: Run, number: int) -> None:
+    policy = replace(run.policy, group=f"{run.name}.{number}")
+    run.in_flight += 1
+    try:
+        made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
+    except Unanswered as error:
+        run.say(f"problem {number} is left out: {error}")
+        await run.settle(number, (), "unanswered")
+        run.left_out += 1
+        run.unanswered += 1
+        if run.left_out >= LEFT_OUT * run.options.groups_per_step:
+            raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
+        return
+    finally:
+        run.in_flight -= 1
+    run.left_out = 0
+    group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
+    run.generated_tokens += sum(rollout.tokens for rollout in made)
+    if run.options.dynamic_sampling and not group.has_signal:
+        await leave_out(run, group)
+        return
+    await run.settle(number, made)
+    await run.count_ready()
 
 
 async def leave_out(run: Run, group: Group) -> None:

@@ -119,8 +119,11 @@ class FakeFleet:
                 return httpx.Response(200, json=asdict(STATUS) | current)
             case "/v1/chat/completions":
                 asked = json.loads(request.content)
-                if "x-rollout-id" in request.headers:
-                    self.store.open(rollout_of(request.headers, "", CHAT))
+                try:
+                    if "x-rollout-id" in request.headers:
+                        self.store.open(rollout_of(request.headers, "", CHAT))
+                except SlipstreamError as error:
+                    return httpx.Response(error.status, json=error.body())
                 if asked["messages"][0]["content"] in self.deadly:
                     return refusal(422, "deadly_request", "2 replicas were lost under this request")
                 completion = self.completion({**asked, "at": request.headers.get("x-min-weight-version")})

@@ -284,6 +284,35 @@ async def test_a_job_plays_the_problems_that_were_killed_with_it_again(tmp_path:
     assert fleet.ends() == {"consumed": 8}
 
 
+async def test_a_killed_jobs_settle_may_arrive_while_the_next_job_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A router that waits for a new controller does not know that its client has gone."""
+
+    class LateSettle(KillingFleet):
+        def __init__(self, arrives: str) -> None:
+            super().__init__("/rollouts/settle", done=False)
+            self.arrives, self.late = arrives, b""
+
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            path = request.url.path
+            if self.kills == path and len(self.labels) == 1:
+                self.late = request.content
+            elif self.kills is None and path == self.arrives and self.late:
+                late, self.late = self.late, b""
+                self.rollouts("/rollouts/settle", late)
+            return await super().answer(request)
+
+    for arrives in ("/v1/chat/completions", "/rollouts/settle"):
+        fleet, path = LateSettle(arrives), tmp_path / f"{len(arrives)}.jsonl"
+        with pytest.raises(Killed):
+            await run_job(fleet, path, "--steps", "4")
+        await run_job(fleet, path, "--steps", "4", "--resume")
+        assert not fleet.late and len(fleet.batches) == 4
+        assert "the job before has settled it" in capsys.readouterr().out
+        assert_all_accounted_for(fleet, path, steps=4)
+
+
 async def test_a_fleet_without_a_ledger_is_refused_with_the_settings_name(tmp_path: Path) -> None:
     class Without(FakeFleet):
         async def answer(self, request: httpx.Request) -> httpx.Response:
