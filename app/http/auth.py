@@ -90,6 +90,8 @@ class Guard:
     def owner(self, request: Request) -> str:
         """Whose rollouts a request begins: a digest of a user's token; "": the operator's, or anyone's where
         users need none."""
+        if not self._user:
+            return ""
         given = _digest(_given(request))
         return given.hex()[:32] if self._user.has(given) and not self._operator.has(given) else ""
 

@@ -20,14 +20,20 @@ from app.http.auth import Access, Guard, Unauthorized, passed_access, require_gu
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import Scrape
 from app.http.openapi import Description
-from app.http.rollout_routes import named_rollout
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, Routes, explain
 from app.settings.security import Tokens
 from deployments.calls.rpc import CallHandle, is_lost
 from deployments.host.logs import serve_logger
 from deployments.protocol import errors
 from deployments.protocol.passed_routes import require_passed, route_path
-from deployments.protocol.rollouts import GENERATING, GROUP_HEADER, ID_HEADER, ROLLOUT_URL, SIZE_HEADER
+from deployments.protocol.rollouts import (
+    GENERATING,
+    GROUP_HEADER,
+    ID_HEADER,
+    ROLLOUT_URL,
+    SIZE_HEADER,
+    rollout_of,
+)
 from deployments.router.forwarding import RouterLimits, one_line
 from deployments.router.router import Router
 
@@ -173,7 +179,7 @@ class _PassedOn:
         if scope["method"] == "POST" and path in GENERATING:
             request = Request(scope)
             if ID_HEADER in request.headers:
-                scope["rollout"] = named_rollout(self._guard, request, path)
+                scope["rollout"] = rollout_of(request.headers, self._guard.owner(request), path)
         await self._router(scope, receive, send)
 
 

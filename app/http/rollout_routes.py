@@ -8,30 +8,11 @@ from app.http.auth import Access, Guard
 from app.http.requests import BeginBody, RewardBody, SettleBody, TakeBody
 from app.http.route import Controller, Routes, of_app
 from deployments.calls.rpc import CallHandle, retried
-from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.responses import RolloutCounts, RunPosition, Status
-from deployments.protocol.rollouts import (
-    CONTINUE_HEADER,
-    GROUP_HEADER,
-    ID_HEADER,
-    REQUEST_HEADER,
-    SIZE_HEADER,
-    Reward,
-    RolloutRequest,
-    rollout_of,
-)
+from deployments.protocol.rollouts import Reward
 
 LIMIT_S = 90.0  # more than the controller waits for its disk
 RolloutId = Annotated[str, Path(description="the `x-rollout-id` of its requests")]
-
-
-def named_rollout(guard: Guard, request: Request, path: str) -> RolloutRequest:
-    """The rollouts that a request's headers name; the replica opens them. Raises InvalidRequest."""
-    once = (ID_HEADER, GROUP_HEADER, SIZE_HEADER, REQUEST_HEADER, CONTINUE_HEADER)
-    for name in once:
-        if len(values := request.headers.getlist(name)) > 1:
-            raise InvalidRequest(f"{name} must come once, got {values}")
-    return rollout_of(request.headers, guard.owner(request), path)
 
 
 OfGuard = Annotated[Guard, of_app("guard")]

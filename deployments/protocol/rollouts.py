@@ -15,6 +15,7 @@ ID_HEADER = "x-rollout-id"
 REQUEST_HEADER = "x-rollout-turn"
 GROUP_HEADER, SIZE_HEADER = "x-rollout-group", "x-rollout-group-size"
 CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
+NAMES = (ID_HEADER, REQUEST_HEADER, GROUP_HEADER, SIZE_HEADER, CONTINUE_HEADER)
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `RolloutRequest`
 # From router to replica: the client's body has so many bytes; after them comes what was said already. In the
 # stream the replica says more of it, in comments, which the router keeps.
@@ -78,9 +79,9 @@ class RolloutRequest:
     group: str | None = None
     group_size: int = 0
 
-    def header(self) -> str:
-        given = (self.owner, self.request, self.attempt, self.group or "", self.group_size)
-        return ",".join((*map(str, given), *self.rollout_ids))
+    def header(self, attempt: int) -> str:
+        given = (self.owner, self.request, str(attempt), self.group or "", str(self.group_size))
+        return ",".join((*given, *self.rollout_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

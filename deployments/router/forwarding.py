@@ -255,8 +255,7 @@ class Forwarder:
         headers[routing.KEY_HEADER.decode()] = endpoint.key
         headers[routing.ROUTER_HEADER.decode()] = routing.router_header(self._router_id, request.load)
         if request.turn is not None:  # later attempts replace earlier ones
-            turn = replace(request.turn, attempt=time.time_ns())
-            headers[TURN_HEADER.decode()] = turn.header()
+            headers[TURN_HEADER.decode()] = request.turn.header(time.time_ns())
         headers.update(tracing.headers())
         self._in_flight[replica_id] += request.load
         try:

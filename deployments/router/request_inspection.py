@@ -15,12 +15,14 @@ import msgspec
 from starlette.requests import Request
 
 from deployments.protocol.errors import BodyTooSlow, InvalidRequest, PayloadTooLarge
+from deployments.protocol.rollouts import NAMES
 from deployments.protocol.routing import DEMANDS
 from deployments.router.prompt_lists import PromptList, parse_list, parse_object, prompt_list
 
 GRACE_S = 20.0  # plus the time that its size takes at this rate:
 BYTES_PER_S = 64 << 10
 MAX_HEADER_BYTES = 1 << 16
+ONCE = frozenset(name.encode() for name in (*DEMANDS, *NAMES))
 # Every field of vLLM's routes that can hold a list of prompts or texts.
 _LISTS = (
     *("prompt", "prompt_embeds", "input", "inputs", "messages", "documents", "query", "queries"),
@@ -59,9 +61,9 @@ def check_headers(request: Request) -> None:
     size = sum(len(name) + len(value) for name, value in request.headers.raw)
     if size > MAX_HEADER_BYTES:
         raise PayloadTooLarge(f"the headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
-    for name in DEMANDS:
-        if len(values := request.headers.getlist(name)) > 1:
-            raise InvalidRequest(f"{name} must come once, got {values}")
+    names = [name for name, _ in request.headers.raw if name in ONCE]
+    if twice := [name.decode() for name in set(names) if names.count(name) > 1]:
+        raise InvalidRequest(f"{twice[0]} must come once, got {request.headers.getlist(twice[0])}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

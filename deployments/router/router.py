@@ -208,10 +208,7 @@ class Router:
             inspection = inspect(
                 body, request.method, path, in_session=whole, max_sequences=limits.max_sequences
             )
-            outgoing = _outgoing(request, attempts, path, body, inspection.sequences)
-            if turn is not None:
-                continues = request.headers.get(CONTINUE_HEADER) != "false"
-                outgoing = _captured(outgoing, turn, continues=continues)
+            outgoing = _outgoing(request, attempts, path, body, inspection.sequences, turn)
             attempts.demand = replace(attempts.demand, stays=keeps_state(path))
             if not in_session:
                 outgoing = replace(outgoing, blocks=block_hashes(body))
@@ -327,24 +324,27 @@ def _last_event(path: str, error: SlipstreamError) -> bytes:
     return b"\n\n" + name + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
-def _captured(request: Outgoing, turn: RolloutRequest, *, continues: bool) -> Outgoing:
-    """A rollout's request."""
-    headers = request.headers.copy()
-    if continues:
-        headers[SAID_NAME] = str(len(request.body))
-        if b'"request_id"' not in request.body:  # events of all replicas have one id
-            headers.setdefault("x-request-id", f"{turn.rollout_ids[0]}-{turn.request}")
-    return replace(request, headers=headers, turn=turn)
-
-
-def _outgoing(request: Request, attempts: AttemptHistory, path: str, body: bytes, sequences: int) -> Outgoing:
+def _outgoing(
+    request: Request,
+    attempts: AttemptHistory,
+    path: str,
+    body: bytes,
+    sequences: int,
+    turn: RolloutRequest | None,
+) -> Outgoing:
     query = request.scope["query_string"].decode("latin-1")
     forwarded = [(name, value) for name, value in request.headers.items() if name not in NOT_FORWARDED]
+    headers = CIMultiDict([*forwarded, ("x-weight-timeout", str(attempts.demand.timeout_s))])
+    if turn is not None and headers.get(CONTINUE_HEADER) != "false":
+        headers[SAID_NAME] = str(len(body))
+        if b'"request_id"' not in body:  # events of all replicas have one id
+            headers.setdefault("x-request-id", f"{turn.rollout_ids[0]}-{turn.request}")
     return Outgoing(
         method=request.method,
         target=f"{path}?{query}" if query else path,
-        headers=CIMultiDict([*forwarded, ("x-weight-timeout", str(attempts.demand.timeout_s))]),
+        headers=headers,
         body=body,
         sequences=sequences,
+        turn=turn,
         identity=RequestIdentity(request.method, path, body),
     )
