@@ -93,7 +93,8 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
     client, wanted = run.policy.client, run.options.groups_per_step
     step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
     while True:
-        now = {"trainer_step": (await idle(client)).step, "version": run.version}
+        # `job`: the trainer may get a killed job's batch at any time, also later than this.
+        now = {"trainer_step": (await idle(client)).step, "version": run.version, "job": run.job}
         asked = (step, run.name, wanted, staleness, json.dumps(now))
         try:
             taken = await client.send(calls.take(*asked))
@@ -111,7 +112,8 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
         await run.count_ready(taken.ready_groups)
         if taken.step is not None:
             then = json.loads(taken.note)
-            return groups, then["trainer_step"] if then != now else None, then["version"]
+            killed = then.get("job") != run.job
+            return groups, then["trainer_step"] if killed else None, then["version"]
         async with run.changed:
             await run.changed.wait_for(lambda: run.ready >= wanted)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ class Run:
     version: int  # the newest known to be served
     output: Output
     started: float = field(default_factory=time.monotonic)
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # another one after a restart
     step: int = 0
     trained: int = 0  # the newest published step
     refused: bool = False  # the last batch, by the trainer

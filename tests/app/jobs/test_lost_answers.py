@@ -191,6 +191,29 @@ async def test_a_job_that_was_killed_in_a_step_learns_from_each_problem_once(
     assert_all_accounted_for(fleet, tmp_path / "m.jsonl", steps=4)
 
 
+async def test_a_killed_jobs_step_may_arrive_while_the_next_job_takes_its_batch(tmp_path: Path) -> None:
+    """A router that waits for a new trainer does not know that its client has gone."""
+
+    class LateStep(KillingFleet):
+        late: httpx.Request | None = None
+
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            if self.kills == request.url.path and len(self.labels) == 1:
+                self.late = request
+            answer = await super().answer(request)
+            if request.url.path == "/rollouts/take" and self.late is not None and self.kills is None:
+                late, self.late = self.late, None
+                await super().answer(late)
+            return answer
+
+    fleet = LateStep("/train/step", done=False)
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2", "--resume")
+    assert len(fleet.batches) == 2, "one batch a step, and none twice"
+    assert [record.trainer["step"] for record in records] == [4, 5]
+
+
 async def test_a_job_and_its_trainer_may_be_killed_together(tmp_path: Path) -> None:
     fleet = KillingFleet("/train/publish", done=True)
     with pytest.raises(Killed):
