@@ -17,10 +17,11 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer import ParamMeta
 
 from benchmarks.hosts import LINK, Hosts, enter_network
 from benchmarks.links import MIB, PORT, TIMEOUT_S, Barrier
+from deployments.vllm_versions import Source
 from deployments.weights.transports.gloo import GlooGroup, GlooTrainerWeightTransferEngine
 from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.registry import TRANSPORTS
@@ -34,7 +35,7 @@ Figures = tuple[float, int, float]  # of a round: seconds, bytes that the link s
 Plan = list[tuple[float, bool]]  # of each round: the share of elements that has changed, and if it is whole
 
 
-class Weights(WeightSource):
+class Weights(Source):
     """Random numbers, as a trainer's own memory.
 
     Args:
@@ -45,7 +46,7 @@ class Weights(WeightSource):
         self._names = names
         self._tensors = [torch.randn(TENSOR).bfloat16() for _ in names]
 
-    def metadata(self) -> list[ParamMeta]:
+    def specs(self) -> list[ParamMeta]:
         return [ParamMeta(name, torch.bfloat16, TENSOR) for name in self._names]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

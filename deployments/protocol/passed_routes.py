@@ -29,6 +29,7 @@ PASSED: Mapping[str, frozenset[str]] = {
     "/v1/messages": _POST,
     "/v1/messages/count_tokens": _POST,
     "/v1/systemone": _POST,
+    "/v1/decisions": _POST,  # since vLLM 0.33
     "/cohere/v2/chat": _POST,
     "/generative_scoring": _POST,
     "/inference/v1/generate": _POST,
@@ -62,7 +63,7 @@ _ONE_ENGINE = "it changes one engine, and the replicas would differ"
 _ONE_REPLICA = "it reports on one replica: ask /fleet or /metrics"
 _ADAPTERS = "it changes the adapters of one engine: use /v1/load_lora_adapter"
 
-# Why vLLM 0.32's other routes do not pass, except those that the fleet answers itself.
+# Why vLLM's other routes do not pass, except those that the fleet answers itself.
 REFUSED: Mapping[str, str] = {
     "/collective_rpc": "it calls any method of one engine's workers",
     "/scale_elastic_ep": _ONE_ENGINE,

@@ -27,7 +27,7 @@ CAPTURED = (  # paths
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     "/inference/v1/generate",
 )
-NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/cohere/v2/chat")
+NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/v1/decisions", "/cohere/v2/chat")
 GENERATING = (*CAPTURED, *NOT_CAPTURED)  # on other routes, such as /tokenize, the headers mean nothing
 # In place of `GROUP_HEADER`, `SIZE_HEADER` and `ID_HEADER`. Clients ask for vLLM's routes beside /v1, too.
 ROLLOUT_URL = re.compile(r"(?:/g/([^/]+)(?:/(\d+))?)?/t/([^/]+)(/.+)")

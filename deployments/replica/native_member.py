@@ -73,6 +73,7 @@ class NativeMember(EngineMember):
         self._receiving: int | None = None
         self._loaded: int | None = None  # the round that finished loading
         self._offered: Offered = {}
+        self._described: JsonValue = {}  # the last payload of this connection
         self._reading: FileRead | None = None  # if weights come from files
         self._directory: str | None = None
         self._in_flight = InFlight.KEEP
@@ -94,6 +95,7 @@ class NativeMember(EngineMember):
         return await super()._execute(body)
 
     async def connect(self, body: Connect) -> None:
+        self._described = {}
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._engine.workers("native_check_connected")
 
@@ -108,14 +110,20 @@ class NativeMember(EngineMember):
         if isinstance(body.payload, FilePart):
             await self._compare(body.payload)
             return
-        offered = _tensors_of(body.payload)
+        payload = body.payload
+        if self._one_payload and isinstance(payload, dict) and payload.get("names") == []:
+            payload = (
+                self._described
+            )  # vLLM 0.33's trainer describes its tensors again only if they have changed
+        offered = _tensors_of(payload)
         self._refuse(repeated(self._offered, offered))
         self._check(offered, complete=self._one_payload)
+        self._described = payload
         if not self.partially_updated:
             await self._hold()
             await self._engine.workers("start_weight_update")
         begin = time.perf_counter()
-        await self._engine.workers("native_update", payload=body.payload)
+        await self._engine.workers("native_update", payload=payload)
         self._stage_s += time.perf_counter() - begin
         self._offered |= offered
 

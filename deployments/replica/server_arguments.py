@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from deployments.host import tracing
 from deployments.protocol.poll import InitialWeights
+from deployments.vllm_versions import server_parser
 
 WORKER_EXTENSION = "deployments.replica.worker_extension.WorkerExtension"
 
@@ -60,8 +60,8 @@ class EngineSpec:
 
 
 def server_arguments(spec: EngineSpec) -> Namespace:
-    parser = make_arg_parser(FlexibleArgumentParser())
-    args = parser.parse_args([])
+    cli = server_parser()
+    args = cli.make_arg_parser(FlexibleArgumentParser()).parse_args([])
     chosen = {
         "model": spec.model,
         "served_model_name": [spec.served_model_name],
@@ -75,7 +75,7 @@ def server_arguments(spec: EngineSpec) -> Namespace:
     }
     for name, value in chosen.items():
         setattr(args, name, value)
-    validate_parsed_serve_args(args)
+    cli.validate_parsed_serve_args(args)
     return cast(Namespace, args)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer import ParamMeta
 
 from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
@@ -31,6 +31,7 @@ from deployments.protocol.responses import AdapterReport
 from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyncClient
 from deployments.trainer.host_copies import in_host_memory
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.vllm_versions import Source
 from deployments.weights.store.adapter_store import TENSORS, digest_of
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from trainers.lora import LoraAdapter
@@ -41,20 +42,20 @@ FLEET, STEP = "fleet_id", "trainer_step"  # metadata of the safetensors file
 logger = serve_logger()
 
 
-class FileSource(WeightSource):
+class FileSource(Source):
     def __init__(self) -> None:
         self._files: dict[str, torch.Tensor] = {}
 
     def take(self, files: Mapping[str, torch.Tensor]) -> bool:
         """Take the contents of files; whether their sizes differ from the previous ones."""
-        before = self.metadata()
+        before = self.specs()
         self._files = dict(files)
-        return self.metadata() != before
+        return self.specs() != before
 
     def forget(self) -> None:
         self._files = {name: torch.empty_like(each, device="meta") for name, each in self._files.items()}
 
-    def metadata(self) -> list[ParamMeta]:
+    def specs(self) -> list[ParamMeta]:
         return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in self._files.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,8 +8,7 @@ from math import prod
 from typing import Any
 
 import ray
-from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine, WeightSource
+from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
 
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
@@ -19,6 +18,7 @@ from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
 from deployments.vllm_plugin import register
+from deployments.vllm_versions import Source
 from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts, backend, trainer_init_info
 from deployments.weights.transports.weight_sender import WeightSender, gather_from_ranks
 from deployments.weights.wire.cuda_ipc_handles import encode_payload
@@ -100,7 +100,7 @@ class FleetConnection:
         spec: TrainerSpec,
         rank: int,
         client: FleetWeightSyncClient,
-        source: WeightSource,
+        source: Source,
         *,
         chunk_bytes: int,
         takes_over: bool,
@@ -145,9 +145,7 @@ class FleetConnection:
             master_address=own_address(),
             master_port=free_port(),
             chunk_bytes=self._chunk_bytes,
-            largest_tensor_bytes=max(
-                meta.dtype.itemsize * prod(meta.shape) for meta in self._source.metadata()
-            ),
+            largest_tensor_bytes=max(spec.dtype.itemsize * prod(spec.shape) for spec in self._source.specs()),
         )
         if TRANSPORTS[self._spec.transport].rendezvous:
             at = f"{facts.master_address}:{facts.master_port}"

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer import ParamMeta
 
 from deployments.calls.rpc import CallHandle
 from deployments.protocol.errors import AnswerLost
@@ -12,12 +12,13 @@ from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.trainer.fleet_connection import FleetConnection, FleetWeightSyncClient
 from deployments.trainer.host_copies import GpuCopier
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
+from deployments.vllm_versions import Source
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 from deployments.weights.wire.digest import warm_up
 from trainers.sources import ParameterSource
 
 
-class PublishSource(WeightSource):
+class PublishSource(Source):
     """vLLM's view of a parameter source. With `keep_copy` it copies what is sent, for the store."""
 
     def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
@@ -27,7 +28,7 @@ class PublishSource(WeightSource):
         self._copy: dict[str, torch.Tensor] = {}
         self._running: Iterator[tuple[str, torch.Tensor]] | None = None
 
-    def metadata(self) -> list[ParamMeta]:
+    def specs(self) -> list[ParamMeta]:
         return [ParamMeta(spec.name, spec.dtype, spec.shape) for spec in self._source.specs()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,12 +17,12 @@ import torch
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ParamMeta,
-    WeightSource,
     WeightTransferTrainerFactory,
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from deployments.vllm_plugin import register
+from deployments.vllm_versions import Source
 from deployments.weights.transports.ipc import IpcTrainerInitInfo
 from deployments.weights.transports.shm import ShmTrainerInitInfo
 from tests.chaos.marked_weights import tensors
@@ -42,7 +42,7 @@ def held(mark: int, where: str) -> None:
     sys.stdin.readline()
 
 
-class Source(WeightSource):
+class MarkedSource(Source):
     """The tensors of a mark."""
 
     def __init__(self, mark: int, hold: str | None) -> None:
@@ -50,7 +50,7 @@ class Source(WeightSource):
         self._mark = mark
         self._hold = hold
 
-    def metadata(self) -> list[ParamMeta]:
+    def specs(self) -> list[ParamMeta]:
         return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -82,7 +82,7 @@ def publish(url: str, mark: int, hold: str | None, digits: int) -> None:
         workers = requests.get(f"{url}/get_world_size", timeout=TIMEOUT_S).json()["world_size"]
         info = IpcTrainerInitInfo(rank=0, world_size=1 + workers, chunk_bytes=CHUNK_BYTES)
     client = Client(url, mark, hold, digits)
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source(mark, hold))
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=MarkedSource(mark, hold))
     engine.send_weights()
 
 

@@ -1,5 +1,4 @@
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +6,6 @@ import httpx
 import psutil
 import pytest
 import requests
-import torch
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
@@ -21,6 +19,7 @@ from deployments.protocol.responses import AdapterReport
 from deployments.trainer.fleet_connection import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
+from tests.deployments.weights.transports.transport_fleet import ListSource
 from tests.fleet.adapter_fleet import RANKS, Adapted
 from tests.fleet.adapter_talk import COUNT, Merged, entries, everywhere, tokens
 from tests.fleet.adapter_trainer import LORA, AdapterTrainer, adapter_trainer
@@ -65,20 +64,15 @@ def test_a_round_of_two_ranks_reaches_replicas_that_have_ranks_of_their_own(gloo
         assert len(last["replicas"]) == 2 and not last["fenced"]
 
 
-class KillingSource(ModuleSource):
-    """Kills a replica's engine in the middle of the tensors, and continues after a while."""
+def killing_source(seed: int, engine: psutil.Process, pause_s: float) -> ListSource:
+    """It kills a replica's engine in the middle of the tensors, and continues after a while."""
 
-    def __init__(self, seed: int, engine: psutil.Process, pause_s: float) -> None:
-        super().__init__(tiny_llama(seed))
-        self._engine = engine
-        self._pause_s = pause_s
+    def before(index: int) -> None:
+        if index == 8:
+            kill_with_workers(engine)
+            time.sleep(pause_s)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(super().__iter__()):
-            if index == 8:
-                kill_with_workers(self._engine)
-                time.sleep(self._pause_s)
-            yield pair
+    return ListSource(list(tiny_llama(seed).named_parameters()), before=before)
 
 
 # The publisher notices first, whose next chunk a closed connection does not take; or the fleet does, while
@@ -135,7 +129,7 @@ def send_while_an_engine_dies(
     version = fleet.version()
     begin = time.monotonic()
     with pytest.raises(requests.HTTPError) as caught:
-        outside(fleet, KillingSource(21, engine, pause_s)).send_weights()
+        outside(fleet, killing_source(21, engine, pause_s)).send_weights()
     response = caught.value.response
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (409, "round_aborted")

@@ -27,6 +27,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 HOLDING = "in the middle of a round"
+Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Holding(ModuleSource):
@@ -34,8 +35,14 @@ class Holding(ModuleSource):
 
     hold_at: int | None = None
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, pair in enumerate(super().__iter__()):
+    def __iter__(self) -> Tensors:  # vLLM 0.32 iterates over a source
+        return self._held(super().__iter__())
+
+    def iter_full(self) -> Tensors:  # 0.33 calls this
+        return self._held(super().iter_full())
+
+    def _held(self, tensors: Tensors) -> Tensors:
+        for index, pair in enumerate(tensors):
             if index == self.hold_at:
                 torch.cuda.synchronize()
                 print(HOLDING, flush=True)

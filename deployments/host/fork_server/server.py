@@ -48,7 +48,7 @@ PRELOAD = (
     *("torch", "transformers", "safetensors.torch", "accelerate", "peft"),
     *("vllm", "vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.executor.multiproc_executor"),
     *("vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.launchers.app"),
-    *("vllm.entrypoints.launchers.cli_args", "vllm.distributed.weight_transfer", "vllm.lora.worker_manager"),
+    *("vllm.distributed.weight_transfer", "vllm.lora.worker_manager"),
 )
 PRELOAD_CPU = ("vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker")
 PRELOAD_GPU = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu_worker")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.utils.cpu_resource_utils import get_memory_node_info

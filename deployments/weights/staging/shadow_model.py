@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
-from vllm.config.load import LoadConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader import DummyModelLoader
 from vllm.model_executor.model_loader.base_loader import _has_online_quant
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_processing,
     finalize_layerwise_reload,

@@ -19,8 +19,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import torch
-from vllm.config import ModelConfig, VllmConfig
-from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.config import ModelConfig, VllmConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES
-from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.nccl_engine import (
+    NCCLWeightTransferInitInfo,
+    NCCLWeightTransferUpdateInfo,
+)
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import BroadcastGroup, GroupReceiver
@@ -40,7 +42,7 @@ from deployments.weights.transports.vllm_packing import (
     received_block,
     separate_tensors,
 )
-from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, largest, view
+from deployments.weights.wire.chunk_layout import Chunk, Names, ReceivedChunk, Shapes, largest, view
 
 UNIQUE_ID = "broadcast_from/0/0"  # the key of vLLM's `StatelessProcessGroup` for the first object of rank 0
 
@@ -121,6 +123,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
 
     _packed = True
     _buffer_bytes = 0
+    _described: tuple[Names, Names, Shapes] = [], [], []
 
     def join(self, init_info: NCCLWeightTransferInitInfo, check: Callable[[], None]) -> BroadcastGroup:
         address, port = init_info.master_address, init_info.master_port
@@ -130,6 +133,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
                 "cannot see whether a peer is missing (weights.staging 'none' takes a unique id)"
             )
         self._packed, self._buffer_bytes = init_info.packed, init_info.packed_buffer_size_bytes
+        self._described = [], [], []
         info = RendezvousInfo(
             master_address=address,
             master_port=port,
@@ -169,10 +173,11 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
                 self.staging.release()  # it may hold copies that were made to align tensors
 
     def _chunks(self, update_info: NCCLWeightTransferUpdateInfo) -> tuple[Chunk, ...]:
-        described = update_info.names, update_info.dtype_names, update_info.shapes
+        if update_info.names:  # vLLM 0.33's trainer describes its tensors again only if they have changed
+            self._described = update_info.names, update_info.dtype_names, update_info.shapes
         if self._packed:
-            return nccl_pieces(*described, self._buffer_bytes)
-        return separate_tensors(*described, TRANSPORTS["nccl"].chunk_bytes)
+            return nccl_pieces(*self._described, self._buffer_bytes)
+        return separate_tensors(*self._described, TRANSPORTS["nccl"].chunk_bytes)
 
     def _take(self, group: BroadcastGroup, index: int, chunk: Chunk) -> None:
         block = group.buffer(index, chunk.size_bytes)

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightSource,
 )
 
+from deployments.vllm_versions import specs_of, tensors_of
 from deployments.weights.transports.registry import TrainerFacts
 from deployments.weights.wire.chunk_layout import pack, plan_chunks, view, write_digests
 from deployments.weights.wire.digest import prepare_digests
@@ -63,7 +64,7 @@ def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
                 master_address=facts.master_address,
                 master_port=facts.master_port,
                 world_size=facts.world_size,
-                # vLLM 0.32's receiver does not order its streams when there are more.
+                # vLLM 0.32's receiver, which a replica may have, does not order more.
                 packed_num_buffers=1,
                 **sizes,
             )
@@ -84,7 +85,7 @@ class ChunkPacker:
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
         self._source = source
-        self.metadata: Metadata = [(meta.name, meta.dtype, tuple(meta.shape)) for meta in source.metadata()]
+        self.metadata: Metadata = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in specs_of(source)]
         self.chunks = plan_chunks(self.metadata, chunk_bytes)
         self.resident: list[torch.Tensor] | None = None  # before the cast
         self.in_place: list[torch.Tensor] | None = None  # the same if no tensor is cast
@@ -106,7 +107,7 @@ class ChunkPacker:
 
     def begin(self) -> None:
         self.refresh_resident()
-        self._pass = iter(self._source) if self.resident is None else iter(())
+        self._pass = tensors_of(self._source) if self.resident is None else iter(())
 
     def pack(self, index: int, block: torch.Tensor) -> None:
         """Write chunk `index`, the next one, with its digests into a block (uint8 [chunk.size_bytes]). Raises

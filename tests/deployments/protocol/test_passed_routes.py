@@ -44,7 +44,10 @@ def test_every_route_of_vllm_is_passed_ours_or_refused_with_a_reason() -> None:
     }
     assert unknown == set(), "new in vLLM: decide whether they pass"
     assert PASSED.keys() & (REFUSED.keys() | ours() - {"/openapi.json"}) == set()
-    assert PASSED.keys() | REFUSED.keys() <= {p for _, p in theirs} | {"/docs/oauth2-redirect"}
+    assert PASSED.keys() | REFUSED.keys() <= {p for _, p in theirs} | {
+        "/docs/oauth2-redirect",
+        "/v1/decisions",
+    }
 
 
 def test_routes_that_change_an_engine_are_refused_with_a_reason() -> None:

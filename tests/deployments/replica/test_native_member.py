@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from deployments.protocol.errors import PayloadRejected
 from deployments.protocol.poll import (
     Check,
     Commit,
+    Connect,
     Drop,
     FilePart,
     KvCache,
@@ -92,6 +94,25 @@ async def test_kept_requests_are_not_recomputed(model: Path) -> None:
     await member.execute(VERIFY)
     await member.execute(commit(kv_cache=KvCache.KEEP))
     assert llm.did[-3:] == [f"{RESET_CACHES} False", "version 5", "resume"]
+
+
+NOTHING_NEW = {
+    "names": [],
+    "dtype_names": [],
+    "shapes": [],
+}  # vLLM 0.33's trainer: the tensors of the last round
+
+
+async def test_tensors_that_are_not_described_again_are_those_of_the_last_round(model: Path) -> None:
+    member, llm = member_of(model)
+    for sent in (payload(), NOTHING_NEW):
+        await member.execute(receive(sent))
+        await member.execute(VERIFY)
+        await member.execute(replace(commit(), version=member.version + 1))
+    assert [each["payload"] for each in llm.named("native_update")] == [payload(), payload()]
+    await member.execute(Connect(init_info={}))
+    with pytest.raises(PayloadRejected, match="expected names, dtype_names and shapes"):
+        await member.execute(receive(NOTHING_NEW))
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_draining_completes_the_iteration_that_was_left() -> None:
     next(iteration)
     source.drain()
     assert next(iteration, None) is None
-    assert source.take_copy().keys() == {meta.name for meta in source.metadata()}
+    assert source.take_copy().keys() == {spec.name for spec in source.specs()}
 
 
 # -- rounds ----------------------------------------------------------------------------------------

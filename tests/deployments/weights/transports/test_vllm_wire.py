@@ -176,6 +176,23 @@ class _Forgetting(dict[bytes, torch.Tensor]):
 
 @pytest.mark.slow
 @every_nccl
+def test_tensors_that_are_not_described_again_are_those_of_the_last_round(
+    wire: str, fleet: HttpFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33's trainer engine describes them once, and 0.32's in each round."""
+    source = ListSource(version(1))
+    engine, update = connect(wire, fleet, source), fleet.update_weights
+    for number in (1, 2):
+        source.tensors = version(number)
+        engine.send_weights()
+        assert {state.digest for state in fleet.verify()} == {digest_of(source.tensors)}
+        monkeypatch.setattr(
+            fleet, "update_weights", lambda _: update({"names": [], "dtype_names": [], "shapes": []})
+        )
+
+
+@pytest.mark.slow
+@every_nccl
 def test_drop_frees_workers_from_a_stalled_trainer(wire: str, fleet: HttpFleet, checkpoint: Path) -> None:
     tensors, resume = version(1), threading.Event()
     engine: Any = connect(wire, fleet, ListSource(tensors))

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from vllm.config import LoadConfig
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer import ParamMeta
 
 from deployments.protocol.poll import Outcome
+from deployments.vllm_versions import Source
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
@@ -36,7 +37,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 Engine = StagedWeightTransferEngine[Any, Any]
 
 
-class ListSource(WeightSource):
+class ListSource(Source):
     """A source that yields `tensors` and declares `declared` (by default the same).
 
     Args:
@@ -50,7 +51,7 @@ class ListSource(WeightSource):
         self._declared = tensors if declared is None else declared
         self.before = before
 
-    def metadata(self) -> list[ParamMeta]:
+    def specs(self) -> list[ParamMeta]:
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._declared]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -67,7 +67,12 @@ class CpuTorch:
         synchronize=lambda: None,
         get_device_properties=lambda index: SimpleNamespace(uuid=GPU),
     )
-    accelerator = SimpleNamespace(current_device_index=lambda: 0)
+    accelerator = SimpleNamespace(
+        current_device_index=lambda: 0,
+        current_stream=_Stream,
+        is_available=lambda: False,
+        synchronize=lambda: None,
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
