@@ -10,6 +10,7 @@ import copy
 import uuid
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from hashlib import sha256
 from typing import Any
 
@@ -101,27 +102,28 @@ class Capture:
             )
             raise self.failure
         answers: dict[int, _Answer] = {}
-        async for output in stream:
-            if not answers:
-                await self.opened()
-            if self.said is not None:
-                if self.said.repeats:
-                    await asyncio.sleep(0)  # they come without a pause, and other requests wait
-                self.said.add(output, adapter(), with_logprobs=asked.num_logprobs is not None)
-            finished = []
-            for completion in output.outputs:
-                answer = answers.setdefault(completion.index, _Answer())
-                answer.add(completion, is_delta=asked.output_kind.name == "DELTA")
-                if asked.num_logprobs is None:
-                    completion.logprobs = completion.cumulative_logprob = None
-                if completion.finish_reason is not None and answer.token_ids:
-                    choice = first_choice + completion.index
-                    turn = self._captured(output, completion, asked, answer, choice, adapter(), images)
-                    finished.append((rollouts[choice if len(rollouts) > 1 else 0], turn))
-                completion.routed_experts = None  # megabytes, which the trainer gets from the ledger
-            if finished:
-                await self._record(finished)
-            yield output
+        async with aclosing(stream):  # the engine would go on with what cannot be recorded
+            async for output in stream:
+                if not answers:
+                    await self.opened()
+                if self.said is not None:
+                    if self.said.repeats:
+                        await asyncio.sleep(0)  # they come without a pause, and other requests wait
+                    self.said.add(output, adapter(), with_logprobs=asked.num_logprobs is not None)
+                finished = []
+                for completion in output.outputs:
+                    answer = answers.setdefault(completion.index, _Answer())
+                    answer.add(completion, is_delta=asked.output_kind.name == "DELTA")
+                    if asked.num_logprobs is None:
+                        completion.logprobs = completion.cumulative_logprob = None
+                    if completion.finish_reason is not None and answer.token_ids:
+                        choice = first_choice + completion.index
+                        turn = self._captured(output, completion, asked, answer, choice, adapter(), images)
+                        finished.append((rollouts[choice if len(rollouts) > 1 else 0], turn))
+                    completion.routed_experts = None  # megabytes, which the trainer gets from the ledger
+                if finished:
+                    await self._record(finished)
+                yield output
 
     def _captured(
         self,

@@ -2,6 +2,7 @@
 
 import io
 from array import array
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
@@ -120,6 +121,27 @@ async def test_what_cannot_be_recorded_fails(recorder: Recorder, call: str) -> N
     with pytest.raises(FleetUnavailable):
         await outputs(capture, delta=False)
     assert capture.failure is not None and capture.failure.message == "the disk is full"
+
+
+@pytest.mark.parametrize("call", ["open", "append"])
+async def test_the_engine_ends_what_cannot_be_recorded(recorder: Recorder, call: str) -> None:
+    """vLLM aborts a request when its stream is closed; garbage would be collected much later."""
+    ended: list[int] = []
+
+    async def stream() -> AsyncGenerator[Any, None]:
+        try:
+            async for each in generated([1, 2], [[3, 4], [5]], delta=True):
+                yield each
+        finally:
+            ended.append(1)
+
+    recorder.fails = call
+    capture = Capture(TURN, recorder.call)
+    asked, prompt = sampling_params(delta=True, choices=2), {"type": "token"}
+    with pytest.raises(FleetUnavailable):
+        async for _ in capture.taken(stream(), prompt, asked, 0, lambda: None):
+            pass
+    assert ended
 
 
 @pytest.mark.parametrize(
