@@ -92,27 +92,27 @@ def save_tiny_llama(directory: Path, seed: int, **options: Any) -> Path:
 
 
 @made_once
-def save_tiny_experts(directory: Path, seed: int, *, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_experts(
+    directory: Path, seed: int, *, dtype: torch.dtype = torch.float32, **sizes: Any
+) -> Path:
     """A mixture of eight experts, of which each token takes two.
 
     Two, so that the sum of what experts on different devices answer does not depend on its order.
     """
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
+    made: dict[str, Any] = {
         **SHARED,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        dtype=dtype,
-    )
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    config = Qwen3MoeConfig(**made | sizes, norm_topk_prob=True, tie_word_embeddings=False, dtype=dtype)
     Qwen3MoeForCausalLM(config).to(dtype).eval().save_pretrained(directory)
     save_tokenizer(directory)
     return directory
