@@ -2,7 +2,7 @@
 #
 #   make serve   the built-in model on two CPU replicas, with a trainer, at http://127.0.0.1:8000;
 #                CONFIG=app/layouts/ipc.yaml and the like: on GPUs, with the packages for them
-#   make rl      submits the RL job to the running fleet (in a second terminal)
+#   make rl      trains the model of the running fleet (in a second terminal)
 #   make test    the test suite         make test-fast  the tests without engines, for the daily loop
 #   make test-all      with searches, other ones each time, and every variant, before a release
 #   make test-clients  other people's clients from PyPI, each in an environment of its own (.venv-clients)

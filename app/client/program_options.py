@@ -11,7 +11,6 @@ import json
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -90,20 +89,6 @@ def read_file(kind: type[Any], path: str) -> dict[str, Any]:
             texts = [""]  # typer takes an empty list for an option that is not given
         values[name] = texts if "list[" in types[name] else " ".join(texts)
     return values
-
-
-def arguments_of(options: Any) -> list[str]:
-    """The arguments for options that differ from their defaults."""
-    made: list[str] = []
-    for each in fields(options):
-        value, flag = getattr(options, each.name), f"--{each.name.replace('_', '-')}"
-        if value == each.default:
-            continue
-        if value is True:
-            made.append(flag)
-        else:
-            made += [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
-    return made
 
 
 def json_object(text: str, option: str) -> dict[str, Any]:

@@ -1,25 +1,14 @@
-"""Progress of a run: the job sends lines and status events, the submitter's terminal draws them.
+"""Progress of a run: a bar in a terminal, else lines."""
 
-job ── lines and events (text) ──► Ray's log ──► submitter ──► Display: a bar in a terminal, else lines
-"""
-
-import json
-import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-# Set by the submitter for its job.
-EVENTS = "SLIPSTREAM_EVENTS"  # the submitter reads events
-WORKING_DIR = "SLIPSTREAM_WORKING_DIR"  # the user's directory
 STATUS_S = 30.0  # between lines of status without a bar
-CHANGED_S, SAME_S = 1.0, 10.0
-EVENT = "run-status "  # prefix of an event's line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +29,6 @@ class RunStatus:
             f"{duration_text(self.elapsed_s)}{left}"
         )
 
-    def event(self) -> str:
-        return EVENT + json.dumps(asdict(self))
-
-
-def status_of(line: str) -> RunStatus | None:
-    """Parse an event; None for any other line."""
-    if not line.startswith(EVENT):
-        return None
-    return RunStatus(**json.loads(line.removeprefix(EVENT)))
-
 
 def duration_text(seconds: float) -> str:
     """A readable time: 40 s, 3 min, 2 h 5 min."""
@@ -57,31 +36,6 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
-class Events:
-    """Prints lines, and status events when they change, at least every `SAME_S`."""
-
-    def __init__(self) -> None:
-        self._sent: RunStatus | None = None
-        self._sent_at = 0.0
-
-    def line(self, text: str) -> None:
-        print(text, flush=True)
-
-    def status(self, status: RunStatus) -> None:
-        now = time.monotonic()
-        is_same = self._sent is not None and _timeless(status) == _timeless(self._sent)
-        if self._sent is None or now - self._sent_at >= (SAME_S if is_same else CHANGED_S):
-            self._sent, self._sent_at = status, now
-            print(status.event(), flush=True)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def _timeless(status: RunStatus) -> RunStatus:
-    return replace(status, elapsed_s=0.0, left_s=None)
 
 
 class Display:
@@ -104,10 +58,7 @@ class Display:
         self.close()
 
     def line(self, text: str) -> None:
-        """Print a line above the bar; an event updates it."""
-        if (status := status_of(text)) is not None:
-            self.status(status)
-            return
+        """Print a line above the bar."""
         if self._has_bar:
             self._console.print(text)
         else:
@@ -149,11 +100,3 @@ class Display:
         self._bar.update(task, completed=status.step - 1, description=f"{reward}{left}")
         doing = Text(f"{status.doing}; {status.detail}", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(self._bar, doing))
-
-
-Output = Events | Display
-
-
-def output(environment: Mapping[str, str] = os.environ) -> Output:
-    """Events for a submitter, or a display."""
-    return Events() if environment.get(EVENTS) else Display()

@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 from app.client.program_options import LOCAL_URL, Url, print_any_text
-from app.command import jobs
-from app.command.jobs import DASHBOARD_PORT
-from app.command.runs import Part, show_logs
+from app.command.runs import DASHBOARD_PORT, Part, show_logs
 
 Json = Annotated[bool, typer.Option("--json", help="the fleet's own answer, for programs")]
 Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, until Ctrl-C")]
@@ -40,7 +38,6 @@ cli = typer.Typer(
     rich_markup_mode=None,  # twice as fast
     pretty_exceptions_enable=False,  # would print local variables, such as tokens
 )
-cli.add_typer(jobs.cli, name="jobs")
 settings = typer.Typer(
     help="Check or show a configuration file. Describe the settings.", no_args_is_help=True
 )
@@ -72,7 +69,7 @@ def options(
 @cli.command()
 def serve(
     config: Config,
-    dashboard_port: Annotated[int, typer.Option(help="where jobs are submitted")] = DASHBOARD_PORT,
+    dashboard_port: Annotated[int, typer.Option(help="of Ray's dashboard")] = DASHBOARD_PORT,
     address: Address = None,
 ) -> None:
     """Start a fleet in the foreground: on this machine, or in a Ray cluster that runs."""
@@ -148,10 +145,10 @@ def new_drafter(
 
 @cli.command(context_settings=PASS_ON)
 def rl(context: typer.Context) -> None:
-    """Submit the RL job to the fleet; see `rl --help`."""
-    from app.command import submit
+    """Train the model that the fleet serves; see `rl --help`."""
+    from app.jobs.__main__ import run
 
-    raise typer.Exit(submit.submit(context.args))
+    raise typer.Exit(run(context.args, "slipstream rl"))
 
 
 @cli.command()

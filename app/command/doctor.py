@@ -25,9 +25,8 @@ from rich.filesize import decimal
 from app.command import machine
 from app.command.cluster import ClusterError, has_haproxy, require_free_port
 from app.command.deploy import ServeFile, read_serve_file
-from app.command.jobs import DASHBOARD_PORT
 from app.command.machine import NotEnough
-from app.command.runs import CLUSTER_DIRECTORY
+from app.command.runs import CLUSTER_DIRECTORY, DASHBOARD_PORT
 from app.command.shell import reported
 from app.settings.config import AppConfig
 from app.settings.gpus import check_gpus

@@ -12,11 +12,11 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from app.client.run_display import EVENT
 from app.command.shell import ticks
 
 # Short: Ray puts Unix sockets below it, whose paths have at most 107 bytes.
 CLUSTER_DIRECTORY = Path("/tmp")
+DASHBOARD_PORT = 8265  # Ray's
 KEPT_RUNS = 5
 STARTING_S = 600.0  # a run of this age may have no processes or logs yet
 MARK = "SLIPSTREAM_CLUSTER"  # environment variable of a run's processes
@@ -107,9 +107,8 @@ def _is_running(run: Path) -> bool:
 _PERIOD_S = 0.5
 _ACTOR = re.compile(rb"^:actor_name:(.*)$", re.MULTILINE)  # head of a Ray worker's output
 _HEAD_BYTES = 1000
-_JOB = "job-driver-"
-NOT_FOR_PEOPLE = (":job_id:", ":actor_name:", EVENT)
-_FILES = ("worker-*.err", "worker-*.out", f"{_JOB}*.log")
+NOT_FOR_PEOPLE = (":job_id:", ":actor_name:")
+_FILES = ("worker-*.err", "worker-*.out")
 
 
 class Part(StrEnum):
@@ -117,7 +116,6 @@ class Part(StrEnum):
     REPLICA = "replica"
     TRAINER = "trainer"
     ROUTER = "router"
-    JOB = "job"
 
 
 _ACTORS = {
@@ -189,12 +187,10 @@ def _outputs(directory: Path, part: Part | None) -> Iterator[tuple[Path, str]]:
 
 
 def _process(path: Path) -> str:
-    return path.stem.removeprefix(_JOB) if path.name.startswith(_JOB) else path.stem.rpartition("-")[2]
+    return path.stem.rpartition("-")[2]
 
 
 def _part_of(path: Path) -> Part | None:
-    if path.name.startswith(_JOB):
-        return Part.JOB
     with path.open("rb") as file:
         actor = _ACTOR.search(file.read(_HEAD_BYTES))
     if actor is None:

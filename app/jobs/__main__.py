@@ -1,23 +1,25 @@
-"""`python -m app.jobs [options]`. Prints a line before it loads anything large."""
+"""The RL job's program: `slipstream rl`, or `python -m app.jobs`. Prints a line before it loads anything
+large."""
 
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 from app.client.announcement import announced
 from app.client.program_options import parse, print_any_text
-from app.client.run_display import STATUS_S, WORKING_DIR
+from app.client.run_display import STATUS_S
 from app.jobs.options import JobOptions
 
 
-def run() -> int:
+def run(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
+    """The exit status; arguments as in `parse`."""
     began = time.monotonic()
     print_any_text()
     try:
-        os.chdir(os.environ.get(WORKING_DIR, "."))
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())  # rewards and environments, after our own packages
-        options = parse(JobOptions)
+        options = parse(JobOptions, arguments, name)
         options.check()
     except (OSError, ValueError) as error:
         print(f"slipstream: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The RL loop against a running fleet: `python -m app.jobs`, here or as a Ray job.
+"""The RL loop against a running fleet.
 
     producers (many)                              learner (one)
     POST /rollouts/begin    a problem's group     POST /rollouts/take   a batch that is fresh enough
@@ -13,19 +13,23 @@ for that.
 
 import asyncio
 import json
+import os
 import signal
+import socket
+import struct
 import sys
 import time
 import uuid
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, fields
 from hashlib import sha256
 from pathlib import Path
 
-from app.client import calls, run_display
+from app.client import calls
 from app.client.announcement import announced
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
-from app.client.run_display import STATUS_S, Output
+from app.client.run_display import STATUS_S, Display
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.learning import continued, learn, publish_best
@@ -51,7 +55,8 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
         model = await client.send(calls.model(), patient=False)
     except FleetError as error:
         raise FleetError(
-            f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url"
+            f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url",
+            status=error.status,
         ) from error
     trainer = await client.send(calls.train_status())
     version = (await client.send(calls.health())).weight_version  # after its trainer has published
@@ -98,7 +103,7 @@ async def prepared(
     options: JobOptions,
     environments: tuple[Environment, Environment],
     path: Path,
-    output: Output,
+    output: Display,
     began: float,
 ) -> Run:
     with announced("RL job: asking the fleet for its model and its trainer", STATUS_S):
@@ -111,6 +116,24 @@ async def prepared(
     with announced(f"RL job: asking the fleet what it has of run {name}", STATUS_S):
         await continued(run, metrics.records(path) if options.resume else ())
     return run
+
+
+@contextmanager
+def only_job(url: str) -> Iterator[None]:
+    """Claim the fleet among this host's jobs; Linux frees the name with the process. Raises ValueError."""
+    name = b"\0slipstream-rl-" + sha256(without_credentials(url)[0].encode()).digest()
+    with socket.socket(socket.AF_UNIX) as held:
+        try:
+            held.bind(name)
+            held.listen()
+        except OSError:
+            with socket.socket(socket.AF_UNIX) as other:
+                other.connect(name)
+                peer = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            raise ValueError(
+                f"the RL job of process {struct.unpack('3i', peer)[0]} trains this fleet: end it first"
+            ) from None
+        yield
 
 
 async def loop(run: Run, trackers: Trackers) -> None:
@@ -131,12 +154,13 @@ async def main(options: JobOptions, began: float) -> None:
     end_on_signals()
     with announced("RL job: loading the task", STATUS_S):
         learned, held_out = load_environments(options)
-    out = run_display.output()
     async with AsyncExitStack() as stack:
+        out = stack.enter_context(Display())
         client = await stack.enter_async_context(connected(options, out))
         if options.dry_run:
             await try_out(client, options, learned, out)
             return
+        stack.enter_context(only_job(options.url))
         path = record_file(options)
         stack.enter_context(metrics.claimed(path, options.resume))
         run = await prepared(client, options, (learned, held_out), path, out, began)
@@ -159,7 +183,7 @@ async def main(options: JobOptions, began: float) -> None:
             trackers.close()
 
 
-def connected(options: JobOptions, out: Output) -> AsyncFleetClient:
+def connected(options: JobOptions, out: Display) -> AsyncFleetClient:
     return AsyncFleetClient.connect(
         options.url,
         token_from(),
@@ -185,7 +209,7 @@ def configured(run: Run) -> Configuration:
 
 
 PROBLEM_OPTIONS = ("task", "task_settings", "prompts", "environment", "seed")
-JOB_OPTIONS = ("url", "steps", "metrics", "log", "working_dir", "dry_run", "resume")
+JOB_OPTIONS = ("url", "steps", "metrics", "log", "dry_run", "resume")
 
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
@@ -211,7 +235,7 @@ def differences(before: Configuration, now: Configuration) -> list[str]:
 
 
 async def try_out(
-    client: AsyncFleetClient, options: JobOptions, environment: Environment, out: Output
+    client: AsyncFleetClient, options: JobOptions, environment: Environment, out: Display
 ) -> None:
     """Show the options as a run file, try a problem and its reward, ask the fleet; changes nothing."""
     for each in fields(options):
@@ -245,9 +269,17 @@ def end_on_signals() -> None:
 def run(options: JobOptions, began: float) -> int:
     try:
         asyncio.run(main(options, began))
-    except (FleetError, ValueError, OSError) as error:  # OSError: the record, a tracker
-        print(f"slipstream: {error}", file=sys.stderr)
+    except BrokenPipeError:  # stdout is closed (`| head`); buffered output would raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print("slipstream: nobody reads the output, the RL job ends", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return 130
+    except (FleetError, ValueError, OSError) as error:  # OSError: the record, a tracker
+        is_refused = isinstance(error, FleetError) and error.status == 401
+        where = ". Its place is SLIPSTREAM_TOKEN, or the file SLIPSTREAM_TOKEN_FILE" if is_refused else ""
+        print(f"slipstream: {error}{where}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     return 0

@@ -1,6 +1,6 @@
 """The RL job's options: fields of `JobOptions`, from which typer makes the command line.
 
-Imports neither torch nor the job: `slipstream rl` reads them locally.
+Imports neither torch nor the job.
 """
 
 import re
@@ -149,13 +149,6 @@ class JobOptions:
     metrics: Annotated[
         Path | None,
         typer.Option(help="the run's record, JSON Lines", show_default="a new one in the cache"),
-    ] = None
-    working_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="upload this directory and run in it, for a fleet on other machines",
-            show_default="where you stand",
-        ),
     ] = None
     dry_run: Annotated[
         bool,

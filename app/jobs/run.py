@@ -11,7 +11,7 @@ from typing import Any
 
 from app.client import calls
 from app.client.connection import FleetError
-from app.client.run_display import Output, RunStatus
+from app.client.run_display import Display, RunStatus
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, Rollout, penalised
@@ -35,7 +35,7 @@ class Run:
     path: Path  # the record
     name: str  # in the ledger; the same after a restart
     version: int  # the newest known to be served
-    output: Output
+    output: Display
     started: float = field(default_factory=time.monotonic)
     job: str = field(default_factory=lambda: uuid.uuid4().hex)  # another one after a restart
     step: int = 0

@@ -43,21 +43,30 @@ async def train(
 
     Raises:
         BatchRefused: the trainer refuses the batch.
-        FleetError: the fleet refuses, or something was lost `ATTEMPTS` times.
+        FleetError: the fleet refuses, another job makes steps, or something was lost `ATTEMPTS` times.
     """
     client, label = run.policy.client, f"step {record.step}"
+    most: int | None = None  # steps that the trainer has done, if all are this run's
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
+        if most is not None and status.step > most:
+            raise FleetError(
+                f"{label}: expected a trainer after step {most}, got one after step {status.step}: another "
+                "job trains it. End one of them, and continue with --resume"
+            )
         try:
             version: int | None = None
             if steps is not None and status.step == steps + 1:
+                most = status.step
                 # A trainer that was restarted knows no figures of it.
                 metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
                 version = _published(status, label, newer_than)
             else:
                 steps = status.step
+                most = steps if most is None else most
                 metrics = await step(client, batch, run.step_settings, steps)
+                most = steps + 1
             trained = time.monotonic()
             if version is None:
                 done = metrics["step"]
@@ -71,6 +80,8 @@ async def train(
             is_lost = error.status is None or error.type in REPEATED
             if not is_lost or attempt == ATTEMPTS:
                 raise
+            if error.type != "other_step" and steps is not None:
+                most = steps + 1  # it may have been made
             run.say(f"{label}: {error}; asking the trainer whether it was done")
     raise AssertionError("unreachable")
 

@@ -3,7 +3,6 @@
 One replica is killed while rounds follow each other.
 """
 
-import json
 import re
 import signal
 import subprocess
@@ -194,14 +193,17 @@ OPTIONS = "--steps 10000 --groups-per-step 2 --answers-per-group 4 --groups-in-f
 
 
 @contextmanager
-def submitter(fleet: Launched, output: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A user's `nohup slipstream ...` in a second terminal; killed at the end if it still runs."""
-    environment = users_environment(SLIPSTREAM_URL=fleet.url, RAY_API_SERVER_ADDRESS=fleet.dashboard)
+def started(fleet: Launched, output: Path, directory: Path, *given: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A user's `nohup slipstream rl ...` in a second terminal; killed at the end if it still runs."""
+    environment = users_environment(
+        SLIPSTREAM_URL=fleet.url, SLIPSTREAM_TOKEN=str(fleet.token), PYTHONPATH=str(Path.cwd())
+    )
     with output.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.command.cli", *command],
+            [sys.executable, "-P", "-m", "app.command.cli", "rl", *given],
             stdout=stream,
             stderr=subprocess.STDOUT,
+            cwd=directory,
             env=environment,
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
         )
@@ -212,44 +214,27 @@ def submitter(fleet: Launched, output: Path, *command: str) -> Iterator[subproce
             process.wait()
 
 
-def said(fleet: Launched, *command: str) -> tuple[int, str]:
-    """The exit status and the output of a short command."""
-    output = fleet.output.with_name("said")
-    with submitter(fleet, output, *command) as process:
-        return process.wait(60), output.read_text()
-
-
-def live_jobs(fleet: Launched) -> list[str]:
-    jobs = json.loads(said(fleet, "jobs", "--json")[1])
-    return [job["job_id"] for job in jobs if job["status"] in ("PENDING", "RUNNING")]
-
-
-def test_a_job_under_nohup_outlives_the_terminal_and_is_stopped_by_name(
+def test_a_job_under_nohup_outlives_the_terminal_and_ends_with_its_curve(
     launched: Launched, tmp_path: Path
 ) -> None:
-    """It has the user's own files, from a directory that is uploaded."""
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "my_rewards.py").write_text("def length(entry, answer):\n    return len(answer)\n")
-    (own / "problems.jsonl").write_text('{"prompt": "5 6 7"}\n{"prompt": "7 8"}\n')
-    run = f'prompts = "problems.jsonl"\nreward = "my_rewards:length"\nmetrics = "{tmp_path}/run.jsonl"\n'
-    (own / "run.toml").write_text(run)
-    output = tmp_path / "output"
-    given = ["rl", "@", str(own / "run.toml"), "--working-dir", str(own), *OPTIONS.split()]
-    with submitter(launched, output, *given) as job:
+    """It has the user's own files, from where he stands."""
+    (tmp_path / "my_rewards.py").write_text("def length(entry, answer):\n    return len(answer)\n")
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "5 6 7"}\n{"prompt": "7 8"}\n')
+    run = 'prompts = "problems.jsonl"\nreward = "my_rewards:length"\nmetrics = "run.jsonl"\n'
+    (tmp_path / "run.toml").write_text(run)
+    output, second = tmp_path / "output", tmp_path / "second"
+    with started(launched, output, tmp_path, "@", "run.toml", *OPTIONS.split()) as job:
         until(lambda: "RL job: loading" in output.read_text(), JOB_S, "the job's first line")
         job.send_signal(signal.SIGHUP)
         until(lambda: "\nstep   2 of" in output.read_text() or job.poll(), JOB_S, "the second step")
         assert job.poll() is None, output.read_text()
-        (name,) = live_jobs(launched)
-        status, refusal = said(launched, "rl", "--steps", "1")
-        assert status == 1 and f"RL job {name} (running" in refusal
-        assert said(launched, "jobs", "stop") == (0, f"Stopped RL job {name}\n")
-        assert job.wait(STOP_S) == 1
+        with started(launched, second, tmp_path, "--steps", "1") as other:
+            assert other.wait(JOB_S) == 1 and f"the RL job of process {job.pid}" in second.read_text()
+        job.terminate()
+        assert job.wait(STOP_S) == 128 + signal.SIGTERM
     printed = output.read_text()
-    assert "mean reward of each step" in printed and printed.endswith(f"RL job {name} was stopped\n")
-    assert "ray job" not in printed and " INFO " not in printed
-    assert said(launched, "jobs", "stop") == (1, "slipstream: no RL job runs\n")
+    assert "mean reward of each step" in printed and "--resume continues the run" in printed
+    assert "Traceback" not in printed
 
 
 # -- two routers ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import typer
 
 import app.command.cli
 import app.jobs.__main__
-from app.client.program_options import LOCAL_URL, Url, arguments_of, json_object, parse
+from app.client.program_options import LOCAL_URL, Url, json_object, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +102,6 @@ def test_a_value_of_a_file_is_checked_as_an_option(
     with pytest.raises(SystemExit):
         parse(Options, ["@", str(tmp_path / "run.toml")])
     assert "Invalid value for '--count'" in capsys.readouterr().err
-
-
-def test_the_arguments_of_options_give_the_options_again() -> None:
-    options = Options(count=3, loud=True, word=["a b", "--c"], url="http://x")
-    assert arguments_of(options) == ["--count=3", "--url=http://x", "--loud", "--word=a b", "--word=--c"]
-    assert parse(Options, arguments_of(options)) == options
 
 
 @pytest.mark.parametrize("program", [app.command.cli.main, app.jobs.__main__.run])

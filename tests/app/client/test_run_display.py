@@ -1,4 +1,4 @@
-"""What a run shows in a terminal, in a log, and to its submitter."""
+"""What a run shows in a terminal and in a log."""
 
 import io
 import os
@@ -7,11 +7,10 @@ import re
 import select
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
-from app.client.run_display import Display, Events, RunStatus, duration_text, status_of
+from app.client.run_display import Display, RunStatus, duration_text
 
 STATUS = RunStatus(
     step=4,
@@ -42,28 +41,19 @@ def test_without_a_terminal_the_status_is_a_line_when_nothing_else_was_printed_f
 ) -> None:
     with Display(status_s=3600) as quiet, Display(status_s=0) as impatient:
         quiet.line("step 3 of 20")
-        quiet.line(STATUS.event())
+        quiet.status(STATUS)
         assert capsys.readouterr().out == "step 3 of 20\n"
-        impatient.line(STATUS.event())
+        impatient.status(STATUS)
         assert capsys.readouterr().out == f"{LINE}\n"
-
-
-def test_a_job_sends_its_status_when_it_has_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    events = Events()
-    events.line("step 3 of 20")
-    events.status(STATUS)
-    events.status(replace(STATUS, elapsed_s=76.0))
-    line, event = capsys.readouterr().out.splitlines()
-    assert status_of(line) is None and status_of(event) == STATUS
 
 
 PROGRAM = """
 from app.client.run_display import Display
 from tests.app.client.test_run_display import STATUS
 with Display() as display:
-    display.line(STATUS.event())
+    display.status(STATUS)
     display.line("step 3 of 20 [bold]" + "x" * 60)
-    display.line(STATUS.event())
+    display.status(STATUS)
 """
 
 

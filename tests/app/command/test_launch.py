@@ -11,9 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from app.command.cli import cli
 from app.command.cluster import (
     ClusterError,
     LocalCluster,
@@ -25,7 +23,6 @@ from app.settings.config import parse_config
 from deployments.protocol.errors import JournalError
 from deployments.weights.store.versions import Store
 from tests.environment import users_environment
-from tests.fake_http import answering
 from tests.free_ports import free_ports
 
 
@@ -128,18 +125,6 @@ def test_marked_processes_are_found_and_only_they() -> None:
         for process in (marked, other):
             process.kill()
             process.communicate()
-
-
-def test_a_fleet_that_starts_is_not_ready_for_a_job() -> None:
-    environment = {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{free_ports(1)[0]}"}
-    with answering(503, {"status": "starting"}) as url:
-        result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
-        assert result.stderr == f'slipstream: the fleet at {url} is not ready: {{"status": "starting"}}\n'
-    health = {"status": "ok", "serving": 1, "members": 1, "weight_version": 0}
-    rollouts = {"next": 0, "open": [], "ready": 0, "ends": {}}
-    with answering(200, health | rollouts) as url:
-        result = CliRunner().invoke(cli, ["rl", "--url", url], env=environment)
-        assert result.stderr.startswith("slipstream: Ray's dashboard does not answer")
 
 
 @pytest.mark.serve

@@ -85,7 +85,6 @@ def directory(tmp_path: Path) -> Path:
     ):
         text = f":job_id:01\n:actor_name:{actor}\n" + "".join(f"{actor} {line}\n" for line in (1, 2, 3))
         (tmp_path / WORKER.format(number, 90 + number)).write_text(text)
-    (tmp_path / "job-driver-grpo-1.log").write_text('step 1\nrun-status {"step": 2}\n')
     (tmp_path / WORKER.format(9, 100)).write_text(":job_id:01\n")  # an idle worker
     return tmp_path
 
@@ -97,7 +96,6 @@ def test_each_part_of_a_fleet_is_named(directory: Path) -> None:
         *("==> controller 91 <==", "ServeReplica:a_b:controller 3"),
         *("==> replica 92 <==", "ServeReplica:a_b:rollout 3"),
         *("==> trainer 93 <==", "TrainerWorkerActor 3"),
-        *("==> job grpo-1 <==", "step 1"),
     ]
     result = CliRunner().invoke(cli, ["logs", "replica", "--directory", str(directory), "--last", "0"])
     assert (result.exit_code, result.stdout) == (0, "")
@@ -136,10 +134,10 @@ def test_the_newest_run_is_shown_and_the_others_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older, newest = started(tmp_path, 1), started(tmp_path, 2)
-    (logs_of(newest) / "job-driver-grpo-1.log").write_text("step 1\n")
+    (logs_of(newest) / WORKER.format(1, 90)).write_text(":actor_name:ServeReplica:a_b:router\nup\n")
     monkeypatch.setattr("app.command.runs.runs", lambda: runs(tmp_path))
     result = CliRunner().invoke(cli, ["logs"])
-    assert (result.exit_code, result.stdout) == (0, "==> job grpo-1 <==\nstep 1\n")
+    assert (result.exit_code, result.stdout) == (0, "==> router 90 <==\nup\n")
     assert result.stderr.splitlines() == [
         f"==> the run of 2026-01-01 00:00:02: {logs_of(newest)}",
         f"    --directory for the one of 2026-01-01 00:00:01: {logs_of(older)}",

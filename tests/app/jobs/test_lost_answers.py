@@ -109,6 +109,17 @@ async def test_a_job_does_not_begin_with_a_trainer_that_has_another_version_than
     assert not fleet.batches
 
 
+@pytest.mark.parametrize("path", ["/train/step", "/train/publish"])
+async def test_steps_of_another_job_are_not_taken_for_this_runs(path: str, tmp_path: Path) -> None:
+    class Shared(FakeFleet):
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            self.steps += request.url.path == path
+            return await super().answer(request)
+
+    with pytest.raises(FleetError, match="another job trains it"):
+        await run_job(Shared(), tmp_path / "m.jsonl", "--steps", "2")
+
+
 async def test_a_trainer_that_loses_each_step_ends_the_run(tmp_path: Path) -> None:
     fleet = FakeFleet()
     fleet.dies_before_publishing = 100

@@ -32,7 +32,7 @@ def test_a_merged_adapter_asks_nothing_of_the_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_importing_the_configuration_and_the_launcher_imports_nothing_heavy() -> None:
     program = (
-        "import sys, app.settings.config, app.command.launch, app.command.cli, app.command.submit\n"
+        "import sys, app.settings.config, app.command.launch, app.command.cli, app.jobs.options\n"
         "from app.settings.engine import check_engine_args\ncheck_engine_args({})\n"
         "print([name for name in ('torch', 'ray', 'vllm', 'transformers', 'numpy') if name in sys.modules])"
     )
