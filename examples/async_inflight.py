@@ -103,7 +103,7 @@ async def in_flight(
 ) -> list[StreamedRequest]:
     """Requests that were in flight while the fleet took new weights."""
     running = [StreamedRequest(prompt=prompt) for prompt in prompts]
-    async with AsyncFleetClient.connect(settings.url, token, max_connections=len(prompts) + 1) as fleet:
+    async with AsyncFleetClient.connect(settings.url, token, at_once=len(prompts) + 1) as fleet:
         tasks = [
             asyncio.create_task(each.run(fleet, model, settings.tokens, settings.pause_after))
             for each in running

@@ -190,7 +190,7 @@ def connected(options: JobOptions, out: Display) -> AsyncFleetClient:
         timeout_s=REQUEST_TIMEOUT_S,
         patience_s=PATIENCE_S,
         say=out.line,
-        max_connections=options.groups_in_flight * options.answers_per_group + 4,
+        at_once=options.groups_in_flight * options.answers_per_group + 4,
     )
 
 

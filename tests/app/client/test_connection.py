@@ -1,5 +1,7 @@
 import asyncio
+import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,25 @@ async def test_a_stream_that_is_refused_or_lost_is_an_error() -> None:
     async with patient(httpx.ReadError("gone")) as client:
         with pytest.raises(FleetError, match=r"no fleet answers at http://fleet \(gone\)"):
             await anext(client.stream(STREAM))
+
+
+async def test_many_calls_are_under_way_at_once_over_kept_connections() -> None:
+    """Each server's answer waits for all requests of a turn: one that queued would never get its."""
+    turn, connections = asyncio.Barrier(64), 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await turn.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+
+    body = json.dumps(HEALTH).encode()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with AsyncFleetClient.connect(url, at_once=64) as client, asyncio.timeout(30):
+        for _ in range(3):
+            await asyncio.gather(*(client.send(calls.health()) for _ in range(64)))
+    server.close()
+    assert connections == 64
