@@ -32,7 +32,7 @@ from app.client.connection import AsyncFleetClient, FleetError, token_from, with
 from app.client.run_display import STATUS_S, Display
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
-from app.jobs.learning import continued, learn, publish_best
+from app.jobs.learning import continued, learn
 from app.jobs.loading import load_environments
 from app.jobs.metrics import Configuration, reward_curve
 from app.jobs.options import JobOptions
@@ -62,11 +62,6 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
     version = (await client.send(calls.health())).weight_version  # after its trainer has published
     _require_served(trainer, version)
     if trainer.adapter is not None:
-        if options.publish_best:
-            raise FleetError(
-                f"--publish-best makes a version of all weights, and the trainer trains the adapter "
-                f"{trainer.adapter!r}: leave it out, --keep-best keeps the adapter's files"
-            )
         model, version = trainer.adapter, trainer.adapter_version
         if version == 0:
             version = (await client.send(calls.publish("start"))).version
@@ -139,7 +134,6 @@ def only_job(url: str) -> Iterator[None]:
 async def loop(run: Run, trackers: Trackers) -> None:
     producers = [produce(run) for _ in range(run.options.groups_in_flight)]
     await run_beside(learn(run, trackers), [*producers, show_status(run)])
-    await publish_best(run)
 
 
 async def show_status(run: Run) -> None:

@@ -225,21 +225,8 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
     except FleetError as error:
         run.say(f"the best version could not be kept: {error}")
         return None
-    run.say(f"the best so far: version {best.version}, kept in {saved.path}")
+    run.say(f"the best is version {best.version} (`slipstream publish {saved.path}` makes it the fleet's)")
     return saved.path
-
-
-async def publish_best(run: Run) -> None:
-    best = run.best
-    if not run.options.publish_best:
-        return
-    if best is None or best.kept_in is None:
-        run.say("the fleet keeps the last version: the best one is not known, or was not kept")
-        return
-    run.doing = "publishing the best version"
-    label = f"best of {run.path.stem}: reward {best.reward:.3f}"
-    report = await run.policy.client.send(calls.publish_directory(best.kept_in, label))
-    run.say(f"the fleet serves the best version again, as version {report.version}: {best.kept_in}")
 
 
 async def continued(run: Run, past: Sequence[StepRecord]) -> None:

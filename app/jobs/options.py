@@ -135,12 +135,6 @@ class JobOptions:
         Path | None,
         typer.Option(help="a directory on the trainer's host for the version that evaluates best"),
     ] = None
-    publish_best: Annotated[
-        bool,
-        typer.Option(
-            "--publish-best", help="move the fleet to it at the end; needs security.checkpoint_roots"
-        ),
-    ] = False
     log: Annotated[
         list[Tracking] | None,
         typer.Option(help="also write metrics there; repeatable", show_default="none"),
@@ -169,10 +163,8 @@ class JobOptions:
 
     def check(self) -> None:
         """Raises ValueError for options that do not go together."""
-        if self.eval_every == 0 and (self.keep_best is not None or self.publish_best):
-            raise ValueError("--keep-best and --publish-best need --eval-every")
-        if self.publish_best and self.keep_best is None:
-            raise ValueError("--publish-best needs --keep-best")
+        if self.eval_every == 0 and self.keep_best is not None:
+            raise ValueError("--keep-best needs --eval-every")
         if self.overlong_buffer > self.longest:
             raise ValueError(
                 f"--overlong-buffer must be at most {self.longest} tokens, got {self.overlong_buffer}"

@@ -1,5 +1,4 @@
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from app.jobs import metrics
 from app.jobs.environments.environment import HELD_OUT
-from tests.app.http.fake_status import report
+from tests.app.fake_answers import refusal
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
 from tests.app.jobs.test_lost_answers import Killed
 
@@ -48,12 +47,11 @@ async def test_an_unanswered_evaluation_is_reported_and_the_run_continues(
 
 
 class KeepingFleet(FakeFleet):
-    """Its trainer saves, and it takes a directory as its next version. Answers get worse after version 6."""
+    """Its trainer saves. Answers get worse after version 6."""
 
     def __init__(self) -> None:
         super().__init__()
         self.saved: list[str] = []
-        self.published: list[dict[str, Any]] = []
         self.full = False
 
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -64,49 +62,39 @@ class KeepingFleet(FakeFleet):
         return made
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path not in ("/train/save", "/fleet/publish"):
+        if request.url.path != "/train/save":
             return await super().answer(request)
-        body = json.loads(request.content)
-        match request.url.path:
-            case "/train/save" if self.full:
-                error = {"type": "invalid_request", "message": "the disk is full"}
-                return httpx.Response(400, json={"error": error})
-            case "/train/save":
-                self.saved.append(body["path"])
-                return httpx.Response(200, json={"path": body["path"], "step": 1, "save_s": 0.1})
-        self.published.append(body)
-        return httpx.Response(200, json=asdict(report(9, 9, body["label"])))
+        if self.full:
+            return refusal(400, "invalid_request", "the disk is full")
+        self.saved.append(json.loads(request.content)["path"])
+        return httpx.Response(200, json={"path": self.saved[-1], "step": 1, "save_s": 0.1})
 
 
-BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-attempts", "2", "--publish-best"]
+BEST = ["--steps", "4", "--eval-every", "1", "--eval-problems", "2", "--eval-attempts", "2"]
 
 
-async def test_the_best_version_is_kept_and_published_at_the_end_with_its_reward(tmp_path: Path) -> None:
+async def test_the_best_version_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = KeepingFleet()
     await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
     (kept,) = fleet.saved  # later versions are no better
     assert kept.startswith(str(tmp_path / "best" / "m-step-1-"))
-    assert fleet.published == [{"path": kept, "label": "best of m: reward 1.500"}]
+    assert f"`slipstream publish {kept}`" in capsys.readouterr().out
 
 
 async def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = KeepingFleet()
     fleet.full = True
     records = await run_job(fleet, tmp_path / "m.jsonl", *BEST, "--keep-best", str(tmp_path / "best"))
-    assert len(records) == 4 and fleet.published == []
-    said = capsys.readouterr().out
-    assert "the best version could not be kept" in said
-    assert "the fleet keeps the last version: the best one is not known, or was not kept" in said
+    assert len(records) == 4
+    assert "the best version could not be kept" in capsys.readouterr().out
 
 
 async def test_a_resumed_run_knows_which_version_was_best(tmp_path: Path) -> None:
     fleet = KeepingFleet()
     given = [*BEST, "--keep-best", str(tmp_path / "best")]
     await run_job(fleet, tmp_path / "m.jsonl", *given, "--steps", "2")
-    fleet.published.clear()
     await run_job(fleet, tmp_path / "m.jsonl", *given, "--resume")
     assert len(fleet.saved) == 1
-    assert [body["path"] for body in fleet.published] == fleet.saved
 
 
 class KillingFleet(KeepingFleet):

@@ -94,14 +94,6 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     assert versions == [{1}, {2}, {3}], "of the adapter that sampled, not of the base"
 
 
-async def test_the_best_version_of_an_adapter_is_not_promised(tmp_path: Path) -> None:
-    fleet = AdaptingFleet()
-    given = ["--eval-every", "1", "--keep-best", str(tmp_path), "--publish-best"]
-    with pytest.raises(FleetError, match=r"--publish-best makes a version of all weights, and .* 'math'"):
-        await run_job(fleet, tmp_path / "m.jsonl", *given)
-    assert not fleet.asked and not fleet.labels
-
-
 async def test_a_step_without_a_finite_loss_is_no_restart_of_the_trainer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,8 +39,7 @@ def verifiers(**settings: object) -> list[str]:
     [
         (["--reward", "a:b"], "go together"),
         (["--task-settings", "[]"], "--task-settings: expected a JSON object"),
-        (["--keep-best", "/x"], "need --eval-every"),
-        (["--eval-every", "2", "--publish-best"], "--publish-best needs --keep-best"),
+        (["--keep-best", "/x"], "needs --eval-every"),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
         (
             ["--metrics", "lr-0.1"],
