@@ -46,7 +46,7 @@ async def train(
         FleetError: the fleet refuses, another job makes steps, or something was lost `ATTEMPTS` times.
     """
     client, label = run.policy.client, f"step {record.step}"
-    most: int | None = None  # steps that the trainer has done, if all are this run's
+    most = None if steps is None else steps + 1  # steps that the trainer has done, if all are this run's
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
