@@ -98,7 +98,9 @@ class Launched:
 
     def client(self, timeout_s: float = 30.0) -> httpx.Client:
         headers = bearer(self.token)
-        return httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False)
+        return httpx.Client(
+            base_url=self.url, timeout=timeout_s, headers=headers, trust_env=False, verify=False
+        )
 
     def processes(self) -> list[psutil.Process]:
         """All that live."""

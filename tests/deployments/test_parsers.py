@@ -25,6 +25,8 @@ from deployments.weights.store.versions import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
 from trainers.trajectory import parse_trajectories
 
+pytestmark = pytest.mark.slow  # searches
+
 EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "60"))
 fuzzed = settings(
     max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None
@@ -70,7 +72,6 @@ LISTS = st.lists(JSON, max_size=4)
 SHAPES = st.lists(st.lists(st.integers(-1, 2**40) | SCALARS, max_size=5) | SCALARS, max_size=3)
 
 
-@pytest.mark.slow
 @given(
     LISTS | st.lists(st.text(max_size=3), max_size=3),
     LISTS
@@ -93,7 +94,6 @@ def test_chunk_layouts(names: Any, dtypes: Any, shapes: Any, chunk_bytes: int) -
         assert chunk.table_offset >= ends[-1]
 
 
-@pytest.mark.slow
 @given(
     JSON.map(json.dumps)
     | st.binary(max_size=60)
@@ -119,7 +119,6 @@ NEARLY = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.slow
 @given(JSON | st.lists(TRAJECTORY | NEARLY, max_size=3))
 @fuzzed
 def test_trajectories(entries: Any) -> None:
@@ -135,7 +134,6 @@ LINES = [encode(each) for each in DECISIONS]
 DECISION = objects_with("decision", "kind", "type", "token", "round_id", "version", "participants", "label")
 
 
-@pytest.mark.slow
 @given(
     st.lists(
         st.sampled_from(LINES)
@@ -166,7 +164,6 @@ def test_journals(lines: list[bytes], at: int, damage: bytes) -> None:
 ANSWER = objects_with("choices", "error", "detail", "weight_version")
 
 
-@pytest.mark.slow
 @given(
     (JSON | ANSWER).map(lambda value: json.dumps(value).encode()) | st.binary(max_size=60),
     st.sampled_from([200, 400, 404, 500]),

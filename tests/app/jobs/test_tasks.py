@@ -66,12 +66,14 @@ def test_a_problem_is_the_same_every_time_and_differs_between_seeds() -> None:
     assert first[1:] != other[:-1]
 
 
+@pytest.mark.slow  # imports reasoning-gym
 def test_the_instruction_comes_before_the_question() -> None:
     messages = sums().problem(3).messages
     assert [message["role"] for message in messages] == ["system", "user"]
     assert messages[0]["content"] == "Solve it."
 
 
+@pytest.mark.slow
 async def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
     task = sums()
     problem = task.problem(0)
@@ -82,6 +84,7 @@ async def test_the_score_is_the_tasks_own_of_the_last_number() -> None:
     assert await task.score(problem, said("")) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [("no_such_set", {}), ("chain_sum", {"min_terms": 0})])
 def test_a_data_set_that_cannot_be_made_is_named(name: str, settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"reasoning-gym refuses '{name}'"):

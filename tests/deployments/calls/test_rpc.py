@@ -177,7 +177,7 @@ async def test_nothing_is_unpickled_without_the_key(server: CallServer, target: 
             return pytest.fail, ("it was unpickled",)
 
     url = (await server.address()).url
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
         answer = await client.post(
             f"{url}/echo", content=pickle.dumps(Bomb()), headers={"authorization": key} if key else {}
         )

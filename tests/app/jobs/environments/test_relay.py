@@ -23,7 +23,7 @@ async def relayed(
     async with (
         relay.listening(),
         client_of(respond, patience_s=0.0) as client,
-        httpx.AsyncClient(trust_env=False) as agent,
+        httpx.AsyncClient(trust_env=False, verify=False) as agent,
         relay.session(
             Policy(client=client, model="m", max_tokens=50, version=version, group=group)
         ) as session,
@@ -172,7 +172,7 @@ async def test_an_agent_that_hangs_up_is_not_learned_from() -> None:
 
 async def test_an_address_is_reused_once_its_rollout_is_over_and_answers_nothing_in_between() -> None:
     relay = Relay()
-    async with relay.listening(), httpx.AsyncClient(trust_env=False) as agent:
+    async with relay.listening(), httpx.AsyncClient(trust_env=False, verify=False) as agent:
         policy = Policy(client=AsyncFleetClient(agent), model="m", max_tokens=5)
         async with relay.session(policy) as first, relay.session(policy) as second:
             first.over = True
