@@ -118,7 +118,8 @@ def reload_refusal(model: torch.nn.Module, *, with_lora: bool = True) -> str | N
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
-    """Around vLLM's reload: packs again what it leaves packed, experts and tied heads."""
+    """Around vLLM's reload: packs again what it leaves packed, experts and tied heads, and copies what it
+    leaves unpacked, Mamba 2's convolution on a CPU that multiplies bfloat16."""
     kernels = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -135,6 +136,10 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
                 method.moe_kernel = kernel
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)
+    for module in model.modules():
+        unpacked = getattr(getattr(module, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if unpacked is not None and hasattr(module, "conv_weights"):
+            module.conv_weights.copy_(unpacked)
 
 
 def _tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
