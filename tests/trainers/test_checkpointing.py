@@ -50,11 +50,10 @@ def test_selective_checkpointing_repeats_what_is_cheap(tmp_path: Path, kind: str
         assert selective[cheap] == full[cheap] > none[cheap], cheap
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen3", marks=pytest.mark.slow)]
-)
-def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path, kind: str) -> None:
-    tiny.save(tmp_path, kind)
+@pytest.mark.slow
+@pytest.mark.timeout(400)  # it compiles
+def test_compiled_layers_keep_less_within_a_budget(tmp_path: Path) -> None:
+    tiny.save(tmp_path, "qwen3")
     kept, after = [], []
     settings: tuple[Checkpointing, ...] = (False, "selective")
     for setting in settings:

@@ -274,6 +274,7 @@ class OftenKilled(FakeFleet):
 @pytest.mark.parametrize(
     "seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.long)], ids=["some", "many"]
 )
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 async def test_a_job_that_is_killed_at_any_moment_learns_from_each_problem_once(
     seeds: range, tmp_path: Path
