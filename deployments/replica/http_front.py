@@ -217,7 +217,7 @@ class _Response:
         self._send = send
         self._recorder = recorder
         self._part = part
-        self._annotate = StreamAnnotator(recorder, part)
+        self._annotate = StreamAnnotator(recorder)
         self._start: Message | None = None  # held back until the first piece of the body
         self.begun = False  # bytes were sent
         self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages

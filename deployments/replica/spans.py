@@ -104,15 +104,14 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int, part: Part |
 
 
 class StreamAnnotator:
-    """Rewrites the last events of a server-sent stream; all events if it is a part's."""
+    """Rewrites the last events of a server-sent stream."""
 
-    def __init__(self, recorder: SpanRecorder, part: Part | None = None) -> None:
+    def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
-        self._part = part
 
     def __call__(self, chunk: bytes) -> bytes:
         # Spans are known when a choice has finished, before vLLM's event for it: skip parsing earlier events.
-        if not self._recorder.spans and self._part is None:
+        if not self._recorder.spans:
             return chunk
         return b"\n\n".join(self._event(event) for event in chunk.split(b"\n\n"))
 
@@ -125,15 +124,10 @@ class StreamAnnotator:
         try:
             data = json.loads(event[len(b"data: ") :])
         except (ValueError, RecursionError):  # split by the transport: leave it
-            if self._part is not None:
-                raise  # its choices would keep their numbers
             return event
         if "error" in data:
-            return event if self._part is None else b"data: " + _encode(data)
-        if self._recorder.spans:
-            _annotate(data, self._recorder)
-        if self._part is not None:
-            _place(data, data["choices"], self._part)
+            return event
+        _annotate(data, self._recorder)
         return b"data: " + _encode(data)
 
 

@@ -15,14 +15,11 @@ from typing import Any
 
 import msgspec
 
-from deployments.protocol.errors import ReplicaUnavailable
-
 COMPLETIONS = "/v1/completions"
 BATCH_CHAT = "/v1/chat/completions/batch"
 # Fields of the request as a whole.
 _WHOLE_REQUEST = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 _COMPLETIONS = re.compile(rb"[1-9]\d{0,8}")
-_STREAM = {b"true": True, b"false": False, b"null": False}
 # `msgspec.Raw` keeps a value's bytes without parsing.
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
@@ -43,7 +40,6 @@ class PromptList:
     field: str  # name of the list
     prompts: Sequence[bytes]  # each as JSON
     completions: int  # choices per prompt
-    streams: bool
 
     def part(self, start: int, stop: int) -> bytes:
         """Body for the prompts from `start` to `stop` (exclusive)."""
@@ -59,8 +55,7 @@ def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptLi
     if len(prompts) < 2 or not _all_alike(prompts, path):
         return None
     completions = fields.get("n", b"1").replace(b"null", b"1")
-    streams = _STREAM.get(fields.get("stream", b"null"))
-    if not _COMPLETIONS.fullmatch(completions) or streams is None:
+    if not _COMPLETIONS.fullmatch(completions) or fields.get("stream", b"null") not in (b"false", b"null"):
         return None
     if any(fields.get(name, b"null") != b"null" for name in _WHOLE_REQUEST):
         return None
@@ -70,7 +65,6 @@ def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptLi
         field=field,
         prompts=prompts,
         completions=int(completions),
-        streams=streams and path == COMPLETIONS,  # vLLM streams no batch of chats
     )
 
 
@@ -130,24 +124,6 @@ def _shares(prompts: int, fractions: Mapping[str, float]) -> list[Share]:
     return shares
 
 
-_EVENT = b"data: "
-_DONE = b"[DONE]"
-_STOPPED = _EVENT + json.dumps({"error": {"type": ReplicaUnavailable.type}}).encode().rstrip(b"}")
-
-
-class PartFailed(Exception):
-    """vLLM ended the stream of a part with an error event."""
-
-    def __init__(self, event: bytes) -> None:
-        super().__init__(event.decode(errors="replace"))
-        self.event = event
-
-
-def is_stop(event: bytes) -> bool:
-    """Whether the replica ended this stream because it shuts down gracefully; another one may respond."""
-    return event.startswith(_STOPPED)
-
-
 def merge_responses(parts: Sequence[bytes]) -> bytes:
     """Merge responses, each of two lines: the rest of the response, and the choices."""
     rests, choices = [], []
@@ -161,48 +137,6 @@ def merge_responses(parts: Sequence[bytes]) -> bytes:
     if "metrics" in whole:
         whole["metrics"] = None  # vLLM has them only for a single prompt
     return _encode(whole)[:-1] + b',"choices":[' + b",".join(choices) + b"]}"
-
-
-class MergedStream:
-    def __init__(self, parts: int) -> None:
-        self._versions: list[int | None] = [None] * parts
-        self._usages: list[Any] = [None] * parts
-        self._last: dict[str, Any] | None = None  # the event with the usage
-
-    def add(self, part: int, event: bytes) -> bytes:
-        """What the client gets of an event, if anything. Raises PartFailed for an error event."""
-        if not event.startswith(_EVENT):
-            return event + b"\n\n"  # a comment
-        data = event[len(_EVENT) :]
-        if data == _DONE:
-            return b""
-        if data.startswith(b'{"error"'):
-            raise PartFailed(event)
-        # Inside a text the quotes are escaped.
-        if b'"weight_version":' not in data and b'"choices":[]' not in data:
-            return event + b"\n\n"
-        whole = json.loads(data)
-        if "weight_version" in whole:
-            self._versions[part] = whole["weight_version"]
-            whole["weight_version"] = self._oldest()
-        if whole.get("choices") == [] and whole.get("usage") is not None:
-            self._usages[part] = whole["usage"]
-            self._last = whole
-            return b""
-        return _EVENT + _encode(whole) + b"\n\n"
-
-    def end(self) -> bytes:
-        done = _EVENT + _DONE + b"\n\n"
-        if self._last is None:
-            return done
-        self._last["usage"] = _sum(self._usages)
-        self._last.pop("metrics", None)
-        if "weight_version" in self._last:
-            self._last["weight_version"] = self._oldest()
-        return _EVENT + _encode(self._last) + b"\n\n" + done
-
-    def _oldest(self) -> int:
-        return min(version for version in self._versions if version is not None)
 
 
 def _sum(values: Sequence[Any]) -> Any:

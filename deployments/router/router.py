@@ -236,10 +236,7 @@ class Router:
     ) -> AsyncIterator[Response]:
         parts = [] if prompts is None else await self._parts(request, attempts, prompts)
         if prompts is not None and parts:
-            async with respond_in_parts(
-                self._forwarder, parts, self.limits, streams=prompts.streams
-            ) as response:
-                yield response
+            yield await respond_in_parts(self._forwarder, parts, self.limits)
             return
         started = await self._forwarder.forward(request, attempts, self.limits)
         async with started.connection:

@@ -18,8 +18,7 @@ from deployments.replica.spans import RECORDER, SpanRecorder
 class FakeCompletions:
     """Answers a prompt by its own text in upper case, one token for each letter.
 
-    Prompts with a meaning: "wrong" is refused with 400, "fault" ends a stream with vLLM's error event, "slow"
-    waits for `lives`, and so does the second token of "slowly".
+    Prompts with a meaning: "wrong" is refused with 400, "slow" waits for `lives`.
 
     Args:
         fail: the engine is dead from now on.
@@ -115,14 +114,8 @@ class FakeCompletions:
             if "slow" in texts:
                 await self.lives.wait()
             for step in range(max(map(len, texts))):
-                if step == 1 and "slowly" in texts:
-                    await self.lives.wait()
                 for number, text in enumerate(texts):
                     for sample in range(answers if step < len(text) else 0):
-                        if text == "fault" and step == 2:
-                            yield 'data: {"error": {"message": "a fault", "code": 500}}\n\n'
-                            yield "data: [DONE]\n\n"
-                            return
                         last = step == len(text) - 1
                         if last:
                             recorder.record(first[number] + sample, self._spans(text))

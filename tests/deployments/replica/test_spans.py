@@ -115,23 +115,6 @@ def test_error_of_a_part_is_an_error() -> None:
     assert json.loads(error) == {"error": {"message": "m", "type": "t", "detail": {}}}
 
 
-def test_every_event_of_a_part_is_renumbered() -> None:
-    made = SpanRecorder(3)
-    annotate = StreamAnnotator(made, PART)
-    early = annotate(b'data: {"created":1,"choices":[{"index":1,"text":"a"}]}\n\n')
-    assert early == b'data: {"created":99,"choices":[{"index":7,"text":"a"}]}\n\n'
-    made.record(made.open_call(2) + 1, SPANS)
-    late = annotate(b'data: {"created":1,"choices":[{"index":1,"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
-    event, done, _ = late.split(b"\n\n")
-    assert done == b"data: [DONE]"
-    assert json.loads(event[6:])["choices"] == [
-        {"index": 7, "finish_reason": "stop", "weight_versions": SPANS}
-    ]
-    assert annotate(b'data: {"error": {"code": 500}}\n\n') == b'data: {"error":{"code":500}}\n\n'
-    with pytest.raises(ValueError):
-        annotate(b'data: {"created":1,"choi')  # its choices would keep their numbers
-
-
 def test_beam_requests_are_recognized_by_their_ids() -> None:
     assert _BEAM.search(f"cmpl-7-0-{random_uuid()}-beam-3")
     assert not _BEAM.search("chatcmpl-a-users-beam-3")

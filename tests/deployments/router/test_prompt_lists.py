@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from deployments.router.prompt_lists import (
     BATCH_CHAT,
     COMPLETIONS,
-    MergedStream,
-    PartFailed,
     Share,
     merge_responses,
     parse_object,
@@ -26,14 +24,14 @@ def of(asked: dict[str, Any], path: str = COMPLETIONS, method: str = "POST") -> 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
 def test_list_of_texts_or_token_ids_can_be_split(prompts: list[Any]) -> None:
-    found = of({"prompt": prompts, "n": 3, "stream": True})
+    found = of({"prompt": prompts, "n": 3, "stream": False})
     assert [json.loads(each) for each in found.prompts] == prompts
-    assert (found.completions, found.streams) == (3, True)
+    assert found.completions == 3
 
 
-def test_batch_of_chats_is_split_and_not_streamed() -> None:
-    found = of({"messages": [CHAT, CHAT], "n": None, "stream": True}, BATCH_CHAT)
-    assert (found.field, found.completions, found.streams) == ("messages", 1, False)
+def test_batch_of_chats_is_split() -> None:
+    found = of({"messages": [CHAT, CHAT], "n": None}, BATCH_CHAT)
+    assert (found.field, found.completions) == ("messages", 1)
 
 
 def test_part_is_the_same_request_for_some_of_the_prompts() -> None:
@@ -60,6 +58,7 @@ def test_part_is_the_same_request_for_some_of_the_prompts() -> None:
         {"prompt": ["a", "b"], "n": "2"},
         {"prompt": ["a", "b"], "n": 0},
         {"prompt": ["a", "b"], "stream": "yes"},
+        {"prompt": ["a", "b"], "stream": True},
         {"prompt": ["a", "b"], "prompt_embeds": "..."},
         {"prompt": ["a", "b"], "kv_transfer_params": {}},
         {},
@@ -141,35 +140,3 @@ def test_choices_are_joined_and_usage_is_summed() -> None:
         "weight_version": 7,
         "metrics": None,
     }
-
-
-def test_merged_stream_rewrites_only_events_about_the_whole() -> None:
-    merged = MergedStream(2)
-    early = event(choices=[{"index": 0, "text": 'of "weight_version": 1 and "choices":[]'}])
-    assert merged.add(0, early) == early + b"\n\n"
-    assert merged.add(1, b": keep-alive") == b": keep-alive\n\n"
-    newest = json.loads(merged.add(0, event(choices=[{"index": 0}], weight_version=9))[6:])
-    assert newest["weight_version"] == 9
-    oldest = json.loads(merged.add(1, event(choices=[{"index": 1}], weight_version=8))[6:])
-    assert oldest["weight_version"] == 8
-    assert (
-        json.loads(merged.add(0, event(choices=[{"index": 0}], weight_version=9))[6:])["weight_version"] == 8
-    )
-    for part, tokens in ((0, 3), (1, 4)):
-        usage = event(id="x", choices=[], usage={"total_tokens": tokens}, weight_version=9 - part, metrics={})
-        assert merged.add(part, usage) == b""
-        assert merged.add(part, b"data: [DONE]") == b""
-    last, done, nothing = merged.end().split(b"\n\n")
-    assert json.loads(last[6:]) == {
-        "id": "x",
-        "choices": [],
-        "usage": {"total_tokens": 7},
-        "weight_version": 8,
-    }
-    assert (done, nothing) == (b"data: [DONE]", b"")
-
-
-def test_error_of_a_part_is_one_of_the_whole() -> None:
-    with pytest.raises(PartFailed) as raised:
-        MergedStream(2).add(1, event(error={"message": "a fault"}))
-    assert raised.value.event == event(error={"message": "a fault"})
