@@ -46,7 +46,7 @@ async def train(
         FleetError: the fleet refuses, another job makes steps, or something was lost `ATTEMPTS` times.
     """
     client, label = run.policy.client, f"step {record.step}"
-    most = None if steps is None else steps + 1  # steps that the trainer has done, if all are this run's
+    most: int | None = None  # steps that the trainer has done, if all are this run's
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
@@ -63,8 +63,9 @@ async def train(
                 metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
                 version = _published(status, label, newer_than)
             else:
+                if most is None:  # a killed job may have sent it, and it has not arrived
+                    most = status.step + (status.step == steps)
                 steps = status.step
-                most = steps if most is None else most
                 metrics = await step(client, batch, run.step_settings, steps)
                 most = steps + 1
             trained = time.monotonic()

@@ -225,6 +225,16 @@ async def test_a_killed_jobs_step_may_arrive_while_the_next_job_takes_its_batch(
     assert [record.trainer["step"] for record in records] == [4, 5]
 
 
+async def test_a_run_goes_on_after_another_one_has_trained(tmp_path: Path) -> None:
+    """Its newest batch was taken before that, and nobody has learned from it."""
+    fleet = KillingFleet("/train/step", done=False)
+    with pytest.raises(Killed):
+        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
+    await run_job(fleet, tmp_path / "other.jsonl", "--steps", "3")
+    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2", "--resume")
+    assert [record.trainer["step"] for record in records] == [4, 8] and len(fleet.batches) == 5
+
+
 async def test_a_job_and_its_trainer_may_be_killed_together(tmp_path: Path) -> None:
     fleet = KillingFleet("/train/publish", done=True)
     with pytest.raises(Killed):
