@@ -327,7 +327,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 
 def tiny_config(family: str, **changed: Any) -> PreTrainedConfig:
     """The configuration of a family (`model_type`) with few of everything that its default has."""
-    made: PreTrainedConfig = CONFIG_MAPPING[family](**_sizes(CONFIG_MAPPING[family]()) | changed)
+    kind = CONFIG_MAPPING[family]
+    changed |= {kind.attribute_map.get(name, name): value for name, value in changed.items()}
+    made: PreTrainedConfig = kind(**_sizes(kind()) | changed)
     return made
 
 

@@ -153,4 +153,4 @@ def test_replay_takes_away_what_routing_adds_to_the_difference_from_the_engine(t
         for routed in (None, batch.routed)
     )
     print(f"mean {own.mean():.4f}, worst {own.max():.3f}; {replayed.mean():.4f}, {replayed.max():.3f}")
-    assert replayed.max() < 0.1 * own.max() and replayed.mean() < own.mean()
+    assert replayed.max() < 0.1 * own.max() and replayed.mean() < 0.15 * own.mean()
