@@ -102,10 +102,8 @@ class Capture:
             )
             raise self.failure
         answers: dict[int, _Answer] = {}
-        async with aclosing(stream):  # the engine would go on with what cannot be recorded
-            async for output in stream:
-                if not answers:
-                    await self.opened()
+        async with aclosing(self._once_opened(stream)) as outputs:
+            async for output in outputs:
                 if self.said is not None:
                     if self.said.repeats:
                         await asyncio.sleep(0)  # they come without a pause, and other requests wait
@@ -124,6 +122,24 @@ class Capture:
                 if finished:
                     await self._record(finished)
                 yield output
+
+    async def _once_opened(self, stream: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """The engine's outputs. It ends what cannot be recorded: also an answer that is one output, at its
+        end."""
+
+        async def first() -> Any:
+            return await anext(stream)
+
+        async with aclosing(stream):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    output = group.create_task(first())
+                    group.create_task(self.opened())
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            yield output.result()
+            async for each in stream:
+                yield each
 
     def _captured(
         self,

@@ -1,5 +1,6 @@
 """What an engine answers is recorded below the routes, and they see nothing of it."""
 
+import asyncio
 import io
 from array import array
 from collections.abc import AsyncGenerator
@@ -121,6 +122,25 @@ async def test_what_cannot_be_recorded_fails(recorder: Recorder, call: str) -> N
     with pytest.raises(FleetUnavailable):
         await outputs(capture, delta=False)
     assert capture.failure is not None and capture.failure.message == "the disk is full"
+
+
+async def test_a_refusal_does_not_wait_for_the_engine(recorder: Recorder) -> None:
+    """An answer that is not streamed is one output, at its end."""
+    never, ended = asyncio.Event(), asyncio.Event()
+
+    async def stream() -> AsyncGenerator[Any, None]:
+        try:
+            await never.wait()
+            yield
+        finally:
+            ended.set()
+
+    recorder.fails = "open"
+    capture, asked = Capture(TURN, recorder.call), sampling_params(delta=False)
+    with pytest.raises(FleetUnavailable):
+        async with asyncio.timeout(5):
+            await anext(capture.taken(stream(), {"type": "token"}, asked, 0, lambda: None))
+    assert ended.is_set() and capture.failure is not None
 
 
 @pytest.mark.parametrize("call", ["open", "append"])
