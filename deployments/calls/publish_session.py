@@ -107,10 +107,9 @@ class PublishSession:
     async def open(self, options: RoundOptions) -> None:
         self.round_id = await self._call("open_round", options)
 
-    async def send(self, payload: JsonValue | FilePart, load_id: str | None = None) -> None:
-        """Returns once every participant has received the payload; every replica, outside of any round, with
-        the `load_id` of an adapter."""
-        await self._call("send", self.round_id if load_id is None else load_id, payload)
+    async def send(self, payload: JsonValue | FilePart) -> None:
+        """Returns once every participant has received the payload."""
+        await self._call("send", self.round_id, payload)
 
     async def close(self, label: str | None = None) -> RoundReport:
         """Commit the open round. Raises AnswerLost: it may be committed, or be committed later; `outcome`

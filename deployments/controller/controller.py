@@ -7,7 +7,6 @@
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +36,6 @@ from deployments.weights.store.versions import Store
 
 BUSY_POLL_S = 0.2  # a replica that runs an instruction polls again soon
 MAX_EVENTS_WAIT_S = 30.0
-_LOAD_ID = re.compile(r"[0-9a-f]{32}")
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue, config=ConfigDict(ser_json_inf_nan="constants"))
 _JSON_KINDS = ("list", "dict", "str", "int", "float", "bool", "none")
 
@@ -163,17 +161,11 @@ class Controller:
             self._round_trace = tracing.headers()
             return self._ledger.open_round(token, options or RoundOptions(), self._durable.now())
 
-    async def send(self, token: int, to: int | str, payload: JsonValue | FilePart) -> None:
-        """Returns once every participant has received. A collective's data must flow meanwhile.
-
-        Args:
-            to: the open round's id, or the `load_id` of an adapter, whose two files the payload has.
-        """
+    async def send(self, token: int, round_id: int, payload: JsonValue | FilePart) -> None:
+        """Returns once every participant has received. A collective's data must flow meanwhile."""
         async with self._durable.answer():
-            if isinstance(to, str) and _LOAD_ID.fullmatch(to) is None:  # becomes part of a directory's name
-                raise InvalidRequest(f"load_id: expected 32 hexadecimal digits, got {to[:80]!r}")
             checked = payload if isinstance(payload, FilePart) else json_only(payload, "payload")
-            await self._durable.result(self._ledger.send(token, to, checked, self._durable.now()))
+            await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
         """Verify and commit; returns when every participant has swapped. May be repeated."""
@@ -204,7 +196,7 @@ class Controller:
                 await self._durable.durable(self._durable.change())  # no successor reuses this id
                 files = await self._adapter_files.copy(load.path, adapter.adapter_id, load.digest)
                 call = self._ledger.stage_adapter(adapter, files, now())
-                self._durable.change()  # replicas load the copy, or what they received, while it is synced
+                self._durable.change()  # replicas load the copy while it is synced
                 await self._adapter_files.complete(adapter.adapter_id)
                 self._ledger.complete_adapter(adapter, now())
             except BaseException as error:  # also when the caller left: frees the name

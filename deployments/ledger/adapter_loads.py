@@ -183,7 +183,6 @@ def _status(state: State, adapter: Adapter, name: str, members: list[Member]) ->
         digest=adapter.digest,
         size_bytes=adapter.size_bytes,
         replicas=tuple(each.replica_id for each in members if adapter_id in each.adapters.held),
-        received=tuple(each.replica_id for each in members if adapter_id in each.adapters.received),
         timings=None if times is None else times.timings(),
     )
 

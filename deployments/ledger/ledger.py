@@ -139,14 +139,9 @@ class Ledger:
         self.advance(now)
         return round_id
 
-    def send(self, token: int, to: int | str, payload: JsonValue | FilePart, now: float) -> PendingCall:
-        """`to`: the open round, or outside of any the load of an adapter."""
-        publisher = self.renew(token, now).publisher
-        if isinstance(to, int):
-            call = staging_phase.send(self.state, to, payload)
-        else:
-            commit_phase.require_no_round(self.state, "send an adapter")
-            call = publisher_session.send_adapter(self.state, publisher, to, payload)
+    def send(self, token: int, round_id: int, payload: JsonValue | FilePart, now: float) -> PendingCall:
+        self.renew(token, now)
+        call = staging_phase.send(self.state, round_id, payload)
         self.advance(now)
         return call
 

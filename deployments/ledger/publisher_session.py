@@ -1,4 +1,4 @@
-"""The publisher: its lease with a fencing token, its connection to the fleet, and adapters sent over it.
+"""The publisher: its lease with a fencing token, and its connection to the fleet.
 
 A collective connection is valid for exactly its members. Any other reaches each replica separately: a joiner
 gets it too, one that loads a stored version afterwards.
@@ -13,7 +13,7 @@ from deployments.ledger import membership
 from deployments.ledger.decisions import LeaseIssued
 from deployments.ledger.state import Connection, Member, PendingCall, State, classify, join_reasons
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, StalePublisher
-from deployments.protocol.poll import Connect, Drop, FilePart, Receive
+from deployments.protocol.poll import Connect, Drop
 from deployments.protocol.publishing import Lease
 
 # -- the lease --------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def cancel_rendezvous(state: State) -> None:
     """Its members may be waiting for a peer: have them leave it."""
     current, state.publisher.rendezvous = state.publisher.rendezvous, None
     for member in () if current is None else tuple(current[1].waiting):
-        membership.withdraw(member, lambda body: isinstance(body, Connect | Receive), delivered=True)
+        membership.withdraw(member, lambda body: isinstance(body, Connect), delivered=True)
         membership.send_or_fence(state, member, Drop(round_id=None))
 
 
@@ -200,38 +200,3 @@ def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[M
             {"expected": offset + workers, "actual": world_size, "workers": workers},
         )
     return offset
-
-
-# -- adapters over the connection -------------------------------------------------------------
-
-
-def send_adapter(state: State, publisher: str, load_id: str, payload: JsonValue | FilePart) -> PendingCall:
-    """Every member of the connection receives an adapter's files, for the load with this id.
-
-    The call's error names the replicas without it, which load the fleet's copy. A communicator is not used
-    again then.
-    """
-    members = state.for_round()
-    connection = connection_to(state, publisher, members)
-    cancel_rendezvous(state)
-    call = membership.send(
-        state,
-        Receive.name,
-        dict.fromkeys(members, Receive(payload=payload, load_id=load_id)),
-        on_complete=partial(_adapter_received, connection=connection),
-    )
-    state.publisher.rendezvous = connection, call
-    return call
-
-
-def _adapter_received(state: State, call: PendingCall, *, connection: Connection) -> None:
-    desk, verdict = state.publisher, classify(call)
-    membership.fence_each(state, verdict.replica_failed, call.name)
-    lacking = {**call.absent, **verdict.not_done}
-    if not lacking:
-        return
-    membership.count_failed_transfers(state, verdict, call.name, connection.missing(call))
-    if connection.collective and desk.connection is connection:
-        desk.connection = None
-    reason = f"replicas did not receive the adapter: {join_reasons(lacking)}"
-    call.finish(error=Conflict(reason, {"connect_again": connection.collective, "replicas": lacking}))

@@ -367,7 +367,7 @@ class PublisherState:
     expires: float = 0.0
     last_token: int = 0
     connection: Connection | None = None
-    rendezvous: tuple[Connection, PendingCall] | None = None  # its members connect, or receive an adapter
+    rendezvous: tuple[Connection, PendingCall] | None = None  # its members connect
     told: set[Member] = field(default_factory=set)  # they have, or were told of, the connection
     broken_by: int | None = None  # the round with which the last transfer group ended
 

@@ -57,7 +57,6 @@ class AdapterCatalog:
 class AdapterState:
     held: Sequence[int] = ()  # `adapter_id`s
     live: Sequence[int] = ()
-    received: Sequence[int] = ()  # the part of `held` that a transport brought
     unloading: Sequence[int] = ()  # the part of `held` that goes with its last request
 
 
@@ -117,5 +116,4 @@ class AdapterStatus:
     digest: str
     size_bytes: int
     replicas: Sequence[str]
-    received: Sequence[str] = ()  # holders that loaded what a transport brought, not the fleet's copy
     timings: AdapterTimings | None = None  # None: an earlier controller loaded it

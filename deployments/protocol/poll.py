@@ -70,19 +70,14 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """Stage one payload: one for all workers, or a list with one for each. The first one begins the round.
-
-    With a `load_id` it has an adapter's two files, for that load, and is of no round. If it is rejected or
-    fails, the load reads the fleet's copy.
-    """
+    """Stage one payload: one for all workers, or a list with one for each. The first one begins the round."""
 
     name: ClassVar[str] = "receive"
+    round_id: int
     payload: JsonValue | FilePart
-    round_id: int | None = None
     # The same for every payload of a round.
     retain_version: int | None = None  # keep the received tensors under this version, for a store
     in_flight: InFlight = InFlight.KEEP  # with `staging: none`, which pauses here
-    load_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -283,9 +283,8 @@ class AdapterReport:
     base_version: int  # the weights that it was trained on
     digest: str
     size_bytes: int
-    write_s: float  # writing its files, beside the transfer
+    write_s: float  # writing its files
     duration_s: float
-    transfer_s: float | None = None  # sending to the replicas' memory; None: they read the fleet's copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

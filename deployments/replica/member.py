@@ -199,8 +199,6 @@ class EngineMember(ABC):
         match body:
             case Connect():
                 await self.connect(body)
-            case Receive() if body.load_id:
-                await self.receive_adapter(body)
             case Receive():
                 self._check_awake()
                 await self.receive(body)
@@ -264,9 +262,6 @@ class EngineMember(ABC):
 
     @abstractmethod
     async def receive(self, body: Receive) -> None: ...
-
-    async def receive_adapter(self, body: Receive) -> None:
-        raise PayloadRejected("vLLM's own weight transfer engines cannot receive adapters")
 
     @abstractmethod
     async def verify(self, body: Verify) -> Staged: ...

@@ -79,11 +79,6 @@ class StagedMember(EngineMember):
         self._payloads += 1
         await self._until_received(self._payloads)
 
-    async def receive_adapter(self, body: Receive) -> None:
-        await self._discard_leftover()
-        await self._engine.adapters.reader.receive(body.load_id, body.payload)
-        await self._until_received(1)
-
     async def _until_received(self, payloads: int) -> None:
         """Until every worker has staged so many payloads. Raises what went wrong at one."""
         calls, received = self._engine.calls, False

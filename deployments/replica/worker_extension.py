@@ -30,7 +30,6 @@ class WorkerExtension(StagingWorkerExtension):
         methods = (
             self.staging_progress,
             self.staging_store_state,
-            self.staging_receive_files,
             self.adapter_read,
             self.adapter_is_read,
             self.adapter_forget,

@@ -15,7 +15,7 @@ from deployments.calls.rpc import CallHandle
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.responses import AdapterReport, SavedCheckpoint
-from deployments.trainer.adapter_publisher import AdapterPublisher, LiveVersion, adapter_files, adapter_sender
+from deployments.trainer.adapter_publisher import AdapterPublisher, LiveVersion
 from deployments.trainer.restart_checkpoints import restore, resume
 from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, adapter_directory
 from deployments.trainer.stored_weights import from_rank_0
@@ -74,7 +74,6 @@ class AdapterWorker(TrainerRank):
         reference = BaseOf(self._policy) if self._spec.config.loss.kl_coefficient != 0.0 else None
         self._learner = Learner(self._policy, self._spec.config, reference=reference)
         self._open_checkpoints(f"lora-{self._file_name}")
-        self._sender = adapter_sender(self._spec, self._rank, self._controller)
         if self._rank == 0:
             self._publisher = AdapterPublisher(
                 self._lora.name,
@@ -82,7 +81,6 @@ class AdapterWorker(TrainerRank):
                 adapter_directory(self._spec.store_dir),
                 fleet_id=self._fleet_id,
                 dtype=self._wire_dtype(),
-                sender=self._sender,
             )
         published = from_rank_0(self._published() if self._rank == 0 else None)
         difference = self._resume(published)
@@ -98,18 +96,8 @@ class AdapterWorker(TrainerRank):
     def publish(self, label: str | None) -> AdapterReport | None:
         """Make the adapter the next version of its name. Returns the report on rank 0. Raises as
         `AdapterPublisher.publish`; Conflict: the fleet serves another base."""
-        if self._rank == 0:
-            try:
-                return self._publish(label)
-            finally:
-                if self._sender is not None:
-                    self._sender.end()
-        if self._sender is not None:
-            step, dtype = self._learner.steps_done, self._wire_dtype()
-            self._sender.send(adapter_files(self._adapter, dtype=dtype, fleet_id=self._fleet_id, step=step))
-        return None
-
-    def _publish(self, label: str | None) -> AdapterReport:
+        if self._rank != 0:
+            return None
         committed = self._fleet().committed_version
         if committed != self._base_version:
             raise Conflict(

@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, Weight
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import Conflict, FleetUnavailable
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.spec import PUBLISHER, TrainerSpec
@@ -93,7 +93,7 @@ class _RankState:
 
 class FleetConnection:
     """One rank's transfer engine. A rank that connected alone would wait for the others forever: all agree
-    first. `takes_over`: replaces another publisher's connection, which else is a `Conflict`."""
+    first."""
 
     def __init__(
         self,
@@ -101,40 +101,29 @@ class FleetConnection:
         rank: int,
         client: FleetWeightSyncClient,
         source: Source,
-        *,
-        chunk_bytes: int,
-        takes_over: bool,
     ) -> None:
         self._spec = spec
         self._rank = rank
         self._client = client
         self._source = source
-        self._chunk_bytes = chunk_bytes
-        self._takes_over = takes_over
         self._epoch: int | None = None
         self._engine: TrainerWeightTransferEngine[Any] | None = None
 
-    def agree(self, *, reusable: bool = True, together: bool = True) -> PublishTarget | None:
-        """What all ranks must connect to; None if all connections are still good. `reusable`: this rank's
-        suits what it sends now. `together`: every rank calls this; else rank 0 alone. Raises
-        FleetUnavailable."""
-        state = _RankState(connected=reusable and self._is_connected())
+    def agree(self) -> PublishTarget | None:
+        """What all ranks must connect to; None if all connections are still good. Raises FleetUnavailable."""
+        state = _RankState(connected=self._is_connected())
         failure: Exception | None = None
         if self._rank == 0:
             try:
                 state = self._with_target(state)
             except Exception as error:  # the other ranks must learn of it before it is raised
                 state, failure = replace(state, problem=str(error)), error
-        ranks = gather_from_ranks(state) if together else [state]
+        ranks = gather_from_ranks(state)
         if failure is not None:
             raise failure
         if ranks[0].problem is not None:
             raise FleetUnavailable(f"rank 0 of the trainer cannot publish: {ranks[0].problem}")
         return None if all(rank.connected for rank in ranks) else ranks[0].target
-
-    def call_off(self, reason: str) -> None:
-        """On rank 0: the others, which wait in `agree`, raise FleetUnavailable."""
-        gather_from_ranks(_RankState(connected=False, problem=reason))
 
     def connect(self, target: PublishTarget) -> None:
         self.close()
@@ -144,7 +133,7 @@ class FleetConnection:
             workers=target.workers,
             master_address=own_address(),
             master_port=free_port(),
-            chunk_bytes=self._chunk_bytes,
+            chunk_bytes=self._spec.chunk_bytes,
             largest_tensor_bytes=max(spec.dtype.itemsize * prod(spec.shape) for spec in self._source.specs()),
         )
         if TRANSPORTS[self._spec.transport].rendezvous:
@@ -173,8 +162,6 @@ class FleetConnection:
 
     def _with_target(self, state: _RankState) -> _RankState:
         fleet = self._client.fleet()
-        if fleet.connected not in (None, PUBLISHER) and not self._takes_over:
-            raise Conflict(f"{fleet.connected!r} is connected, and keeps its connection")
         return _RankState(
             connected=state.connected and fleet.connected == PUBLISHER and fleet.epoch == self._epoch,
             target=PublishTarget(epoch=fleet.epoch, workers=fleet.workers),

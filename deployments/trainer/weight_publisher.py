@@ -78,9 +78,7 @@ class WeightPublisher:
         self._rank = rank
         self.source = PublishSource(source, keep_copy=rank == 0)
         self._client = FleetWeightSyncClient(controller, PUBLISHER, RoundOptions())
-        self._connection = FleetConnection(
-            spec, rank, self._client, self.source, chunk_bytes=spec.chunk_bytes, takes_over=True
-        )
+        self._connection = FleetConnection(spec, rank, self._client, self.source)
         self.unanswered: Mapping[str, torch.Tensor] = {}  # what was sent in a round that may be committed
         if not spec.native:
             warm_up(source.device)

@@ -42,16 +42,11 @@ class ReadingReplica(FakeReplica):
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
         self.received: dict[str, Any] = {}  # tensors of the last round, by name
-        self.files_received: dict[str, dict[str, bytes]] = {}  # of adapters: by load, by name
         self._round_received = 0
 
     def carry_out(self, body: Body) -> Any:
         value = super().carry_out(body)
         match body:
-            case Receive(payload={"segment": _} as payload) if body.load_id:
-                self.files_received[body.load_id] = {
-                    name: tensor.numpy().tobytes() for name, tensor in _read(payload).items()
-                }
             case Receive(payload={"segment": _} as payload):
                 if self._round_received != body.round_id:
                     self._round_received, self.received = body.round_id, {}

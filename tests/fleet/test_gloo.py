@@ -15,7 +15,6 @@ from vllm.distributed.weight_transfer import (
 )
 
 from deployments.protocol.errors import Conflict
-from deployments.protocol.responses import AdapterReport
 from deployments.trainer.fleet_connection import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
@@ -84,7 +83,7 @@ def test_a_replica_that_dies_under_a_broadcast_is_replaced_by_one_that_has_the_v
     """The publisher is told to send again."""
     gloo = adapted.fleet
     with adapter_trainer(adapted) as trainer:
-        report, adapter = publish_adapter(client, trainer, tmp_path / "adapter")
+        adapter = publish_adapter(client, trainer, tmp_path / "adapter")
         expected = Merged(served_checkpoint(gloo), adapter)(PROMPT, COUNT)
         assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
         before, victim = members(client), a_replica(gloo)
@@ -98,28 +97,21 @@ def test_a_replica_that_dies_under_a_broadcast_is_replaced_by_one_that_has_the_v
             assert (answer.version, answer.token_ids) == (gloo.version(), reference(21, PROMPT, 16))
         expected = Merged(served_checkpoint(gloo), adapter)(PROMPT, COUNT)
         assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
-        [status] = [each for each in entries(client) if each["digest"] == report.digest]
-        assert set(status["received"]) == before & set(status["replicas"]), (
-            "the successor read the store's copy"
-        )
         trainer.step(client)
         with pytest.raises(Conflict, match="was trained on version"):
             trainer.publish()
         assert train_and_publish(client) == gloo.version(), "to the fleet as it is now"
 
 
-def publish_adapter(
-    client: httpx.Client, trainer: AdapterTrainer, directory: Path
-) -> tuple[AdapterReport, Path]:
-    """The last of two publishes over one connection, and the adapter as the trainer has it."""
+def publish_adapter(client: httpx.Client, trainer: AdapterTrainer, directory: Path) -> Path:
+    """Two publishes; the adapter as the trainer has it."""
     for number in range(2):
         trainer.step(client)
         report = trainer.publish(f"step {number}")
         assert (report.name, report.label) == (LORA.name, f"step {number}")
-        assert report.transfer_s is not None
         [status] = [each for each in entries(client) if each["digest"] == report.digest]
-        assert set(status["received"]) == set(status["replicas"]) and len(status["replicas"]) == 2
-    return report, trainer.save(directory)
+        assert len(status["replicas"]) == 2
+    return trainer.save(directory)
 
 
 def send_while_an_engine_dies(

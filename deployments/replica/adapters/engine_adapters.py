@@ -108,7 +108,6 @@ class EngineAdapters:
         self._llm = llm
         self.reader = AdapterReader(llm, calls, lag_s)
         self._held: dict[int, Adapter] = {}
-        self._from_received: set[int] = set()  # ids
         self._live: tuple[int, ...] = ()
         self._wanted: set[int] = set()
         self._removals: dict[int, asyncio.Task[None]] = {}
@@ -123,7 +122,6 @@ class EngineAdapters:
         return AdapterState(
             held=tuple(self._held),
             live=self._live,
-            received=tuple(sorted(self._from_received)),
             unloading=tuple(sorted(self._held.keys() - self._wanted)),
         )
 
@@ -140,7 +138,7 @@ class EngineAdapters:
             return LoadedAdapter(read_s=0.0, add_s=0.0)
         began = time.perf_counter()
         try:
-            received = await self.reader.read(adapter)
+            await self.reader.read(adapter)
             read = time.perf_counter()
             await self._llm.add_lora(lora_request(adapter))
         except EngineDeadError:
@@ -154,8 +152,6 @@ class EngineAdapters:
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {last_line(error)}") from error
         self._held[adapter.adapter_id] = adapter
         self._wanted.add(adapter.adapter_id)
-        if received:
-            self._from_received.add(adapter.adapter_id)
         return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
 
     async def make_live(self, live: Sequence[Adapter], keep: Sequence[int] = ()) -> None:
@@ -184,7 +180,6 @@ class EngineAdapters:
         except EngineDeadError:
             logger.debug("adapter %d is gone with its engine", adapter_id)
         self._held.pop(adapter_id, None)
-        self._from_received.discard(adapter_id)
         _forget_figures(self._llm)
 
 

@@ -1,18 +1,9 @@
-"""Checks an adapter's files, and has the workers read them while the engine decodes.
-
-They are what a transport has received into this host's memory for this load, else the fleet's copy.
-"""
+"""Checks an adapter's files, the fleet's copy, and has the workers read them while the engine decodes."""
 
 import asyncio
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.engine.exceptions import EngineDeadError
-
-from deployments.host.logs import serve_logger
-from deployments.host.shared_memory import DIRECTORY, owner
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.check import check_adapter
@@ -23,8 +14,6 @@ from deployments.weights.wire.checkpoint_schema import Schema
 
 READ_POLL_S = 0.01
 
-logger = serve_logger()
-
 
 class AdapterReader:
     """Has the workers read adapters; waits up to `lag_s` for files that differ from the fleet's copy."""
@@ -33,58 +22,25 @@ class AdapterReader:
         self._llm = llm
         self._calls = calls
         self._lag_s = lag_s
-        self._received: tuple[str, Path] | None = None  # a load, and its directory in shared memory
         self._base: asyncio.Task[Schema | None] | None = None
 
-    async def receive(self, load_id: str, payload: Any) -> None:
-        directory = await self.place(load_id)
-        await self._calls("staging_receive_files", payload=payload, directory=str(directory))
-
-    async def place(self, load_id: str) -> Path:
-        """The directory for an adapter's files; the previously received one is removed."""
-        await self._drop_received()
-        directory = DIRECTORY / owner().name(f"adapter-{load_id}")
-        self._received = load_id, directory
-        return directory
-
-    async def read(self, adapter: Adapter) -> bool:
-        """Check an adapter and have the workers read it; whether a transport received it. Raises
-        PayloadRejected."""
-        if self._received is not None and self._received[0] == adapter.load_id:
-            try:
-                await self._read(replace(adapter, path=str(self._received[1])), lag_s=0.0)
-                return True
-            except EngineDeadError:
-                raise
-            except Exception as error:  # e.g. a worker on another host lacks the files
-                await self.forget(adapter)
-                logger.warning("loading %s from the store: %s", adapter.full_name, last_line(error))
-            finally:
-                await self._drop_received()
-        await self._read(adapter, self._lag_s)
-        return False
-
-    async def forget(self, adapter: Adapter) -> None:
-        await self._calls("adapter_forget", adapter_id=adapter.adapter_id)
-
-    async def _drop_received(self) -> None:
-        received, self._received = self._received, None
-        if received is not None:
-            await asyncio.to_thread(shutil.rmtree, received[1], ignore_errors=True)
-
-    async def _read(self, adapter: Adapter, lag_s: float) -> None:
+    async def read(self, adapter: Adapter) -> None:
+        """Check an adapter and have the workers read it. Raises PayloadRejected."""
         await self._begin(adapter)
-        if not await self._check(adapter, lag_s):
+        if not await self._check(adapter):
             await self._begin(adapter)  # the workers may have read the files before they were complete
         while not all(await self._calls("adapter_is_read", adapter_id=adapter.adapter_id)):
             await asyncio.sleep(READ_POLL_S)
+
+    async def forget(self, adapter: Adapter) -> None:
+        await self._calls("adapter_forget", adapter_id=adapter.adapter_id)
 
     async def _begin(self, adapter: Adapter) -> None:
         await self._calls(
             "adapter_read", adapter_id=adapter.adapter_id, path=adapter.path, is_3d=adapter.is_3d
         )
 
-    async def _check(self, adapter: Adapter, lag_s: float) -> bool:
+    async def _check(self, adapter: Adapter) -> bool:
         """Whether the first attempt found complete files."""
         attempts = 0
 
@@ -94,7 +50,7 @@ class AdapterReader:
             await asyncio.to_thread(check_adapter, adapter, *await self._limits())
 
         try:
-            await until_complete(check, lag_s)
+            await until_complete(check, self._lag_s)
         except (OSError, ValueError) as error:
             raise PayloadRejected(str(error)) from error
         return attempts == 1

@@ -45,9 +45,6 @@ class StagingWorkerExtension:
         self._prepare(share, begins, retain_version)
         self.weight_transfer_engine.read_part(from_wire(FilePart, part))
 
-    def staging_receive_files(self, payload: dict[str, Any], directory: str) -> None:
-        self.weight_transfer_engine.receive_files(payload, directory)
-
     def _prepare(self, share: float, begins: bool, retain_version: int | None) -> None:
         engine = self.weight_transfer_engine
         if begins:

@@ -41,7 +41,6 @@ from deployments.weights.store.versions import DRAFTER
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import inspect
-from deployments.weights.wire.received_files import ReceivedFiles
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -143,12 +142,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def _receive(self, update_info: dict[str, Any]) -> Iterator[ReceivedChunk]:
         return self.receive(self.parse_update_info(update_info))
 
-    def receive_files(self, update_info: dict[str, Any], directory: str) -> None:
-        """An update of one payload, whose tensors are files that the first worker writes."""
-        self._begin(StagedUpdate())
-        files = ReceivedFiles(Path(directory) if self.worker_index == 0 else None)
-        self._submit(self._stage_files, partial(self._receive, update_info), files)
-
     def read_part(self, part: FilePart) -> None:
         """`update_weights` from a file of this host."""
         assert self._update is not None
@@ -242,19 +235,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     def _check_open(self, update: StagedUpdate) -> None:
         if update is not self._update:  # `drop` waits for this thread
             raise TransferFailed("the update was dropped")
-
-    def _stage_files(self, update: StagedUpdate, chunks: Chunks, files: ReceivedFiles) -> None:
-        try:
-            for received in chunks():
-                update.offer(received.chunk.offered)
-                tensors = received.named()
-                found = inspect([tensor for _, tensor in tensors])
-                files.add(tensors)
-                update.add(received, found)
-            update.compare_digests()
-            files.complete()
-        finally:
-            files.close()
 
     def _stage_chunk(self, update: StagedUpdate, received: ReceivedChunk) -> None:
         chunk = received.chunk

@@ -109,13 +109,10 @@ def holding(fleet: Fleet) -> list[bool]:
     return [bool(each.adapters.held) for each in fleet.replicas.values()]
 
 
-@pytest.mark.parametrize("sent", [True, False])
 async def test_an_adapter_is_loaded_while_its_copy_is_synced_and_live_after_it(
-    adapters: Fleet, tmp_path: Path, disk: Disk, sent: bool
+    adapters: Fleet, tmp_path: Path, disk: Disk
 ) -> None:
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    if sent:
-        await adapters.controller.send(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     await adapters.polled("a", "b")
     [status] = await adapters.controller.adapters()
@@ -124,12 +121,11 @@ async def test_an_adapter_is_loaded_while_its_copy_is_synced_and_live_after_it(
     assert await loading == "math@1" and Path(status.path).is_dir()
 
 
-async def test_a_received_adapter_is_dropped_if_it_cannot_be_stored(
+async def test_an_adapter_is_dropped_if_it_cannot_be_stored(
     adapters: Fleet, tmp_path: Path, disk: Disk
 ) -> None:
     disk.full = True
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    await adapters.controller.send(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     disk.goes.set()
     with pytest.raises(FleetUnavailable, match="cannot copy an adapter"):
@@ -141,7 +137,6 @@ async def test_a_received_adapter_is_dropped_if_it_cannot_be_stored(
 
 async def test_a_cancelled_load_leaves_no_adapter(adapters: Fleet, tmp_path: Path, disk: Disk) -> None:
     loading = asyncio.create_task(load(adapters, tmp_path, load_id=LOAD))
-    await adapters.controller.send(await connected(adapters), LOAD, {})
     await adapters.until(lambda: all(holding(adapters)))
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
@@ -149,23 +144,6 @@ async def test_a_cancelled_load_leaves_no_adapter(adapters: Fleet, tmp_path: Pat
     await adapters.until(lambda: not any(holding(adapters)))
     await adapters.polled("a", "b")
     assert await load(adapters, tmp_path) == "math@2"
-
-
-@pytest.mark.parametrize(
-    ("load_id", "payload", "said"),
-    [
-        ("../../etc", {}, "load_id: expected 32 hexadecimal digits, got '../../etc'"),
-        (LOAD.upper() + "0", {}, "load_id: expected 32"),
-        (LOAD, {"x": object()}, "payload"),
-    ],
-)
-async def test_nothing_is_sent_that_is_no_adapter(
-    adapters: Fleet, load_id: str, payload: Any, said: str
-) -> None:
-    token = await connected(adapters)
-    with pytest.raises(InvalidRequest, match=said):
-        await adapters.controller.send(token, load_id, payload)
-    assert all("receive" not in each.names() for each in adapters.replicas.values())
 
 
 @pytest.mark.slow

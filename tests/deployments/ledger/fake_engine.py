@@ -64,22 +64,16 @@ class FakeAdapters:
     live: dict[int, Adapter] = field(default_factory=dict)
     used: Counter[int] = field(default_factory=Counter)  # by requests that run
     doomed: set[int] = field(default_factory=set)
-    arrived: str = ""  # the load that a transport has brought files for
-    received: list[int] = field(default_factory=list)  # loaded from that
 
     def state(self) -> AdapterState:
         return AdapterState(
             held=tuple(self.held),
             live=tuple(self.live),
-            received=tuple(self.received),
             unloading=tuple(self.doomed),
         )
 
     def load(self, adapter: Adapter) -> LoadedAdapter:
         self.held[adapter.adapter_id] = adapter
-        if self.arrived and adapter.load_id == self.arrived:
-            self.arrived = ""
-            self.received.append(adapter.adapter_id)
         self.doomed.discard(adapter.adapter_id)
         return LoadedAdapter(read_s=0.25, add_s=0.125)
 
@@ -188,11 +182,6 @@ class FakeEngine:
 
     def carry_out(self, body: Body) -> Value:
         match body:
-            case Receive() if body.load_id:
-                if self.updates_in_place:
-                    raise PayloadRejected("vLLM's own engines receive no adapters")
-                self._discard()
-                self.adapters.arrived = body.load_id
             case Receive():
                 self._receive(body)
             case Verify():

@@ -48,7 +48,6 @@ class FakeLlm:
         self._asleep: set[str] = set()
         self._active = False  # the workers' `_weight_update_active`
         self._connecting = False  # what it has begun last is a connection
-        self._files = False  # what it has begun last is no update of vLLM's
         self._payloads = 0
         self._expected: int | None = None  # tensors that the open update is to retain
         self._retained: int | None = None
@@ -123,7 +122,7 @@ class FakeLlm:
             case "staging_progress" if self._connecting:
                 return [to_wire(self.connects)] * len(self.states)
             case "staging_progress" | "staging_verify":
-                assert self._active or self._files, "StagedWeightTransferEngine has no update"
+                assert self._active, "StagedWeightTransferEngine has no update"
                 return [to_wire(replace(state, payloads_done=self._payloads)) for state in self.states]
             case "staging_store_state":
                 return [None if self.stored is None else to_wire(self.stored), *others]
@@ -142,10 +141,8 @@ class FakeLlm:
                 self._update()
             case "init_weight_transfer_engine":
                 self._connecting = True
-            case "staging_receive_files":
-                self._connecting, self._files, self._payloads = False, True, 1
             case "staging_drop":
-                self._active = self._files = False
+                self._active = False
             case "staging_store":
                 if self._retained != arguments["body"]["version"]:
                     raise ValueError(f"retained is {self._retained}")
@@ -173,7 +170,7 @@ class FakeLlm:
     def _start(self) -> None:
         if self._active:
             raise RuntimeError("start_weight_update called while a weight update is already active.")
-        self._active, self._connecting, self._files, self._payloads = True, False, False, 0
+        self._active, self._connecting, self._payloads = True, False, 0
 
     def _update(self) -> None:
         if not self._active:

@@ -80,7 +80,6 @@ R2, V2, C2, D2 = receive(2), Verify(round_id=2), commit(2), Drop(round_id=2)
 H1, RELEASE = commit(1, hold=True), Release(round_id=1)
 LEAVE, CONNECT = Drop(round_id=None), Connect(init_info={})
 DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
-ADAPTER = Receive(load_id="1" * 32, payload={})
 W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
 PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
     RunOperation(operation=each)
@@ -130,10 +129,6 @@ CASES: dict[str, tuple[Sequence[Body], str, str]] = {
     "retained": ([R1, V1, C1, W1, FORGET, W1], "dddddF", "dddF"),
     "retained twice": ([R1, V1, C1, R2, V2, D2, W1], "d" * 7, "dddddF"),
     "not retained": ([W1], "F", "F"),
-    "an adapter": ([CONNECT, ADAPTER, ADAPTER, R1, V1, C1, ADAPTER], "d" * 7, "drrdddr"),
-    "an adapter while a round is received": ([R1, ADAPTER, V1, R2, V2, C2], "ddrddd", "drdF"),
-    "an adapter while a round is verified": ([R1, V1, ADAPTER, C1], "dddF", "ddrd"),
-    "an adapter while asleep": ([SLEEP, ADAPTER, WAKE], "ddd", "drd"),
 }
 
 
@@ -191,7 +186,6 @@ async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: b
         WAKE_CACHE,
         W1,
         FORGET,
-        ADAPTER,
     ]
     bodies += [CatchUp(version=STORED_VERSION, path=stored)]
     rng = Random(1)
@@ -265,8 +259,6 @@ BEFORE_A_COMMIT: dict[str, Sequence[Body]] = {
     "drop": [R1, D1],
     "drop of what is verified": [R1, V1, D1],
     "leave": [CONNECT, LEAVE],
-    "an adapter": [CONNECT, ADAPTER],
-    "an adapter, with a leftover": [R1, ADAPTER],
 }
 
 

@@ -27,7 +27,6 @@ from deployments.weights.staging.worker_reports import from_wire, to_wire
 from tests.deployments.replica.fake_vllm import CHECKS, DONE, FakeLlm, staged_member
 from tests.deployments.replica.round_instructions import COMMIT, receive
 
-ADAPTER = Receive(load_id="1" * 32, payload={"x": 1})
 LOAD = LoadAdapter(adapter=Adapter(adapter_id=1, name="a", version=1, path="/a", digest="d", size_bytes=1))
 PART = FilePart(
     directory="/c", path="/c/m.safetensors", names=("w",), dtypes=("F32",), shapes=((2,),), ranges=((0, 8),)
@@ -46,19 +45,7 @@ async def test_workers_read_files_without_a_connection(member: StagedMember, llm
     assert member.version == 4 and member.retained_version == 4
 
 
-async def test_adapter_is_received_into_shared_memory(member: StagedMember, llm: FakeLlm) -> None:
-    await member.execute(ADAPTER)
-    [arguments] = llm.named("staging_receive_files")
-    assert arguments["payload"] == {"x": 1} and llm.named("staging_progress")
-    place = Path(arguments["directory"])
-    place.mkdir()
-    await member.execute(ADAPTER)
-    assert not place.exists(), "the same again: what was there goes before"
-
-
-@pytest.mark.parametrize(
-    "body", [Connect(init_info={}), receive(), ADAPTER, LOAD], ids=lambda body: body.name
-)
+@pytest.mark.parametrize("body", [Connect(init_info={}), receive(), LOAD], ids=lambda body: body.name)
 async def test_error_is_the_payloads_only_while_the_engine_lives(
     member: StagedMember, llm: FakeLlm, body: Body
 ) -> None:
@@ -111,9 +98,8 @@ async def test_failure_of_one_worker_fails_the_replica(
     member: StagedMember, llm: FakeLlm, outcome: Outcome, error: type[Exception]
 ) -> None:
     llm.states[1] = replace(DONE, outcome=outcome, message="what happened")
-    for body in (receive(), ADAPTER):
-        with pytest.raises(error, match=r"what happened$"):
-            await member.execute(body)
+    with pytest.raises(error, match=r"what happened$"):
+        await member.execute(receive())
 
 
 async def test_workers_that_staged_different_tensors_reject_the_round(

@@ -15,7 +15,6 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.lora.resolver import LoRAResolverRegistry
 from vllm.plugins.lora_resolvers.filesystem_resolver import register_filesystem_resolver
 
-from deployments.host.shared_memory import disown
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapters.check import check_adapter
@@ -65,23 +64,16 @@ async def test_workers_read_again_once_the_files_are_complete(tmp_path: Path, mo
     assert llm.reads == 2
 
 
-@pytest.mark.parametrize("brought", [False, True])
-async def test_adapter_is_compared_with_the_hub_model(
-    tmp_path: Path, model: str, hub: FakeHub, brought: bool
-) -> None:
+async def test_adapter_is_compared_with_the_hub_model(tmp_path: Path, model: str, hub: FakeHub) -> None:
     hub.repositories["org/tiny"] = Path(model)
     llm = FakeLlm("org/tiny")
     adapters = EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
     await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
     other = save_tiny_adapter(tmp_path / "b", 1, tensors=tiny_adapter_tensors(1, width=256))
-    wrong = replace(adapter(other, 2), load_id=LOAD)
-    if brought:
-        await arrived(adapters, other)
     with pytest.raises(PayloadRejected, match="another base model"):
-        await adapters.load(wrong)
+        await adapters.load(adapter(other, 2))
     assert adapters.state.held == (1,)
     assert [options["local_files_only"] for _, options in hub.asked] == [True], "it is read once"
-    disown()
 
 
 async def test_unreadable_base_model_is_read_again_for_the_next_adapter(tmp_path: Path, model: str) -> None:
@@ -97,62 +89,6 @@ async def test_unreadable_base_model_is_read_again_for_the_next_adapter(tmp_path
     file.write_bytes(whole)
     await adapters.load(wanted)
     assert adapters.state.held == (1,)
-
-
-# -- what a transport has brought ---------------------------------------------------------------
-
-
-async def arrived(adapters: EngineAdapters, source: Path, load_id: str = LOAD) -> Path:
-    return Path(shutil.copytree(source, await adapters.reader.place(load_id)))
-
-
-async def test_received_adapter_is_loaded_under_the_path_of_the_fleets_copy(
-    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
-) -> None:
-    expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
-    directory = await arrived(adapters, source)
-    source.rename(tmp_path / "not there yet")
-    await adapters.load(expected)
-    assert llm.read_from == {1: str(directory)} and llm.loaded == {1: str(source)}
-    assert adapters.state.received == (1,) and not directory.exists(), "host memory is free again"
-    await adapters.make_live([])
-    assert adapters.state.received == ()
-
-
-@pytest.mark.parametrize("fault", ["damaged", "nan", "another", "unreadable", "gone"])
-async def test_incomplete_received_adapter_is_loaded_from_the_store(
-    tmp_path: Path,
-    adapters: EngineAdapters,
-    llm: FakeLlm,
-    fault: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    expected = replace(adapter(source := save_tiny_adapter(tmp_path / "a", 1)), load_id=LOAD)
-    came = source
-    if fault == "damaged":
-        came = save_tiny_adapter(tmp_path / "b", 2)
-    elif fault == "nan":
-        nan = torch.full((128, 4), torch.nan)
-        came = save_tiny_adapter(tmp_path / "b", 1, tensors=changed(**{f"{FIRST}.lora_B.weight": nan}))
-    directory = await adapters.reader.place("2" * 32 if fault == "another" else LOAD)
-    if fault != "gone":
-        shutil.copytree(came, directory)
-    llm.unreadable = str(directory) if fault == "unreadable" else ""  # to a worker on another host
-    with caplog.at_level("WARNING", "ray.serve"):
-        await adapters.load(expected)
-    assert llm.read_from[1] == str(source) and adapters.state.received == ()
-    assert ["loading math@1 from the store" in each.message for each in caplog.records] == [True] * (
-        fault != "another"
-    )
-
-
-async def test_only_the_last_received_adapter_is_kept(adapters: EngineAdapters, tmp_path: Path) -> None:
-    source = save_tiny_adapter(tmp_path / "a", 1)
-    first = await arrived(adapters, source, "3" * 32)
-    second = await arrived(adapters, source, "4" * 32)
-    assert not first.exists() and second.exists()
-    disown()  # as at the end of the process
-    assert not second.exists()
 
 
 # -- what cannot be loaded ----------------------------------------------------------------------

@@ -101,9 +101,6 @@ class Receiver:
     def update(self, info: dict[str, Any]) -> None:
         self.engine.update_weights(info)
 
-    def files(self, info: dict[str, Any], directory: str) -> None:
-        self.engine.receive_files(info, directory)
-
     def progress(self) -> StagingState:
         return self.engine.progress()
 
@@ -206,21 +203,6 @@ class Fleet:
     def drop(self) -> None:
         for receiver in self.receivers:
             receiver.drop()
-
-
-@dataclass
-class FilesFleet(Fleet):
-    """The same for files: receiver i keeps them in directory i."""
-
-    directories: list[Path] = field(default_factory=list)
-
-    def start_weight_update(self) -> None:
-        self.started.set()
-
-    def update_weights(self, info: Any) -> None:
-        for receiver, directory in zip(self.receivers, self.directories, strict=True):
-            receiver.files(info, str(directory))
-        _until(self.progress, lambda state: state.payloads_done == 1)
 
 
 def _until(states: Callable[[], list[Any]], reached: Callable[[Any], bool]) -> None:
