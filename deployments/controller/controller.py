@@ -46,7 +46,7 @@ class Controller:
     Args:
         model: versions of another model in `state_dir` are not served. None: not known.
         state_dir: where decisions are kept; a restarted controller needs the same one.
-        store_dir: committed versions: `max_versions`, and those that a joiner was told to load.
+        store_dir: committed versions: `max_versions`, and those that are being read.
         is_alive: whether the process of a replica (by id) exists; runs in a thread, as `kill` does.
         kill: kills the process of a replica that is lost because it hangs.
         capacity: how many replicas the cluster's GPUs hold.

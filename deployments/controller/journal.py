@@ -24,7 +24,7 @@ from deployments.host.logs import serve_logger
 from deployments.ledger.decisions import Decision, Lasting, decode, encode
 from deployments.protocol.errors import JournalError
 
-SCHEMA = 3
+SCHEMA = 4
 NAME = "decisions.sqlite"
 RESERVE_BYTES = 1 << 20  # several thousand decisions
 CHECKPOINT_PAGES = 64  # 4 KiB each; on a full disk a transaction has the reserve minus these

@@ -63,16 +63,6 @@ _LINES = {
         ERROR,
         "replica {replica} is refused: {reason}. It starts once it finds version 0 or a newer one",
     ),
-    "lost_loading": (
-        WARNING,
-        "replica {replica} was lost while it loaded version {version}: {reason}. Serve replaces it, and its "
-        "successor loads the version again",
-    ),
-    "promise_lapsed": (
-        WARNING,
-        "replica {replica} was told to load version {version} and has not after {limit_s:g} s: the version "
-        "may be removed",
-    ),
 }
 
 

@@ -49,7 +49,7 @@ class StoreKeeper:
 
     Args:
         state_dir: named where the store is refused.
-        keep: versions that stay, beside those that a joiner was told to load.
+        keep: versions that stay, beside those that are being read.
         hold_claim: keeps other processes off the store until its result is closed.
     """
 

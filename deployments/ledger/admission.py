@@ -150,18 +150,13 @@ def _deliverable(state: State, member: Member) -> Delivered:
 
 
 def lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
-    """This process is gone, perhaps before its first poll."""
     member = state.find(replica_id, incarnation)
-    if member is None:
-        stored_versions.on_lost(state, replica_id, incarnation, reason)
-    else:
+    if member is not None:
         gone(state, member, reason)
 
 
 def gone(state: State, member: Member, reason: str) -> None:
     """Its process exits or has exited: gracefully if nothing waits for it, else it is lost."""
-    if member.loading:
-        stored_versions.unpin(state, member.incarnation)
     if _may_leave(state, member):
         membership.leave(state, member)
     else:
@@ -181,18 +176,13 @@ def _may_leave(state: State, member: Member) -> bool:
 def first_weights(
     state: State, replica_id: str, incarnation: str, unloadable: Unloadable | None
 ) -> JoinAnswer:
-    """The newest stored version, or the first checkpoint if the replica cannot load it.
-
-    A repeated question has the same answer: the replica may be loading what the first one said.
-    """
+    """The newest stored version, or the first checkpoint if the replica cannot load it."""
     if unloadable is not None:
         stored_versions.refuse(state, replica_id, incarnation, unloadable.version, unloadable.reason)
-    pin = state.pins.get(incarnation)
-    told = state.stored if pin is None else pin.decision
+    told = state.stored
     if told is None or stored_versions.refused(state, incarnation, told.version):
         served = state.initial is not None and bool(state.serving() or state.returning())
         return JoinAnswer(version=0, path=None, initial=state.initial, served=served)
-    stored_versions.pin(state, replica_id, incarnation, told.version, told.path)
     return JoinAnswer(
         version=told.version,
         path=told.path,
@@ -254,7 +244,6 @@ def _catch_up(state: State, member: Member) -> None:
     holders = _holders(state)
     if stored_versions.refused(state, member.incarnation, stored.version, again=bool(holders)):
         return
-    stored_versions.pin(state, member.replica_id, member.incarnation, stored.version, stored.path)
     body = CatchUp(
         version=stored.version,
         path=stored.path,
@@ -282,7 +271,4 @@ def _caught_up(state: State, call: PendingCall, *, version: int, sent: float) ->
             member.patience_s = max(2 * member.patience_s, state.now - sent)
         if member.version != version:
             reasons[replica_id] = f"loaded version {version} but holds {member.version}"
-    for replica_id in reasons:
-        if (member := state.members.get(replica_id)) is not None:
-            stored_versions.unpin(state, member.incarnation)
     membership.fence_each(state, reasons, CatchUp.name)

@@ -104,25 +104,6 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """A joiner was told to load this stored version; it stays on disk until the joiner holds it."""
-
-    replica_id: str
-    incarnation: str
-    version: int
-    path: str
-    kind: Literal["pinned"] = "pinned"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unpinned:
-    """The joiner holds its version, is gone, or timed out."""
-
-    incarnation: str
-    kind: Literal["unpinned"] = "unpinned"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """It takes requests from now on, also while the controller restarts."""
 
@@ -178,8 +159,6 @@ Decision = (
     | Labelled
     | Ended
     | Stored
-    | Pinned
-    | Unpinned
     | Admitted
     | Fenced
     | EngineStateChanged
@@ -197,11 +176,9 @@ class Lasting:
         self._numbers: dict[str, dict[str, int]] = {}  # kind -> subject -> number, oldest first
 
     def add(self, number: int, decision: Decision) -> list[int]:
-        """Add the next decision. Returns the numbers of those no longer needed, perhaps its own."""
+        """Add the next decision. Returns the numbers of those no longer needed."""
         subject = _subject(decision)
         superseded = self._forget(decision.kind, subject)
-        if isinstance(decision, Unpinned):
-            return [number, *self._forget("pinned", subject)]
         if isinstance(decision, Fenced) and decision.told:
             superseded += self._forget("admitted", subject)
         of_kind = self._numbers.setdefault(decision.kind, {})
@@ -219,7 +196,7 @@ def _subject(decision: Decision) -> str:
     match decision:
         case Admitted():
             return decision.member.incarnation
-        case Pinned() | Unpinned() | Fenced():
+        case Fenced():
             return decision.incarnation
         case Ended():
             return str(decision.report.round_id)

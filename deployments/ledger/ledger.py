@@ -210,10 +210,9 @@ class Ledger:
         self.advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
-        """(replica id, incarnation) of those that have not polled since, starting ones too."""
+        """(replica id, incarnation) of those that have not polled since."""
         members = self.state.members.values()
-        silent = [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
-        return silent + stored_versions.starting(self.state, before)
+        return [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
 
     # -- the fleet -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ It waits for the replicas that served to register again. An undecided round is a
 from collections.abc import Iterable
 
 from deployments.ledger import commit_phase, decisions, membership
-from deployments.ledger.state import ID_SPAN, Pin, RoundPhase, State
+from deployments.ledger.state import ID_SPAN, RoundPhase, State
 from deployments.protocol.poll import DesiredReplicas
 from deployments.protocol.publishing import RoundReport
 
@@ -67,10 +67,6 @@ def _fold(state: State, decision: decisions.Decision) -> None:
             state.epoch = max(state.epoch, decision.epoch)
         case decisions.Stored():
             state.stored = decision
-        case decisions.Pinned():
-            state.pins[decision.incarnation] = Pin(decision=decision, since=state.now)
-        case decisions.Unpinned():
-            state.pins.pop(decision.incarnation, None)
         case decisions.Labelled():
             if decision.version == state.committed_version:
                 state.label = decision.label

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from deployments.ledger.decisions import KEPT_ROUNDS, Decision, Fenced, Founded, Participant, Pinned, Stored
+from deployments.ledger.decisions import KEPT_ROUNDS, Decision, Fenced, Founded, Participant, Stored
 from deployments.protocol.adapters import (
     NO_ADAPTERS,
     Adapter,
@@ -375,14 +375,6 @@ class PublisherState:
 # -- the store --------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class Pin:
-    """A joiner was told to load a stored version, which stays on disk meanwhile."""
-
-    decision: Pinned
-    since: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
     """A joiner cannot load a version, or found other weights than version 0."""
@@ -520,7 +512,6 @@ class State:
     engine_state: EngineState = ()
     durable_engine_state: EngineState = ()  # what a successor would recover
     operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)
-    pins: dict[str, Pin] = field(default_factory=dict)  # incarnation -> pin
     refusals: dict[str, Refusal] = field(default_factory=dict)  # incarnation -> refusal
     store_write: StoreWrite = field(default_factory=StoreWrite)
     unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
@@ -616,5 +607,3 @@ class State:
         self.store_write.due += stalled_s
         if self.proof.due is not None:
             self.proof.due += stalled_s
-        for pin in self.pins.values():
-            pin.since += stalled_s

@@ -4,21 +4,19 @@
     its report says stored ─► FORGET to all; or a problem, or it is gone ─► STORE to another one
     none could, or the writer is late ─► the status says so; another attempt every `RETRY_S`
 
-    join or CATCH_UP ─► the version is pinned ─► the joiner holds it, is gone, or had `join_timeout_s`
-
 Writing is off the critical path: STORE is acknowledged when the write begins. Reports say what a replica
-retains, and pins are decisions, so a restarted controller continues.
+retains, so a restarted controller continues. A joiner locks what it loads, which the controller then does not
+remove.
 """
 
 from collections.abc import Mapping
 
 from deployments.ledger import membership
-from deployments.ledger.decisions import Pinned, Stored, Unpinned
+from deployments.ledger.decisions import Stored
 from deployments.ledger.state import (
     Member,
     MemberState,
     PendingCall,
-    Pin,
     Refusal,
     State,
     StoreWrite,
@@ -29,10 +27,11 @@ from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import Forget, Report, WriteVersion
 
 RETRY_S = 30.0
+REFUSED_S = 60.0  # then a replica may be told to load a version again that it could not load
 
 
 def advance(state: State) -> None:
-    _advance_pins(state)
+    _advance_refusals(state)
     _advance_write(state)
 
 
@@ -185,27 +184,9 @@ def problem(state: State) -> str | None:
 # -- which versions stay ----------------------------------------------------------------------
 
 
-def pin(state: State, replica_id: str, incarnation: str, version: int, path: str) -> None:
-    """This process is told to load a stored version; it stays on disk meanwhile. An earlier pin ends."""
-    decision = Pinned(replica_id=replica_id, incarnation=incarnation, version=version, path=path)
-    before = state.pins.get(incarnation)
-    if before is None or before.decision != decision:
-        state.decide(decision)
-    state.pins[incarnation] = Pin(decision=decision, since=state.now)
-
-
-def unpin(state: State, incarnation: str) -> None:
-    if state.pins.pop(incarnation, None) is not None:
-        state.decide(Unpinned(incarnation=incarnation))
-    state.refusals.pop(incarnation, None)
-
-
 def refuse(state: State, replica_id: str, incarnation: str, version: int, reason: str) -> None:
-    """This process cannot load a version. A late or repeated report does not end a pin to another version."""
-    pinned, before = state.pins.get(incarnation), state.refusals.get(incarnation)
-    if pinned is not None and pinned.decision.version != version:
-        return
-    unpin(state, incarnation)
+    """This process cannot load a version."""
+    before = state.refusals.get(incarnation)
     state.refusals[incarnation] = Refusal(
         replica_id=replica_id, version=version, reason=reason, since=state.now
     )
@@ -222,49 +203,18 @@ def refused(state: State, incarnation: str, version: int, *, again: bool = False
     return not (again and state.now - refusal.since >= RETRY_S)
 
 
-def on_lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
-    """This process was lost before its first poll."""
-    pinned = state.pins.get(incarnation)
-    unpin(state, incarnation)
-    if pinned is not None:
-        state.record("lost_loading", replica=replica_id, version=pinned.decision.version, reason=reason)
-
-
-def starting(state: State, before: float) -> list[tuple[str, str]]:
-    """(replica id, incarnation) of those that asked before this time and have not registered."""
-    asked = [(each.decision.replica_id, key, each.since) for key, each in state.pins.items()]
-    asked += [(each.replica_id, key, each.since) for key, each in state.refusals.items()]
-    return [
-        (replica_id, incarnation)
-        for replica_id, incarnation, since in asked
-        if since < before and state.find(replica_id, incarnation) is None
-    ]
-
-
 def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
-    """Versions that may go, oldest first: not the newest `keep`, the newest complete, or pinned ones.
+    """Versions that may go, oldest first: not the newest `keep`, or the newest complete.
     `on_disk`: version -> fleet id."""
     ordered = sorted(version for version, owner in on_disk.items() if owner == state.fleet_id)
-    needed = {*ordered[-keep:], *(each.decision.version for each in state.pins.values())}
-    return [version for version in ordered if version < state.stored_version and version not in needed]
+    return [version for version in ordered[:-keep] if version < state.stored_version]
 
 
-def _advance_pins(state: State) -> None:
-    limit_s = state.config.join_timeout_s
-    for incarnation, each in list(state.pins.items()):
-        replica_id, version = each.decision.replica_id, each.decision.version
-        member = state.find(replica_id, incarnation)
-        if (member is not None and member.alive and member.version >= version) or _is_gone(
-            state, replica_id, incarnation
-        ):
-            unpin(state, incarnation)
-        elif state.now - each.since > limit_s:
-            state.record("promise_lapsed", replica=replica_id, version=version, limit_s=limit_s)
-            unpin(state, incarnation)
+def _advance_refusals(state: State) -> None:
     for incarnation, refusal in list(state.refusals.items()):
         member = state.find(refusal.replica_id, incarnation)
         serves = member is not None and member.state is MemberState.SERVING
-        lapsed = state.now - refusal.since > limit_s
+        lapsed = state.now - refusal.since > REFUSED_S
         if serves or lapsed or _is_gone(state, refusal.replica_id, incarnation):
             del state.refusals[incarnation]
 

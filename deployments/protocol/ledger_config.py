@@ -115,5 +115,4 @@ class LedgerConfig(RoundConfig):
 
     store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
-    join_timeout_s: float = Field(default=3600.0, gt=0)  # a joiner's version stays in the store for so long
     grace_s: float = Field(default=5.0, ge=0)  # a replica may report its own timeout before it is fenced

@@ -238,7 +238,7 @@ class EngineMember(ABC):
         self.loading_version = body.version
         try:
             await asyncio.to_thread(require_version, body)
-            reading = DirectoryLock(Path(body.path))  # another replica removes a host's old versions
+            reading = DirectoryLock(Path(body.path))
         except (OSError, ValueError) as error:
             self.loading_version = None
             raise PayloadRejected(str(error)) from error

@@ -123,7 +123,7 @@ class Replica:
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_store = None if host_store is None else HostStore(Path(host_store[0]), host_store[1])
-        reading = None if own_store is None or answer.path is None else DirectoryLock(Path(answer.path))
+        reading = None if answer.path is None else DirectoryLock(Path(answer.path))
         own_engine()
         warn_if_not_forked(logger)
         self._engine = await ReplicaEngine.start(spec, version=answer.version)

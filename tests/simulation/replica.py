@@ -1,6 +1,7 @@
 """A replica's process: what `deployments.replica.replica` does, with an engine without tensors."""
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deployments.protocol.errors import ReplicaUnavailable
@@ -8,6 +9,7 @@ from deployments.protocol.poll import Directive, JoinAnswer, Report, Unloadable
 from deployments.protocol.routing import Demand
 from deployments.replica.follower import Follower
 from deployments.replica.request_admission import RequestAdmission
+from deployments.weights.store.versions import DirectoryLock
 from tests.simulation.engine import SimMember
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
@@ -49,8 +51,9 @@ class Replica:
                 continue
             try:
                 weights = FIRST if answer.path is None else world.read(answer.path, answer.version)
+                reading = None if answer.path is None else DirectoryLock(Path(answer.path))
                 break
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 unloadable = Unloadable(version=answer.version, reason=str(error))
                 await asyncio.sleep(0.3)
         await asyncio.sleep(world.start_s * (0.5 + world.rng.random()))
@@ -59,10 +62,14 @@ class Replica:
                 weights = world.read(answer.path, answer.version)
             except OSError as error:
                 if answer.path not in world.tampered:
-                    raise Violation(f"{self.name}: version {answer.version} was promised: {error}") from error
+                    raise Violation(
+                        f"{self.name}: version {answer.version} is being read: {error}"
+                    ) from error
                 world.log("{} cannot load its version: {}", self.name, error)
                 world.kill(self.process)
                 return
+        if reading is not None:
+            reading.close()
         self.member = member = SimMember(
             answer.version,
             weights,

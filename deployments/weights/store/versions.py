@@ -6,8 +6,8 @@
     fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
 A writer that was believed lost may write beside its replacement; the first that completes counts. A complete
-version removes partial ones up to its number. Only the controller removes versions: it knows which a replica
-was told to load, and other readers lock the directory.
+version removes partial ones up to its number. The controller removes old versions, or one replica of each
+host if hosts share no store; readers lock them.
 """
 
 import fcntl
@@ -79,17 +79,21 @@ _MANIFESTS = TypeAdapter(VersionManifest)
 
 
 class DirectoryLock:
-    """Keeps the controller from removing a stored version. Raises ValueError if it is being removed."""
+    """Keeps a stored version from being removed. Raises ValueError if it is being removed, or is by now."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor: int | None = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor: int | None = os.open(_lockable(directory), os.O_RDONLY | os.O_CLOEXEC)
+        removed = False
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            removed = not directory.exists()
         except BlockingIOError:
-            self.close()
-            raise ValueError(f"{directory} is being removed from the store") from None
+            removed = True
         except OSError:
-            return  # a file system without locks: the controller locks nothing there either
+            return  # a file system without locks: nothing is removed there
+        if removed:
+            self.close()
+            raise ValueError(f"{directory} is being removed from the store")
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
@@ -191,14 +195,15 @@ class Store:
         except ValueError as error:
             raise FileNotFoundError(str(error)) from error
         try:
-            yield self.path_of(version)  # it may have been removed just before the lock
+            yield self._path(version)
         finally:
             lock.close()
 
     def remove(self, version: int) -> bool:
         """Remove a version; False: it is being read. Raises OSError if it is absent or stays."""
         path = self._path(version)
-        descriptor = os.open(path, os.O_RDONLY)
+        locked = _lockable(path)
+        descriptor = os.open(locked, os.O_RDONLY if locked == path else os.O_RDWR)  # NFS locks for writing
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial = self.directory / f".{path.name}.partial"
@@ -212,6 +217,13 @@ class Store:
 
     def _path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
+
+
+def _lockable(directory: Path) -> Path:
+    """What stands for a version's directory: locks of files are seen by all hosts of an NFS, of directories
+    by one."""
+    manifest = directory / MANIFEST
+    return manifest if manifest.is_file() else directory  # else it is not ours, and opening it may block
 
 
 def _size(file: Path) -> int:

@@ -24,10 +24,8 @@ from deployments.ledger.decisions import (
     LeaseIssued,
     Opened,
     Participant,
-    Pinned,
     Started,
     Stored,
-    Unpinned,
 )
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import JournalError
@@ -263,8 +261,8 @@ def overwritten(path: Path) -> None:
     [
         (lambda path: path.write_bytes(b"hello\n" * 1000), "file is not a database"),
         (lambda path: path.write_bytes(b""), "is empty; restore the fleet's decisions"),
-        (foreign, "expected schema 3, found 0; it was written by another version"),
-        (newer, "expected schema 3, found 99; it was written by another version"),
+        (foreign, "expected schema 4, found 0; it was written by another version"),
+        (newer, "expected schema 4, found 99; it was written by another version"),
         (edited, "row 3: expected a decision, got 'nonsense'"),
         (truncated, "malformed"),
         (overwritten, "damaged|malformed"),
@@ -373,11 +371,9 @@ def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
             for number in range(first, first + 100):
                 batch += [
                     Opened(round_id=number),
-                    Pinned(replica_id="p", incarnation=f"p{number}", version=1, path="/v1"),
                     Admitted(
                         member=Participant(replica_id="p", incarnation=f"p{number}", world_size=1), epoch=1
                     ),
-                    Unpinned(incarnation=f"p{number}"),
                     Fenced(
                         replica_id="p", incarnation=f"p{number}", reason="lost", epoch=4, told=number % 5 > 0
                     ),

@@ -99,7 +99,6 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
         ("not_stored", {"version": 3, "reason": "x"}, "is not in the store"),
         ("refused", {"replica": "a", "version": 0, "reason": "x"}, "is refused"),
         ("unloadable", {"replica": "a", "version": 3, "reason": "x"}, "cannot load version"),
-        ("lost_loading", {"replica": "a", "version": 3, "reason": "x"}, "was lost while it loaded version"),
         ("adapter", {"lora_name": "a", "version": 3, "phase": "live"}, "is live on all serving replicas"),
         ("adapter", {"lora_name": "a", "version": 3, "phase": "retired"}, "is retired"),
         (
@@ -107,7 +106,6 @@ def test_a_fence_names_the_round_in_which_it_happened(caplog: pytest.LogCaptureF
             {"lora_name": "a", "version": 3, "phase": "failed", "reason": "x"},
             "was not loaded on any replica",
         ),
-        ("promise_lapsed", {"replica": "a", "version": 3, "limit_s": 60}, "was told to load version"),
     ],
 )
 def test_the_runbook_explains_each_line(

@@ -1,3 +1,4 @@
+from deployments.ledger.stored_versions import REFUSED_S
 from deployments.protocol.poll import CatchUp, JoinAnswer, Outcome, Unloadable
 from tests.deployments.ledger.store_scene import StoreScene
 
@@ -33,15 +34,11 @@ def test_a_member_that_cannot_read_what_it_is_to_load_is_intact_and_waits_for_th
     assert late.admitted and late.version == 2
 
 
-def test_a_replica_that_dies_while_it_loads_says_so_and_its_successor_loads_again() -> None:
+def test_a_refusal_lapses() -> None:
     scene = StoreScene(replicas=1)
     scene.round()
-    for name in ("a", "b"):
-        assert scene.begin(name).version == 1
-        scene.ledger.lost([(name, f"{name}-1")], "its process is gone", scene.now)
-    events = [each.fields for each in scene.ledger.events_since(0) if each.name == "lost_loading"]
-    assert [(each["replica"], each["version"], each["reason"]) for each in events] == [
-        ("a", 1, "its process is gone"),
-        ("b", 1, "its process is gone"),
-    ]
-    assert scene.up(scene.begin("c"), "c").admitted
+    scene.begin(unloadable=Unloadable(version=1, reason="damaged"))
+    scene.wait(REFUSED_S - 1)
+    assert scene.status().store_problem is not None
+    scene.wait(2)
+    assert scene.status().store_problem is None and scene.begin().version == 1

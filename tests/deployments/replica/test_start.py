@@ -148,33 +148,36 @@ class Starting:
 
 
 async def test_replica_loads_the_committed_version_and_is_ready_when_admitted(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Serve ends the replicas that it replaces as soon as their successors are ready."""
-    stored = JoinAnswer(version=3, path="/store/v3")
-    monkeypatch.setattr(replica, "find_first_weights", AsyncMock(return_value=stored))
-    spec = MagicMock()
-    starting = Starting(monkeypatch, spec, stored)
+    answer, spec = stored(tmp_path, 3), MagicMock()
+    starting = Starting(monkeypatch, spec, answer)
     await asyncio.sleep(0.1)
-    starting.start.assert_awaited_once_with(spec.at("/store/v3"), version=3)
+    starting.start.assert_awaited_once_with(spec.at(answer.path), version=3)
     assert not starting.task.done()
     await starting.admit()
+
+
+async def test_a_stored_version_stays_while_an_engine_starts_from_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer, store, removed = stored(tmp_path, 3), Store(tmp_path), list[bool]()
+    starting = Starting(monkeypatch, MagicMock(), answer, lambda: removed.append(store.remove(3)))
+    await starting.admit()
+    assert removed == [False] and store.remove(3)
 
 
 async def test_replica_whose_hosts_share_no_store_gives_others_its_versions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    answer, store = stored(tmp_path, 4), Store(tmp_path)
-    starting = Starting(
-        monkeypatch, MagicMock(), answer, lambda: store.remove(4), host_store=(str(tmp_path), 2)
-    )
+    answer = stored(tmp_path, 4)
+    starting = Starting(monkeypatch, MagicMock(), answer, host_store=(str(tmp_path), 2))
     await starting.admit()
-    assert store.list() == [4], "it was being loaded"
     own = starting.member.host_store
     assert own.directory == tmp_path and starting.member.endpoint.key == starting.replica._front.key
     front: Any = replica.ReplicaFront
     assert front.call_args.kwargs["versions"] is own
-    assert store.remove(4)
 
 
 def engine_of(model: str, **arguments: Any) -> EngineSpec:
