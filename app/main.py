@@ -20,13 +20,13 @@ from app.http.auth import listening_address
 from app.http.ingress import Ingress
 from app.settings.config import LOGPROBS_MODE, AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
-from app.settings.gpus import check_gpus, replica_gpus, trainer_gpus
+from app.settings.gpus import check_gpus, replica_gpus
 from app.settings.models import model_name, resolve_model
 from app.settings.section import ConfigError, Device, Placement
 from app.settings.security import Tokens
 from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
-from deployments.controller.ray_cluster import GpuCapacity, ServeReplicas
+from deployments.controller.ray_cluster import ServeReplicas
 from deployments.host.fork_server.use import forked_worker
 from deployments.replica.graceful_shutdown import RELEASE_S, WRITE_S
 from deployments.replica.replica import Replica
@@ -150,7 +150,6 @@ def _controller(args: AppConfig) -> Application:
         is_alive=replicas.exists,
         kill=replicas.kill,
         size=args.fleet_size,
-        capacity=GpuCapacity(per_replica=replica_gpus(args), others=trainer_gpus(args)),
     )
 
 

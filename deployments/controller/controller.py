@@ -18,7 +18,7 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 from deployments.calls.rpc import CallAddress, CallServer
 from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
-from deployments.controller.ray_cluster import Capacity, IsAlive, Kill, unlimited
+from deployments.controller.ray_cluster import IsAlive, Kill
 from deployments.controller.rollout_calls import Rollouts
 from deployments.controller.store_keeper import ADAPTERS, AdapterKeeper, StoreKeeper, hold_claim
 from deployments.host import tracing
@@ -49,7 +49,6 @@ class Controller:
         store_dir: committed versions: `max_versions`, and those that are being read.
         is_alive: whether the process of a replica (by id) exists; runs in a thread, as `kill` does.
         kill: kills the process of a replica that is lost because it hangs.
-        capacity: how many replicas the cluster's GPUs hold.
         adapter_roots: directories below which adapters may be loaded.
         rollouts: None: no rollout is captured.
         outside_versions: whether replicas write the versions that their publisher does not write.
@@ -72,7 +71,6 @@ class Controller:
         is_alive: IsAlive,
         kill: Kill,
         size: SizeLimits = FIXED,
-        capacity: Capacity = unlimited,
         adapters: AdapterLimits | None = None,
         adapter_roots: Sequence[Path] = (),
         rollouts: RolloutLimits | None = None,
@@ -85,7 +83,7 @@ class Controller:
         open_journal: Callable[[Path], Journal] = open_journal,
         hold_claim: Callable[[Path], int | None] = hold_claim,
     ) -> None:
-        self._config, self._capacity = config, capacity
+        self._config = config
         self._ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
         self._poll_s = poll_s
         self._keeper = StoreKeeper(
@@ -311,7 +309,7 @@ class Controller:
     async def scale(self, wanted: int | None) -> SizeStatus:
         """See `Ledger.scale`."""
         async with self._durable.answer(records=True):
-            return self._ledger.scale(wanted, await self._capacity(), self._durable.now())
+            return self._ledger.scale(wanted, self._durable.now())
 
     async def set_scores(self, scores: Scores) -> None:
         """See `Ledger.set_scores`."""

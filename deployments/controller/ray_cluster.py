@@ -1,12 +1,11 @@
-"""What the controller asks of Ray: whether silent replicas' processes exist, and how many replicas fit.
+"""What the controller asks of Ray: whether silent replicas' processes exist.
 
 A process that exists but hangs is killed once its replica counts as lost. Serve would need three health
 checks of 30 s, and would wait for it to drain while it holds its GPU.
 """
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import ray
 from ray import serve
@@ -16,46 +15,12 @@ from deployments.host.logs import serve_logger
 
 IsAlive = Callable[[str], bool]  # takes the replica id that it reports; may block
 Kill = Callable[[str], None]  # likewise
-Capacity = Callable[[], Awaitable[int | None]]  # None: GPUs are no limit
 
 PREFIX = "SERVE_REPLICA::"
 NAMESPACE = "serve"
 LOOKUP_S = 5.0
-NODES_S = 10.0
 
 logger = serve_logger()
-
-
-async def unlimited() -> int | None:
-    return None
-
-
-class GpuCapacity:
-    """Counts how many replicas the GPUs of live nodes hold.
-
-    Args:
-        per_replica: GPUs of one replica; 0: it needs none, or takes a slot.
-        others: GPUs that the rest of the application uses.
-    """
-
-    def __init__(self, *, per_replica: float, others: float) -> None:
-        self._per_replica = per_replica
-        self._others = others
-
-    async def __call__(self) -> int | None:
-        if not self._per_replica:
-            return None
-        nodes = await asyncio.wait_for(asyncio.to_thread(_gpus), NODES_S)
-        return replicas_on(nodes, self._per_replica, self._others)
-
-
-def replicas_on(nodes: list[float], per_replica: float, others: float) -> int:
-    """Replicas that fit on nodes with these GPUs, if the other processes block as few of them as they can."""
-    return max(0, sum(math.floor(gpus / per_replica) for gpus in nodes) - math.ceil(others / per_replica))
-
-
-def _gpus() -> list[float]:
-    return [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
 
 
 class ServeReplicas:

@@ -252,10 +252,10 @@ class Ledger:
         state.decide(Labelled(version=state.committed_version, label=label))
         state.record("label", version=state.committed_version, label=label)
 
-    def scale(self, wanted: int | None, room: int | None, now: float) -> SizeStatus:
-        """`wanted` None: as many as the load needs. `room`: what the cluster's GPUs hold; None: not known."""
+    def scale(self, wanted: int | None, now: float) -> SizeStatus:
+        """`wanted` None: as many as the load needs."""
         state = self._at(now)
-        state.size_limits.check(wanted, room)
+        state.size_limits.check(wanted)
         state.desired = DesiredReplicas(wanted=wanted, number=state.desired.number + 1)
         state.decide(Scaled(wanted=wanted, number=state.desired.number))
         state.record("scale", wanted=wanted)

@@ -17,8 +17,8 @@ class SizeLimits(BaseModel):
     wanted: int | None = None  # the first target; None: as many as the load needs
     fixed: str | None = "'engine.max_replicas' is not set"  # why the number cannot change
 
-    def check(self, wanted: int | None, room: int | None) -> None:
-        """Raises Conflict if the number is fixed, InvalidRequest if it is out of bounds or above `room`."""
+    def check(self, wanted: int | None) -> None:
+        """Raises Conflict if the number is fixed, InvalidRequest if it is out of bounds."""
         if self.fixed is not None:
             raise Conflict(f"the number of replicas is fixed: {self.fixed}", {"most": self.most})
         if wanted is None:
@@ -28,11 +28,6 @@ class SizeLimits(BaseModel):
                 f"replicas: expected {self.least} to {self.most} ('engine.min_replicas' and "
                 f"'engine.max_replicas'), got {wanted}",
                 {"least": self.least, "most": self.most, "actual": wanted},
-            )
-        if room is not None and wanted > room:
-            raise InvalidRequest(
-                f"replicas: expected at most {room}, which is what the cluster's GPUs hold, got {wanted}",
-                {"room": room, "actual": wanted},
             )
 
 

@@ -169,10 +169,6 @@ class FakeController:
         joined: JoinedLease = self._ask("join_lease", publisher, renew=renew)
         return joined
 
-    async def scale(self, wanted: int | None) -> Any:
-        await self._enter("scale")
-        return self._ask("scale", wanted, None)
-
     async def fleet(self) -> FleetStatus:
         await self._enter("fleet")
         status: FleetStatus = self._ask("status")

@@ -33,45 +33,42 @@ def go(scene: Scene, replica: FakeReplica) -> None:
 def test_a_wish_reaches_every_replica_and_survives_a_restart() -> None:
     scene = Scene(replicas=2, size=ELASTIC)
     assert scene.replicas[0].wanted == 2
-    size = scene.ledger.scale(4, None, scene.now)
+    size = scene.ledger.scale(4, scene.now)
     assert (size.wanted, size.running, size.joining) == (4, 2, 0)
     assert size.problem == "2 of 4 replicas have not registered yet: they start, or wait for free GPUs"
     scene.poll(1)
     assert [replica.wanted for replica in scene.replicas] == [4, 4]
     scene.restart()
     assert scene.status().size.wanted == 4
-    scene.ledger.scale(None, None, scene.now)
+    scene.ledger.scale(None, scene.now)
     scene.restart()
     assert scene.status().size.wanted is None
 
 
 @pytest.mark.parametrize(
-    ("size", "wanted", "room", "error", "words"),
+    ("size", "wanted", "error", "words"),
     [
         (
             ELASTIC,
             5,
-            None,
             InvalidRequest,
             "expected 1 to 4 ('engine.min_replicas' and 'engine.max_replicas')",
         ),
-        (ELASTIC, 0, None, InvalidRequest, "got 0"),
-        (ELASTIC, 4, 3, InvalidRequest, "at most 3, which is what the cluster's GPUs hold, got 4"),
+        (ELASTIC, 0, InvalidRequest, "got 0"),
         (
             SizeLimits(fixed="its slots are"),
             1,
-            None,
             Conflict,
             "the number of replicas is fixed: its slots are",
         ),
     ],
 )
 def test_a_wish_that_cannot_come_true_is_refused(
-    size: SizeLimits, wanted: int, room: int | None, error: type[Exception], words: str
+    size: SizeLimits, wanted: int, error: type[Exception], words: str
 ) -> None:
     scene = Scene(replicas=2, size=size)
     with pytest.raises(error, match=words.replace("(", r"\(").replace(")", r"\)")):
-        scene.ledger.scale(wanted, room, scene.now)
+        scene.ledger.scale(wanted, scene.now)
     assert scene.status().size.wanted == size.wanted
 
 
@@ -79,14 +76,14 @@ def test_a_poll_that_waits_is_answered_when_the_wish_changes() -> None:
     scene = Scene(replicas=1, size=ELASTIC)
     report = scene.replicas[0].report()
     assert not scene.ledger.has_updates(report)
-    scene.ledger.scale(3, None, scene.now)
+    scene.ledger.scale(3, scene.now)
     assert scene.ledger.has_updates(report)
 
 
 def test_a_round_needs_no_more_replicas_than_are_wanted() -> None:
     scene = Scene(replicas=1, size=ELASTIC, min_replicas=2)
     assert not scene.status().ready
-    scene.ledger.scale(1, None, scene.now)
+    scene.ledger.scale(1, scene.now)
     assert scene.status().ready
     assert report_of(scene.publish()).version == 1
 
