@@ -241,15 +241,14 @@ def _catch_up(state: State, member: Member) -> None:
         return
     if stored is None or stored.version != state.committed_version:
         return  # the next round, or the next stored version, brings it up to date
-    holders = _holders(state)
-    if stored_versions.refused(state, member.incarnation, stored.version, again=bool(holders)):
+    if stored_versions.refused(state, member.incarnation, stored.version):
         return
     body = CatchUp(
         version=stored.version,
         path=stored.path,
         fleet_id=state.fleet_id,
         digest=state.digest_of(stored.version),
-        holders=holders,
+        holders=_holders(state),
     )
     on_complete = partial(_caught_up, version=stored.version, sent=state.now)
     membership.send(state, CatchUp.name, {member: body}, on_complete=on_complete)

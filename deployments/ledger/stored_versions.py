@@ -26,8 +26,7 @@ from deployments.ledger.state import (
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import Forget, Report, WriteVersion
 
-RETRY_S = 30.0
-REFUSED_S = 60.0  # then a replica may be told to load a version again that it could not load
+RETRY_S = 30.0  # to write a version that none could, or to load one that a replica could not
 
 
 def advance(state: State) -> None:
@@ -195,12 +194,10 @@ def refuse(state: State, replica_id: str, incarnation: str, version: int, reason
         state.record(event, replica=replica_id, version=version, reason=reason)
 
 
-def refused(state: State, incarnation: str, version: int, *, again: bool = False) -> bool:
-    """Whether this process could not load this version. `again`: it may have become able to."""
+def refused(state: State, incarnation: str, version: int) -> bool:
+    """Whether this process could not load this version; it may have become able to after `RETRY_S`."""
     refusal = state.refusals.get(incarnation)
-    if refusal is None or refusal.version != version:
-        return False
-    return not (again and state.now - refusal.since >= RETRY_S)
+    return refusal is not None and refusal.version == version
 
 
 def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
@@ -214,7 +211,7 @@ def _advance_refusals(state: State) -> None:
     for incarnation, refusal in list(state.refusals.items()):
         member = state.find(refusal.replica_id, incarnation)
         serves = member is not None and member.state is MemberState.SERVING
-        lapsed = state.now - refusal.since > REFUSED_S
+        lapsed = state.now - refusal.since >= RETRY_S
         if serves or lapsed or _is_gone(state, refusal.replica_id, incarnation):
             del state.refusals[incarnation]
 

@@ -1,4 +1,4 @@
-from deployments.ledger.stored_versions import REFUSED_S
+from deployments.ledger.stored_versions import RETRY_S
 from deployments.protocol.poll import CatchUp, JoinAnswer, Outcome, Unloadable
 from tests.deployments.ledger.store_scene import StoreScene
 
@@ -38,7 +38,7 @@ def test_a_refusal_lapses() -> None:
     scene = StoreScene(replicas=1)
     scene.round()
     scene.begin(unloadable=Unloadable(version=1, reason="damaged"))
-    scene.wait(REFUSED_S - 1)
+    scene.wait(RETRY_S - 1)
     assert scene.status().store_problem is not None
     scene.wait(2)
     assert scene.status().store_problem is None and scene.begin().version == 1

@@ -1,7 +1,7 @@
 import pytest
 
 from deployments.ledger.decisions import Founded, decode, encode
-from deployments.ledger.stored_versions import REFUSED_S
+from deployments.ledger.stored_versions import RETRY_S
 from deployments.protocol.poll import InitialWeights, JoinAnswer, Unloadable
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
@@ -87,7 +87,7 @@ def test_one_that_refuses_to_load_is_the_reason_why_replicas_are_missing_while_i
     assert (events.count("refused"), events.count("join")) == (1, 0)
     assert scene.status().size.problem == "late is refused: expected digest 1, got digest 2"
     assert scene.status().store_problem is None
-    scene.wait(REFUSED_S + 1)
+    scene.wait(RETRY_S + 1)
     assert scene.status().size.problem is None
 
 
