@@ -141,12 +141,6 @@ class ParameterSource:
     def device(self) -> torch.device:
         return next(iter(self._model.parameters())).device
 
-    def storages(self) -> frozenset[int]:
-        """Storage addresses of model and drafter; tensors in other storages are temporary."""
-        held = (*self._model.state_dict().values(), *self._drafter.values())
-        plain = [tensor for tensor in held if not isinstance(tensor, DTensor)]
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in plain)
-
     def specs(self) -> list[ParameterSpec]:
         """What an iteration yields, in order; gathers nothing."""
         own = [spec for layer in self._layers for spec, _ in layer.parts]

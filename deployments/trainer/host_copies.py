@@ -1,7 +1,6 @@
 """Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own. (Copies to pageable
 memory delay what other threads queue: benchmarks/RESULTS.md.)"""
 
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
@@ -13,8 +12,8 @@ from trainers.sources import ParameterSource
 
 # torch rounds pinned memory up to a power of two: this size wastes little.
 _BLOCK_BYTES = 1 << 30
-# Gathered tensors live until they are copied: no more of them at a time.
-_IN_FLIGHT_BYTES = 1 << 30
+# Gathered tensors live until they are copied: at most two such batches.
+_BATCH_BYTES = 1 << 29
 logger = serve_logger()
 
 
@@ -44,22 +43,22 @@ class GpuCopier:
 
     def __init__(self, source: ParameterSource) -> None:
         device = source.device
-        self._source, self._device = source, device
+        self._device = device
         chunks = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _BLOCK_BYTES)
         # Without space for digests, which would double a block that is full.
         self._sizes = [chunk.table_offset for chunk in chunks]
         self._slots = {entry.name: (i, entry) for i, chunk in enumerate(chunks) for entry in chunk.entries}
         self._stream = torch.cuda.Stream(device)
-        self._own: frozenset[int] | None = None  # storages of the model itself
-        self._in_flight: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # targets and sources of a batch
+        self._waiting_bytes = 0
+        self._copied: list[tuple[torch.Tensor, torch.Tensor]] = []  # the batch before
         self._blocks: list[torch.Tensor] = []
         thread = ThreadPoolExecutor(max_workers=1)
         self._reserved: Future[list[torch.Tensor]] | None = thread.submit(self._reserve)
         thread.shutdown(wait=False)
 
     def begin(self) -> None:
-        self._own = None
-        self._in_flight.clear()
+        self._waiting, self._waiting_bytes = [], 0
         if self._reserved is not None:
             self._blocks, self._reserved = self._reserved.result(), None
         if not self._blocks:
@@ -75,27 +74,28 @@ class GpuCopier:
         return [pinned(size) for size in self._sizes]
 
     def add(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self._own is None:  # not in `begin`, for which the round waits
-            self._own = self._source.storages()
         block, entry = self._slots[name]
         target = view(entry, self._blocks[block])
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            target.copy_(tensor, non_blocking=True)
-        if tensor.untyped_storage().data_ptr() in self._own:
-            return target
-        tensor.record_stream(self._stream)
-        copied = torch.cuda.Event()
-        copied.record(self._stream)
-        self._in_flight.append((copied, tensor.nbytes))
-        while sum(size for _, size in self._in_flight) > _IN_FLIGHT_BYTES:
-            self._in_flight.popleft()[0].synchronize()
+        self._waiting.append((target, tensor))
+        self._waiting_bytes += tensor.nbytes
+        if self._waiting_bytes >= _BATCH_BYTES:
+            self._begin_copies()
         return target
 
     def wait(self) -> None:
+        if self._waiting:
+            self._begin_copies()
         self._stream.synchronize()
-        self._in_flight.clear()
-        self._blocks = []
+        self._copied, self._blocks = [], []
+
+    def _begin_copies(self) -> None:
+        """In one call for a batch: from Python a tensor takes longer than its copy."""
+        self._stream.synchronize()
+        self._copied, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        targets, sources = zip(*self._copied, strict=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def pinned(size_bytes: int) -> torch.Tensor:

@@ -130,7 +130,13 @@ class RestartCheckpoints:
         """Begin to write the learner's state; False if no checkpoint is due or one is being written. The
         learner may change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
+        dtype = None if wire_dtype is None else DTYPES[wire_dtype]
+        tensors = named_moments(learner.policy, learner.optimizer.state) | {
+            WEIGHTS: master_weights(learner.policy, dtype)
+        }
         if not agreed[0]["due"]:
+            if self._pinned is None and _is_on_gpu(tensors):
+                self._copier.submit(self._copy, tensors)  # not used: pins the memory before a step waits
             return False
         step = learner.steps_done
         if any(each["busy"] for each in agreed):
@@ -138,10 +144,6 @@ class RestartCheckpoints:
                 logger.info("no checkpoint of step %d: the previous one is still being written", step)
             return False
         meta = CheckpointMeta(step=step, wire_dtype=wire_dtype, adapter=adapter, digest=digest)
-        dtype = None if wire_dtype is None else DTYPES[wire_dtype]
-        tensors = named_moments(learner.policy, learner.optimizer.state) | {
-            WEIGHTS: master_weights(learner.policy, dtype)
-        }
         if _is_on_gpu(tensors):
             torch.cuda.synchronize()  # the copies' stream does not wait for the step's
         self._staged = self._copier.submit(self._copy, tensors)
