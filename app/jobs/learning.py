@@ -91,7 +91,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
     """What the next step learns from: what the step of a killed job has consumed, or the oldest groups; and
     `steps` and `newer_than` of `train`."""
     client, wanted = run.policy.client, run.options.groups_per_step
-    step, staleness = f"{run.name}/{run.step + 1}", run.options.max_staleness
+    step, staleness, waits = f"{run.name}/{run.step + 1}", run.options.max_staleness, False
     while True:
         # `job`: the trainer may get a killed job's batch at any time, also later than this.
         now = {"trainer_step": (await idle(client)).step, "version": run.version, "job": run.job}
@@ -109,7 +109,8 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
             step += "+"
             continue
         run.stale += taken.stale_groups
-        await run.count_ready(taken.ready_groups)
+        waits = waits or taken.step is None
+        await run.count_ready(taken.ready_groups, waits=waits)
         if taken.step is not None:
             then = json.loads(taken.note)
             killed = then.get("job") != run.job

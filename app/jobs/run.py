@@ -45,6 +45,7 @@ class Run:
     begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
     inherited: frozenset[int] = frozenset()  # problems that a killed job had begun
     ready: int = 0  # groups that the ledger has for the next step
+    waits: bool = True  # the newest step waits for groups, or has waited
     filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
     stale: int = 0  # groups since the last step
     rows: Sequence[Row] = ()  # rollouts of the last step
@@ -52,12 +53,12 @@ class Run:
     left_out: int = 0  # problems in a row
     unanswered: int = 0  # problems since the last step
     generated_tokens: int = 0
-    in_flight: int = 0  # problems
+    in_flight: int = 0  # problems that are sampled, scored or settled
     doing: str = "waiting for answers"
     best: Evaluation | None = None
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
     sampling: bool = True  # until the last batch
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `ready`
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `has_room`
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     settling: asyncio.Lock = field(default_factory=asyncio.Lock)
     unsettled: deque[dict[str, Any]] = field(default_factory=deque)  # for `calls.settle_groups`
@@ -69,11 +70,18 @@ class Run:
     def say(self, line: str) -> None:
         self.output.line(line)
 
-    async def count_ready(self, groups: int | None = None) -> None:
-        """One more, or as many as the ledger says."""
+    async def count_ready(self, groups: int, *, waits: bool) -> None:
+        """As many as the ledger says."""
         async with self.changed:
-            self.ready = self.ready + 1 if groups is None else groups
+            self.ready, self.waits = groups, waits
             self.changed.notify_all()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to begin a group. Where the trainer is what steps wait for, one more than the next step
+        takes would only be staler when it is learned from."""
+        begun = self.ready if self.waits else self.ready + self.in_flight
+        return self.sampling and begun < self.options.groups_per_step
 
     async def begin_problem(self) -> int:
         """The next problem, while the ledger has room. A killed job leaves no number out: those that it had
@@ -85,9 +93,7 @@ class Run:
                 self.begun.extend(range(self.next_problem, self.next_problem + count))
                 self.next_problem += count
             async with self.changed:
-                await self.changed.wait_for(
-                    lambda: self.sampling and self.ready < self.options.groups_per_step
-                )
+                await self.changed.wait_for(lambda: self.has_room)
             return self.begun.popleft()
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
@@ -136,21 +142,27 @@ class Run:
 
 
 async def produce(run: Run) -> None:
-    """Sample, score and settle, until cancelled."""
+    """Play groups until cancelled."""
     while True:
         number = await run.begin_problem()
+        run.in_flight += 1
+        is_ready = False
         try:
-            await play(run, number)
+            is_ready = await play(run, number)
         except FleetError as error:
             if error.type != "conflict" or number not in run.inherited:
                 raise
             # A router that waited for a new controller has sent it, and knows of no kill.
             run.say(f"problem {number} is not played again: the job before has settled it ({error.message})")
+        async with run.changed:
+            run.in_flight -= 1
+            run.ready += is_ready
+            run.changed.notify_all()
 
 
-async def play(run: Run, number: int) -> None:
+async def play(run: Run, number: int) -> bool:
+    """Sample, score and settle a problem's group; returns whether a step can learn from it."""
     policy = replace(run.policy, group=f"{run.name}.{number}")
-    run.in_flight += 1
     try:
         made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
     except Unanswered as error:
@@ -160,17 +172,15 @@ async def play(run: Run, number: int) -> None:
         run.unanswered += 1
         if run.left_out >= LEFT_OUT * run.options.groups_per_step:
             raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
-        return
-    finally:
-        run.in_flight -= 1
+        return False
     run.left_out = 0
     group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
     run.generated_tokens += sum(rollout.tokens for rollout in made)
     if run.options.dynamic_sampling and not group.has_signal:
         await leave_out(run, group)
-        return
+        return False
     await run.settle(number, made)
-    await run.count_ready()
+    return True
 
 
 async def leave_out(run: Run, group: Group) -> None:

@@ -390,3 +390,16 @@ async def test_groups_that_are_settled_during_a_call_share_the_next_one(tmp_path
         {each for groups in settled for each in groups}
     ) == 9
     assert fleet.ends() == {"left out": 9}
+
+
+async def test_where_steps_wait_for_the_trainer_no_group_begins_earlier_than_it_must(tmp_path: Path) -> None:
+    class Slow(FakeFleet):
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/train/publish":
+                for _ in range(2000):  # all groups that may begin are ready before
+                    await asyncio.sleep(0)
+            return await super().answer(request)
+
+    given = ["--steps", "6", "--groups-per-step", "4", "--groups-in-flight", "4"]
+    records = await run_job(Slow(), tmp_path / "m.jsonl", *given)
+    assert [record.staleness_max for record in records[3:]] == [1, 1, 1]
