@@ -12,9 +12,11 @@ from typing import cast
 
 import uvloop
 
+from deployments.protocol.rollouts import framed
+
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nx-weight-version: 3\r\n"
-    b"transfer-encoding: chunked\r\n\r\n"
+    b"transfer-encoding: chunked\r\n%b\r\n"
 )
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 EVENT = (
@@ -22,15 +24,27 @@ EVENT = (
     b'"model":"model","choices":[{"index":0,"text":" word","logprobs":null,"finish_reason":null,'
     b'"stop_reason":null,"token_ids":null,"prompt_token_ids":null}],"usage":null}\n\n'
 )
-# What a replica tells the router of one token, and of the prompt, in a captured stream.
-SAID = b': said [[12345],[[[12345,-1.2345678806304932]]],[["3",17]],null,null]\n\n'
-SAID_CHUNK = b"%x\r\n%b\r\n" % (len(SAID + EVENT), SAID + EVENT)
-CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+# What a replica tells the router of one token in a captured stream.
+SAID = b'[[12345],[[[12345,-1.2345678806304932]]],[["3",17]],null,null,null]\n'
 DONE = b"data: [DONE]\n\n"
 LENGTH = re.compile(rb"(?i)content-length: *(\d+)")
 TURN = re.compile(rb"(?i)\r\nx-slipstream-turn:")
 TOKENS = re.compile(rb'"max_tokens": *(\d+)')  # at the end of a body, which is not parsed
-END = b"%x\r\n%b\r\n0\r\n\r\n" % (len(DONE), DONE)
+
+
+def chunk(content: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(content), content)
+
+
+# Head, events and end of an answer that is captured, or not.
+PIECES = {
+    False: (HEAD % b"", chunk(EVENT), chunk(DONE) + b"0\r\n\r\n"),
+    True: (
+        HEAD % b"x-slipstream-said: framed\r\n",
+        chunk(framed(SAID, EVENT)),
+        chunk(framed(b"", DONE)) + b"0\r\n\r\n",
+    ),
+}
 
 
 class Engine:
@@ -53,11 +67,12 @@ class Engine:
             due = max(due + self._step_s, loop.time() - self._step_s)
             await asyncio.sleep(due - loop.time())
             for connection, left in list(self._running.items()):
+                _, event, end = PIECES[connection.is_captured]
                 if left > 0:
-                    connection.transport.write(SAID_CHUNK if connection.is_captured else CHUNK)
+                    connection.transport.write(event)
                     self._running[connection] = left - 1
                 else:
-                    connection.transport.write(END)
+                    connection.transport.write(end)
                     del self._running[connection]
 
 
@@ -87,7 +102,7 @@ class Connection(asyncio.Protocol):
         if tokens is None:  # a question about its health
             self.transport.write(HEALTHY)
         else:
-            self.transport.write(HEAD)
+            self.transport.write(PIECES[self.is_captured][0])
             self._engine.begin(self, int(tokens[1]))
 
     def connection_lost(self, error: Exception | None) -> None:

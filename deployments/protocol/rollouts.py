@@ -1,6 +1,7 @@
 """What routers, replicas and the controller tell each other about captured rollouts."""
 
 import re
+import struct
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ GROUP_HEADER, SIZE_HEADER = "x-rollout-group", "x-rollout-group-size"
 CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
 NAMES = (ID_HEADER, REQUEST_HEADER, GROUP_HEADER, SIZE_HEADER, CONTINUE_HEADER)
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `RolloutRequest`
-# From router to replica: the client's body has so many bytes; after them comes what was said already. In the
-# stream the replica says more of it, in comments, which the router keeps.
+# From router to replica: the client's body has so many bytes; after them comes what was said already. In a
+# response: the stream comes in frames, each of lines that say more of it, and of the events after them.
 SAID_HEADER = b"x-slipstream-said"
-SAID = b": said "
-NOT_CONTINUED = b"null"  # instead of what was said: the answer cannot be continued
-MOVED = b'"moved"'  # the replica is being stopped, in order
+FRAME = struct.Struct("<II")  # where its events begin, and where it ends
+NOT_CONTINUED = b"null\n"  # the last line: the answer cannot be continued
+MOVED = b'"moved"\n'  # the last line: the replica is being stopped, in order
 CAPTURED = (  # paths
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
     "/inference/v1/generate",
@@ -122,6 +123,11 @@ class CapturedTurn:
     sampling: Mapping[str, float | int | None]
     images: tuple[CapturedImage, ...] = ()
     routed_experts: RoutedExperts | None = None
+
+
+def framed(said: bytes, events: bytes) -> bytes:
+    begin = FRAME.size + len(said)
+    return FRAME.pack(begin, begin + len(events)) + said + events
 
 
 def check_id(name: str, value: str) -> str:

@@ -1,11 +1,11 @@
 """A stream whose replica was lost continues on another one, from the tokens that it has.
 
-    first replica    tells the router with each event what the engine said (`Said`), in comments of the stream
-    router           keeps the comments and counts the client's events (`CutStream`)
-    second replica   gets the request with the comments. vLLM's output processor takes them for outputs of the
+    first replica    tells the router with each event what the engine said (`Said`), in frames
+    router           keeps what was said and counts what the client has (`CutStream`)
+    second replica   gets the request with what was said. vLLM's output processor takes it for outputs of the
                      engine (`replay`), so the serving code makes the same events again; the engine core
                      continues as after a preemption (`resume`)
-    router           drops the events that the client has
+    router           drops what the client has
 
 So detokenizer, parsers, stop strings, penalties, grammars, log-probabilities and usage are vLLM's own.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from deployments.protocol.errors import Conflict
-from deployments.protocol.rollouts import NOT_CONTINUED, SAID
+from deployments.protocol.rollouts import NOT_CONTINUED
 
 TOKENS = "slipstream_said"  # in the extra_args of an engine's request: token ids of the answer so far
 TURN = 64  # pieces that are replayed while other requests wait, 0.1 ms each
@@ -48,7 +48,7 @@ class Said:
     """What the answer to a request said: on the replica before this one, and here.
 
     Args:
-        received: the comments of the replica before this one.
+        received: what the replica before this one said.
     """
 
     def __init__(self, received: bytes = b"") -> None:
@@ -121,9 +121,9 @@ class Said:
         return numpy2base64(np.concatenate(new)) if new else None
 
     def news(self) -> bytes:
-        """Comments for the router, which belong before the events that follow."""
+        """Lines for the router, which belong before the events that follow."""
         news, self._news = self._news, []
-        return b"".join(SAID + line + b"\n\n" for line in news)
+        return b"".join(news)
 
     async def replay(self, processor: Any, request: Any, queue: Any, adapter: str | None) -> bool:
         """Give vLLM's output processor, which has just got the request, what was said before; `queue` then
@@ -193,7 +193,7 @@ def begin_of(prompt: Sequence[int], adapter: str | None, cached: int | None) -> 
 
 
 def _line(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode()
+    return _ENCODER.encode(value).encode() + b"\n"
 
 
 def resume(core: Any, request: Any) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Send
 from deployments.host import tracing
 from deployments.protocol.errors import Conflict, InvalidRequest, ReplicaUnavailable, SlipstreamError
 from deployments.protocol.passed_routes import require_passed
-from deployments.protocol.rollouts import MOVED, SAID, SAID_HEADER, TURN_HEADER, turn_of
+from deployments.protocol.rollouts import MOVED, SAID_HEADER, TURN_HEADER, framed, turn_of
 from deployments.protocol.routing import (
     ERROR_EVENTS,
     KEY_HEADER,
@@ -248,7 +248,8 @@ class _Response:
 
     @property
     def _said(self) -> Said | None:
-        return None if self._recorder.capture is None else self._recorder.capture.said
+        capture = self._recorder.capture if self._is_stream else None
+        return None if capture is None else capture.said
 
     def _error_event(self, error: SlipstreamError) -> bytes:
         name, kind = (b"event: error\n", {"type": "error"}) if self._is_named else (b"", {})
@@ -261,12 +262,14 @@ class _Response:
             refused = self._front.refused()
         refused = refused if self._is_stream else None
         if refused is not None and self._failure is None and self._said is not None:
-            moved = {"type": "http.response.body", "body": SAID + MOVED + b"\n\n", "more_body": True}
+            moved = {"type": "http.response.body", "body": framed(MOVED, b""), "more_body": True}
             await self._send(moved)
             refused = None
         if refused is None:
             raise error
         body = self._error_event(refused)
+        if self._said is not None:
+            body = framed(b"", body)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _on_message(self, message: Message) -> None:
@@ -308,8 +311,8 @@ class _Response:
                 await self._recorder.capture.opened()
             self.begun, self._is_named = True, piece.startswith(b"event: ")
             await self._send_start(len(piece) if self._is_json else None)
-        if self._is_stream and (said := self._said) is not None:
-            piece = said.news() + piece
+        if piece and (said := self._said) is not None:
+            piece = framed(said.news(), piece)
         await self._send({"type": "http.response.body", "body": piece, "more_body": more})
 
     async def _send_start(self, length: int | None) -> None:
@@ -319,6 +322,8 @@ class _Response:
             headers["content-length"] = str(length)
         headers["x-slipstream-replica"] = self._front.replica_id
         headers["x-weight-version"] = str(self._recorder.version)
+        if self._said is not None:
+            headers[SAID_HEADER.decode()] = "framed"
         await self._send(
             {"type": "http.response.start", "status": self._start["status"], "headers": headers.raw}
         )

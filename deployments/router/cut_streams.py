@@ -1,79 +1,60 @@
 """What a router keeps of a stream to continue it elsewhere; see `deployments.replica.continuation`."""
 
-from deployments.protocol.rollouts import MOVED, NOT_CONTINUED, SAID
+from deployments.protocol.rollouts import FRAME, MOVED, NOT_CONTINUED
 from deployments.protocol.routing import ERROR_EVENTS
 
 MAX_KEPT_BYTES = 1 << 26  # about a million tokens
-END = b"\n\n"
-COLON = 58  # begins a comment
-TOKENS = SAID + b"["  # begins what the engine said, unlike `NOT_CONTINUED` and `MOVED`
+HEAD_BYTES, frame_at = FRAME.size, FRAME.unpack_from
 
 
 class CutStream:
-    """A stream of events of one request, from one replica after another.
-
-    Attributes:
-        rest: the beginning of an event, which is not passed before its end.
-        moved: the replica ended the stream because it is being stopped.
-    """
+    """The frames of one request's stream, from one replica after another."""
 
     def __init__(self) -> None:
-        self.rest = b""
-        self.moved = False
-        self._kept: bytearray | None = bytearray()  # comments; None: it cannot be continued
-        self._passed = 0  # events that the client has
-        self._again = 0  # events that come again and are dropped
+        self._rest = b""  # the beginning of a frame, which is not passed before its end
+        self._kept = bytearray()  # what the replicas said
+        self._passed = 0  # frames whose events the client has
+        self._again = 0  # frames that come again and are dropped
 
     @property
     def said(self) -> bytes | None:
         """What the replicas said of it; None: it cannot be continued."""
-        if self._kept is None:
+        if self._kept.endswith(NOT_CONTINUED) or len(self._kept) > MAX_KEPT_BYTES:
             return None
-        return b"".join(comment[len(SAID) :] + b"\n" for comment in self._kept.split(END)[:-1])
+        return bytes(self._kept.removesuffix(MOVED))
 
-    def events(self, piece: bytes) -> bytes:
-        """The events that a piece of the stream completes, but comments, and those that the client has."""
-        if (kept := self._kept) is not None and not self.rest and not self._again:
-            # Nearly every piece is one comment of tokens and one event.
-            end = piece.find(END) + 2
-            if (
-                piece.startswith(TOKENS)
-                and piece.find(END, end) == len(piece) - 2
-                and piece[end] != COLON
-                and len(kept) < MAX_KEPT_BYTES
-            ):
-                kept += piece[:end]
-                self._passed += 1
-                return piece[end:]
-        passed = []
-        *events, self.rest = (self.rest + piece).split(END)
-        for event in events:
-            if event.startswith(ERROR_EVENTS):
-                self._again = 0  # the client has no such event
-            if event == SAID + MOVED:
-                self.moved = True
-            elif event == SAID + NOT_CONTINUED:
-                self._kept = None
-            elif event.startswith(SAID):
-                self._keep(event + END)
-            elif self._again:
-                self._again -= 1
-            else:
-                passed.append(event + END)
-        self._passed += len(passed)
-        return b"".join(passed)
+    @property
+    def moved(self) -> bool:
+        """Whether the replica ended the stream because it is being stopped."""
+        return self._kept.endswith(MOVED)
 
     @property
     def is_short(self) -> bool:
         """Whether the replica has not made all events again that the client has."""
         return self._again > 0
 
+    def events(self, piece: bytes) -> bytes:
+        """The events of the frames that a piece of the stream completes, but those that the client has."""
+        if self._rest:
+            piece = self._rest + piece
+        kept, passed = self._kept, b""
+        while len(piece) >= HEAD_BYTES:
+            begin, end = frame_at(piece)
+            if end > len(piece):
+                break
+            if len(kept) <= MAX_KEPT_BYTES:
+                kept += piece[HEAD_BYTES:begin]
+            if self._again and begin < end and not piece.startswith(ERROR_EVENTS, begin):
+                self._again -= 1
+            elif begin < end:
+                self._again = 0  # the client has no such error
+                self._passed += 1
+                passed += piece[begin:end]
+            piece = piece[end:]
+        self._rest = piece
+        return passed
+
     def continues(self) -> None:
         """The next piece is another replica's, which makes the events from the beginning."""
-        self._again, self.rest, self.moved = self._passed, b"", False
-
-    def _keep(self, comment: bytes) -> None:
-        if self._kept is not None:
-            self._kept += comment
-            if len(self._kept) > MAX_KEPT_BYTES:
-                self._kept = None
+        self._kept = self._kept.removesuffix(MOVED)
+        self._again, self._rest = self._passed, b""

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
+from deployments.protocol.rollouts import SAID_HEADER
 from deployments.router.forwarding import AttemptHistory, Forwarder, Outgoing, RouterLimits, StartedResponse
 from deployments.router.http_client import Headers, ResponseLost
 from deployments.router.prompt_lists import merge_responses
 
-NOT_RETURNED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server"})
+NOT_RETURNED = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", SAID_HEADER}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

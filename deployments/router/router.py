@@ -146,8 +146,6 @@ class StreamProxy(Response):
             if isinstance(after, bytes):
                 return await take(after)
             started = after
-        if self._cut is not None and (rest := self._cut.rest):
-            await take(rest)
         if started is not self._started:
             self._survived()
 
@@ -267,9 +265,7 @@ class Router:
     def _response(self, started: StartedResponse, request: Outgoing, attempts: AttemptHistory) -> Response:
         if started.whole is not None:
             return response_of(started.whole, started)
-        content_type = started.response.header(b"content-type") or b""
-        events = content_type.startswith(b"text/event-stream")
-        cut = CutStream() if events and SAID_NAME in request.headers else None
+        cut = None if started.response.header(SAID_HEADER) is None else CutStream()
         lost = partial(self._lost, request, attempts, cut)
         survived = partial(self._forwarder.deadly.survived, request.identity)
         return StreamProxy(started, returned_headers(started), lost, cut, survived)

@@ -21,7 +21,7 @@ from vllm.v1.worker import worker_base  # as in a worker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from deployments.protocol.errors import Conflict
-from deployments.protocol.rollouts import SAID, RolloutRequest
+from deployments.protocol.rollouts import RolloutRequest
 from deployments.replica import continuation
 from deployments.replica.capture import Capture
 from deployments.replica.continuation import TOKENS, TURN, Said, resume
@@ -114,13 +114,6 @@ class Replica:
         self.told += self._said.news()
         self.outputs.append(output)
 
-    @property
-    def comments(self) -> bytes:
-        """As the router sends them on."""
-        events = self.told.split(b"\n\n")
-        assert events.pop() == b"" and all(each.startswith(SAID) for each in events)
-        return b"".join(each.removeprefix(SAID) + b"\n" for each in events)
-
 
 def seen(replica: Replica) -> list[tuple[Any, ...]]:
     """What the serving code makes events of."""
@@ -157,14 +150,14 @@ def test_the_rest_is_as_if_nothing_had_been_cut(
         whole.samples(step, finish=finish)
         if number < cut:
             first.samples(step, finish=finish)
-    second = Replica(tokenizer, sampling(**options), first.comments)
+    second = Replica(tokenizer, sampling(**options), first.told)
     assert second.begins == (cut < 4), "all was said: the engine is not asked"
     said = [token for step in steps[:cut] for token in step]
     assert (second.request.sampling_params.extra_args or {}).get(TOKENS, []) == said
     for number, step in enumerate(steps[cut:], cut):
         second.samples(step, finish=FinishReason.LENGTH if number == 3 else None)
     assert seen(second) == seen(whole) and seen(whole)[-1][5] is not None
-    assert first.comments + second.comments == whole.comments
+    assert first.told + second.told == whole.told
 
 
 @pytest.mark.parametrize(
@@ -177,7 +170,7 @@ def test_an_answer_that_the_engine_has_ended_is_over(
     first = Replica(tokenizer, sampling())
     first.samples([10, 11], finish=finish, stop_reason=reason)
     for traced in (False, True):
-        second = Replica(tokenizer, sampling(), first.comments, traced=traced)
+        second = Replica(tokenizer, sampling(), first.told, traced=traced)
         assert not second.begins and seen(second) == seen(first)
 
 
@@ -185,7 +178,7 @@ def test_spans_are_those_of_both_replicas(tokenizer: TokenizerLike) -> None:
     first = Replica(tokenizer, sampling())
     first.samples([10, 11])
     first.samples([12], version="8")
-    second = Replica(tokenizer, sampling(), first.comments)
+    second = Replica(tokenizer, sampling(), first.told)
     second.samples([13], version="8")
     second.samples([14], version="9", finish=FinishReason.LENGTH)
     spans = second.outputs[-1].outputs[0].weight_versions
@@ -213,7 +206,7 @@ def test_other_requests_have_turns_while_a_long_answer_is_said_again(tokenizer: 
 
     async def added() -> Capture:
         turn = RolloutRequest(rollout_ids=("r",), owner="", request="q")
-        recorder.capture = Capture(turn, AsyncMock(), Said(first.comments))
+        recorder.capture = Capture(turn, AsyncMock(), Said(first.told))
         await RecordingLLM._add_request(llm, request, None, None, 0, queue)
         return recorder.capture
 
@@ -247,14 +240,14 @@ def test_routed_experts_are_those_of_both_replicas(tokenizer: TokenizerLike) -> 
     first = Replica(tokenizer, sampling())
     first.samples([10], routed=ids[:3])
     first.samples([11, 12], routed=ids[3:5])
-    second = Replica(tokenizer, sampling(), first.comments)
+    second = Replica(tokenizer, sampling(), first.told)
     second.samples([13], routed=ids[5:6])
-    third = Replica(tokenizer, sampling(), first.comments + second.comments)
+    third = Replica(tokenizer, sampling(), first.told + second.told)
     third.samples([14], routed=ids[6:], finish=FinishReason.LENGTH)
     assert np.array_equal(third.outputs[-1].outputs[0].routed_experts, ids)
     ahead = Replica(tokenizer, sampling())
     ahead.samples([10], routed=ids[:4])
-    assert ahead.told == SAID + b"null\n\n", "the next replica would begin at another position"
+    assert ahead.told == b"null\n", "the next replica would begin at another position"
 
 
 @pytest.mark.parametrize("options", [{"prompt": [5, 6, 8]}, {"adapter": "math@4"}])
@@ -262,14 +255,14 @@ def test_another_prompt_or_adapter_is_an_error(tokenizer: TokenizerLike, options
     first = Replica(tokenizer, sampling(), adapter="math@3")
     first.samples([10])
     with pytest.raises(Conflict, match="another prompt or adapter"):
-        Replica(tokenizer, sampling(), first.comments, **({"adapter": "math@3"} | options))
+        Replica(tokenizer, sampling(), first.told, **({"adapter": "math@3"} | options))
 
 
 def test_an_answer_that_cannot_be_continued_says_so_once() -> None:
     said = Said()
     said.give_up()
     said.give_up()
-    assert said.news() == SAID + b"null\n\n" and said.news() == b""
+    assert said.news() == b"null\n" and said.news() == b""
 
 
 class Grammar:

@@ -1,12 +1,17 @@
 """What a router keeps of a stream, and what it passes on."""
 
+from deployments.protocol.rollouts import MOVED, NOT_CONTINUED, framed
 from deployments.router import cut_streams
 from deployments.router.cut_streams import CutStream
 
-FIRST = b": said [1]\n\ndata: a\n\n: said [2]\n\ndata: b\n\n"
+FIRST = framed(b"[1]\n", b"data: a\n\n") + framed(b"[2]\n", b"data: b\n\n")
 
 
-def test_comments_are_kept_and_events_are_passed_whole() -> None:
+def again(events: str) -> bytes:
+    return b"".join(framed(b"", f"data: {each}\n\n".encode()) for each in events)
+
+
+def test_what_was_said_is_kept_and_events_are_passed_whole() -> None:
     """Whatever pieces they come in."""
     for cuts in ([len(FIRST)], range(1, len(FIRST) + 1)):
         stream, passed, start = CutStream(), b"", 0
@@ -19,47 +24,57 @@ def test_comments_are_kept_and_events_are_passed_whole() -> None:
 
 def test_another_replicas_events_follow_those_that_the_client_has() -> None:
     stream = CutStream()
-    stream.events(FIRST + b": said [3]\n\ndata: c, cut o")
+    stream.events(FIRST + framed(b"[3]\n", b"data: c\n\n")[:-1])
+    assert stream.said == b"[1]\n[2]\n", "of what the client has, and no more"
     stream.continues()
-    again = b"data: A\n\ndata: B\n\ndata: C\n\n: said [4]\n\ndata: D\n\n"
-    assert stream.events(again[:12]) + stream.events(again[12:]) == b"data: C\n\ndata: D\n\n"
+    second = again("AB") + framed(b"[3]\n", b"data: C\n\n") + framed(b"[4]\n", b"data: D\n\n")
+    assert stream.events(second[:12]) + stream.events(second[12:]) == b"data: C\n\ndata: D\n\n"
     assert stream.said == b"[1]\n[2]\n[3]\n[4]\n"
     stream.continues()
-    assert stream.events(again) == b"", "four events have passed"
+    assert stream.events(again("ABCD")) == b"", "four events have passed"
 
 
 def test_a_stream_that_is_lost_while_events_come_again_loses_none() -> None:
     stream = CutStream()
     stream.events(FIRST)
     stream.continues()
-    stream.events(b"data: A\n\n")
+    stream.events(again("A"))
     stream.continues()
-    assert stream.events(b"data: A\n\ndata: B\n\ndata: C\n\n") == b"data: C\n\n"
+    assert stream.events(again("ABC")) == b"data: C\n\n"
 
 
 def test_a_stream_that_ends_before_what_the_client_has_is_short() -> None:
     stream = CutStream()
     stream.events(FIRST)
     stream.continues()
-    assert stream.events(b"data: A\n\n") == b"" and stream.is_short
-    assert stream.events(b"data: B\n\n") == b"" and not stream.is_short
+    assert stream.events(again("A")) == b"" and stream.is_short
+    assert stream.events(again("B")) == b"" and not stream.is_short
+
+
+def test_an_error_of_the_replica_that_continues_reaches_the_client() -> None:
+    stream = CutStream()
+    stream.events(FIRST)
+    stream.continues()
+    error = b'data: {"error": {}}\n\n'
+    assert stream.events(again("A") + framed(b"", error)) == error and not stream.is_short
 
 
 def test_what_cannot_be_continued_stays_so() -> None:
     stream = CutStream()
-    stream.events(FIRST + b": said null\n\n: said [3]\n\n")
+    stream.events(FIRST + framed(NOT_CONTINUED, b"data: c\n\n") + again("d"))
     assert stream.said is None
 
 
 def test_a_stream_that_has_said_too_much_is_not_continued() -> None:
     stream = CutStream()
-    stream.events(b": said " + b"1" * cut_streams.MAX_KEPT_BYTES + b"\n\ndata: a\n\n")
-    assert stream.said is None
+    for _ in range(2):
+        stream.events(framed(b"1" * cut_streams.MAX_KEPT_BYTES + b"\n", b"data: a\n\n"))
+    assert stream.said is None and len(stream._kept) < 2 * cut_streams.MAX_KEPT_BYTES
 
 
 def test_an_orderly_stop_is_of_one_replica() -> None:
     stream = CutStream()
-    stream.events(FIRST + b': said "moved"\n\n')
+    stream.events(FIRST + framed(MOVED, b""))
     assert stream.moved and stream.said == b"[1]\n[2]\n"
     stream.continues()
-    assert not stream.moved
+    assert not stream.moved and stream.said == b"[1]\n[2]\n"
