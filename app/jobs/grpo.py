@@ -59,7 +59,9 @@ async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[
             status=error.status,
         ) from error
     trainer = await client.send(calls.train_status())
-    version = (await client.send(calls.health())).weight_version  # after its trainer has published
+    version = (await client.send(calls.health())).weight_version
+    if trainer.version != version:  # it may have published since
+        trainer = await client.send(calls.train_status())
     _require_served(trainer, version)
     if trainer.adapter is not None:
         model, version = trainer.adapter, trainer.adapter_version

@@ -109,6 +109,22 @@ async def test_a_job_does_not_begin_with_a_trainer_that_has_another_version_than
     assert not fleet.batches
 
 
+async def test_a_publish_that_arrives_while_a_job_begins_is_no_other_programs(tmp_path: Path) -> None:
+    class Publishing(FakeFleet):
+        """It ends between the job's questions."""
+
+        asked = 0
+
+        async def answer(self, request: httpx.Request) -> httpx.Response:
+            answer = await super().answer(request)
+            self.asked += request.url.path == "/train/status"
+            self.version += request.url.path == "/train/status" and self.asked == 1
+            return answer
+
+    records = await run_job(Publishing(), tmp_path / "m.jsonl", "--steps", "1")
+    assert [record.version for record in records] == [6]
+
+
 @pytest.mark.parametrize("path", ["/train/step", "/train/publish"])
 async def test_steps_of_another_job_are_not_taken_for_this_runs(path: str, tmp_path: Path) -> None:
     class Shared(FakeFleet):
