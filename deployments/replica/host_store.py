@@ -25,7 +25,7 @@ from deployments.protocol.poll import CatchUp, JoinAnswer
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.owner import own
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import DirectoryLock, Store
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
@@ -90,9 +90,9 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {str(path.relative_to(directory)): path.stat().st_size for path in files}
 
 
-def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> None:
-    """Check the files of a stored version at `path`. Where this host lacks them, or has others, they are
-    taken from a holder, and checked before they get their name. Blocks.
+def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> DirectoryLock:
+    """Check the files of a stored version at `path`, which stay until they are unlocked. Where this host
+    lacks them, or has others, they are taken from a holder, and checked before they get their name. Blocks.
 
     Raises:
         ValueError: it is damaged, or is not what was committed.
@@ -102,7 +102,7 @@ def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> Non
     directory = Path(told.path)
     expected = told.version, told.fleet_id, told.digest
     try:
-        return check_files(directory, *expected)
+        return _checked(directory, *expected)
     except (OSError, ValueError) as error:
         if not told.holders or told.fleet_id is None:
             raise
@@ -115,7 +115,23 @@ def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> Non
         with store.writing(told.version, told.fleet_id) as partial:
             _fetch(told, partial, quiet_s)
     except FileExistsError:  # another replica of this host had it first
+        return _checked(directory, *expected)
+    return DirectoryLock(directory)
+
+
+def _checked(directory: Path, *expected: Any) -> DirectoryLock:
+    """Locked first: every byte is read, and rounds that go on would have it removed meanwhile."""
+    try:
+        lock = DirectoryLock(directory)
+    except FileNotFoundError:
+        check_files(directory, *expected)  # says what is missing
+        raise
+    try:
         check_files(directory, *expected)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def _fetch(told: JoinAnswer | CatchUp, directory: Path, quiet_s: float) -> None:

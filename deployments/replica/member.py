@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from pathlib import Path
 
 from pydantic import JsonValue
 
@@ -52,7 +51,6 @@ from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.host_store import HostStore, require_version
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
-from deployments.weights.store.versions import DirectoryLock
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
@@ -237,8 +235,7 @@ class EngineMember(ABC):
         await self._check_reloadable()
         self.loading_version = body.version
         try:
-            await asyncio.to_thread(require_version, body)
-            reading = DirectoryLock(Path(body.path))
+            reading = await asyncio.to_thread(require_version, body)
         except (OSError, ValueError) as error:
             self.loading_version = None
             raise PayloadRejected(str(error)) from error

@@ -52,10 +52,10 @@ async def find_first_weights(
     initial: InitialCheckpoint,
     ask_again_s: float = ASK_AGAIN_S,
     join_s: float = JOIN_S,
-) -> JoinAnswer:
-    """Ask until the answer is loadable, even while the controller is unreachable. With path None, the
-    answer's `initial` is what the checkpoint has. Raises JournalError: the checkpoint is not version 0, and
-    nobody serves that.
+) -> tuple[JoinAnswer, DirectoryLock | None]:
+    """Ask until the answer is loadable, even while the controller is unreachable. Its files stay until they
+    are unlocked. With path None, the answer's `initial` is what the checkpoint has. Raises JournalError: the
+    checkpoint is not version 0, and nobody serves that.
 
     Args:
         ask: the controller's `join`, idempotent; takes the version that it named and that cannot be loaded.
@@ -72,9 +72,8 @@ async def find_first_weights(
             continue
         try:
             if answer.path is None:
-                return replace(answer, initial=await asyncio.to_thread(initial.check, answer.initial))
-            await asyncio.to_thread(require_version, answer)
-            return answer
+                return replace(answer, initial=await asyncio.to_thread(initial.check, answer.initial)), None
+            return answer, await asyncio.to_thread(require_version, answer)
         except (OSError, ValueError) as error:
             found = Unloadable(version=answer.version, reason=str(error))
             if found == unloadable and answer.initial is not None and not answer.served:
@@ -118,12 +117,11 @@ class Replica:
         initial = InitialCheckpoint(
             engine.model, engine.arguments.get("revision"), has_files=not engine.has_dummy_weights
         )
-        answer = await find_first_weights(self._join, initial)
+        answer, reading = await find_first_weights(self._join, initial)
         spec = engine.at_commit(answer.initial) if answer.path is None else engine.at(answer.path)
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_store = None if host_store is None else HostStore(Path(host_store[0]), host_store[1])
-        reading = None if answer.path is None else DirectoryLock(Path(answer.path))
         own_engine()
         warn_if_not_forked(logger)
         self._engine = await ReplicaEngine.start(spec, version=answer.version)

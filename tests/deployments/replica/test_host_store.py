@@ -19,6 +19,7 @@ from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica import host_store
 from deployments.replica.host_store import VERSIONS, HostStore, require_version
 from deployments.replica.http_front import ReplicaFront
+from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.owner import check_owner, claim, own
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
@@ -110,6 +111,21 @@ async def test_a_host_gets_the_files_of_another_one(tmp_path: Path) -> None:
     check_owner(tmp_path / "b", FLEET)
     await take(told(tmp_path / "b", tmp_path / "a", peer))  # nobody serves it any more, and nobody is asked
     assert not Store(tmp_path / "c").list()
+
+
+async def test_a_version_stays_while_it_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte is read: newer versions may come meanwhile."""
+    write(tmp_path)
+
+    def check_while_removed(directory: Path, *expected: Any) -> None:
+        assert not Store(tmp_path).remove(VERSION)
+        check_files(directory, *expected)
+
+    monkeypatch.setattr(host_store, "check_files", check_while_removed)
+    reading = require_version(JoinAnswer(version=VERSION, path=str(Store(tmp_path).path_of(VERSION))))
+    assert not Store(tmp_path).remove(VERSION)
+    reading.close()
+    assert Store(tmp_path).remove(VERSION)
 
 
 async def test_the_next_holder_continues_where_one_was_lost(

@@ -54,14 +54,14 @@ async def test_join_without_an_answer_is_repeated(tmp_path: Path) -> None:
             await asyncio.Event().wait()
         return await answers(unloadable)
 
-    answer = await asyncio.wait_for(find_first_weights(ask, UNUSED, ask_again_s=0, join_s=0.01), 10)
+    answer, _ = await asyncio.wait_for(find_first_weights(ask, UNUSED, ask_again_s=0, join_s=0.01), 10)
     assert answer.version == 4 and answers.asked == [None, None]
 
 
 async def test_missing_version_is_reported_with_its_reason(tmp_path: Path) -> None:
     gone = JoinAnswer(version=61, path=str(tmp_path / "v00000061"))
     ask = Answers(gone, stored(tmp_path, 64))
-    assert (await find_first_weights(ask, UNUSED, ask_again_s=0)).version == 64
+    assert (await find_first_weights(ask, UNUSED, ask_again_s=0))[0].version == 64
     reason = f"version 61 must be in {tmp_path / 'v00000061'}, and there is none"
     assert ask.asked == [None, Unloadable(version=61, reason=reason)]
 
@@ -73,7 +73,7 @@ async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(
     file = Path(str(damaged.path)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     ask = Answers(damaged, start)
-    assert await find_first_weights(ask, UNUSED, ask_again_s=0) == start
+    assert await find_first_weights(ask, UNUSED, ask_again_s=0) == (start, None)
     refused = ask.asked[1]
     assert refused is not None and refused.reason.startswith("version 4 in ") and "damaged" in refused.reason
 
@@ -81,10 +81,10 @@ async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(
 async def test_overwritten_directory_is_not_loaded_as_version_0_until_it_is_restored(tmp_path: Path) -> None:
     (file := tmp_path / "model.safetensors").write_bytes(b"the first weights")
     joined = JoinAnswer(version=0, path=None)
-    first = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
+    first, _ = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
     first = replace(first, served=True)
     file.write_bytes(b"the other weights")
-    other = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
+    other, _ = await find_first_weights(Answers(joined), InitialCheckpoint(str(tmp_path)))
     asked: list[Unloadable | None] = []
 
     async def ask(unloadable: Unloadable | None) -> JoinAnswer:
@@ -93,7 +93,7 @@ async def test_overwritten_directory_is_not_loaded_as_version_0_until_it_is_rest
             file.write_bytes(b"the first weights")
         return first
 
-    answer = await find_first_weights(ask, InitialCheckpoint(str(tmp_path)), ask_again_s=0)
+    answer, _ = await find_first_weights(ask, InitialCheckpoint(str(tmp_path)), ask_again_s=0)
     assert answer == first
     reason = f"version 0 of this fleet is {first.initial}, and {tmp_path} has {other.initial} here"
     assert asked[0] is None and asked[1] == asked[2] is not None
