@@ -19,9 +19,8 @@ class CutStream:
     @property
     def said(self) -> bytes | None:
         """What the replicas said of it; None: it cannot be continued."""
-        if self._kept.endswith(NOT_CONTINUED) or len(self._kept) > MAX_KEPT_BYTES:
-            return None
-        return bytes(self._kept.removesuffix(MOVED))
+        said = self._kept.removesuffix(MOVED)
+        return None if said.endswith(NOT_CONTINUED) or len(said) > MAX_KEPT_BYTES else bytes(said)
 
     @property
     def moved(self) -> bool:

@@ -63,6 +63,8 @@ def test_what_cannot_be_continued_stays_so() -> None:
     stream = CutStream()
     stream.events(FIRST + framed(NOT_CONTINUED, b"data: c\n\n") + again("d"))
     assert stream.said is None
+    stream.events(framed(MOVED, b""))
+    assert stream.said is None and stream.moved, "another replica would give another answer"
 
 
 def test_a_stream_that_has_said_too_much_is_not_continued() -> None:
