@@ -78,9 +78,8 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
         arrays["image_bytes"] = np.frombuffer(b"".join(files), np.uint8)
         rows = [(i, files[each]) for i, of in enumerate(trajectories) for each in of.images]
         arrays["images"] = np.array(rows, np.int64)
-    if routed := [each.routed_experts for each in trajectories if each.routed_experts is not None]:
-        if len(routed) < len(trajectories):
-            raise ValueError(f"expected routed_experts of all {len(trajectories)}, got {len(routed)}")
+    routed = [each.routed_experts for each in trajectories if each.routed_experts is not None]
+    if routed and len(routed) == len(trajectories):  # others are from before the engines returned them
         ids = np.frombuffer(b"".join(each.ids for each in routed), routed[0].dtype)
         arrays["routed_experts"] = ids.reshape(-1, routed[0].layers, routed[0].top_k)
     return save(arrays, None if settings is None else {SETTINGS: settings})

@@ -175,8 +175,7 @@ def test_routed_experts_are_read_as_they_were_written() -> None:
     assert parse({**GOOD, "routed_experts": {**asdict(experts[1]), "ids": "AAECAwABAgMAAQID"}})
     with pytest.raises(ValueError, match=r"3 \* 4 bytes of ids, for each position .*, got 4"):
         parse({**GOOD, "routed_experts": {**asdict(experts[1]), "ids": "AAECAw=="}})
-    with pytest.raises(ValueError, match="expected routed_experts of all 2, got 1"):
-        to_bytes([batch[0], OTHER])
+    assert from_bytes(to_bytes([batch[0], OTHER])) == [ONE, OTHER], "or a run could not go on"
     arrays = load(to_bytes(batch))
     with pytest.raises(ValueError, match="routed_experts: expected 5 positions, got 4"):
         from_bytes(save(arrays | {"routed_experts": arrays["routed_experts"][:4]}))
