@@ -28,16 +28,7 @@ from deployments.rollouts.sequences import TurnTokens, sequences
 from trainers.trajectory import RoutedExperts
 
 NAME = "captured.sqlite"
-FIRST = 4  # the schema of `TABLES`; the changes since, each with its number
-CHANGES = {
-    5: """
-CREATE TABLE images (digest TEXT PRIMARY KEY, content BLOB NOT NULL);
-CREATE TABLE shown (turn TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (turn, digest)) WITHOUT ROWID;
-CREATE INDEX shown_by_digest ON shown (digest);
-""",
-    6: "ALTER TABLE tokens ADD COLUMN routed BLOB NOT NULL DEFAULT x'';",
-}
-SCHEMA = max(CHANGES)
+SCHEMA = 6
 TABLES = f"""
 PRAGMA journal_mode=WAL;
 BEGIN;
@@ -45,9 +36,12 @@ CREATE TABLE fleet (fleet_id TEXT NOT NULL);
 CREATE TABLE records (kind TEXT, key TEXT, record TEXT NOT NULL, PRIMARY KEY (kind, key));
 CREATE TABLE tokens
     (turn TEXT PRIMARY KEY, prompt BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL,
-     detail TEXT NOT NULL);
+     detail TEXT NOT NULL, routed BLOB NOT NULL);
 CREATE TABLE infos (rollout TEXT PRIMARY KEY, info TEXT NOT NULL);
-PRAGMA user_version={FIRST};
+CREATE TABLE images (digest TEXT PRIMARY KEY, content BLOB NOT NULL);
+CREATE TABLE shown (turn TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (turn, digest)) WITHOUT ROWID;
+CREATE INDEX shown_by_digest ON shown (digest);
+PRAGMA user_version={SCHEMA};
 COMMIT;
 """
 
@@ -84,14 +78,13 @@ class RolloutStore:
             # Without a file for its shared memory, for which a full disk has no room.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             (schema,) = self._db.execute("PRAGMA user_version").fetchone()
-            if schema not in (0, FIRST, *CHANGES):
+            if schema not in (0, SCHEMA):
                 raise JournalError(
-                    f"{self._path}: expected schema {SCHEMA}, found {schema}: move the file away"
+                    f"{self._path}: expected schema {SCHEMA}, found {schema}; it was written by another "
+                    "version of Slipstream: move the file away"
                 )
             if schema == 0:  # else nothing is written: the disk may be full
                 self._db.executescript(TABLES)
-            for number in range(max(schema, FIRST) + 1, SCHEMA + 1):
-                self._db.executescript(f"BEGIN;{CHANGES[number]}PRAGMA user_version={number};COMMIT;")
             self._check_fleet(fleet_id)
             (page_bytes,) = self._db.execute("PRAGMA page_size").fetchone()
             self._max_pages = int(limits.max_gib * (1 << 30) / page_bytes)

@@ -267,20 +267,6 @@ def test_an_image_is_kept_once_and_as_long_as_a_rollout_has_it(
             store.image(cat)
 
 
-def test_a_file_of_the_schema_without_images_is_read(
-    store: RolloutStore, tmp_path: Path, clock: Clock
-) -> None:
-    store.open(request("a"))
-    store.append("", [("a", captured("k/0", [1, 2], [3]))])
-    store.close()
-    with closing(sqlite3.connect(tmp_path / NAME)) as file:
-        file.executescript("DROP TABLE images; DROP TABLE shown; ALTER TABLE tokens DROP COLUMN routed;")
-        file.execute("PRAGMA user_version=4")
-    with closing(RolloutStore(tmp_path, LIMITS, FLEET, clock=clock)) as store:
-        store.append("", [("a", captured("l/0", [7], [8], images={0: b"cat"}))])
-        assert store.image(sha256(b"cat").hexdigest()) == b"cat"
-
-
 def test_a_conversations_experts_are_those_of_the_turn_that_sampled_after_them(store: RolloutStore) -> None:
     """The second turn computes all again; of a history that was rewritten nothing is shared."""
     store.open(request("a"))
@@ -300,3 +286,14 @@ def test_a_conversations_experts_are_those_of_the_turn_that_sampled_after_them(s
     assert read.routed_experts is not None and read.routed_experts.ids == expected
     assert b64decode(rewritten["routed_experts"]["ids"]) == bytes([1, 10, 7, 10])
     assert "routed_experts" not in without
+
+
+@pytest.mark.parametrize("schema", [4, 99])
+def test_a_file_of_another_version_is_refused_by_name(
+    store: RolloutStore, tmp_path: Path, schema: int
+) -> None:
+    store.close()
+    with closing(sqlite3.connect(tmp_path / NAME)) as file:
+        file.execute(f"PRAGMA user_version={schema}")
+    with pytest.raises(JournalError, match=f"expected schema 6, found {schema}.*another version"):
+        RolloutStore(tmp_path, LIMITS, FLEET)
