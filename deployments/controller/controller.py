@@ -304,7 +304,7 @@ class Controller:
 
     async def stored_versions(self) -> list[int]:
         """Versions that `rollback_source` knows, oldest first."""
-        return await asyncio.to_thread(self._keeper.own)
+        return await asyncio.to_thread(self._keeper.versions)
 
     async def scale(self, wanted: int | None) -> SizeStatus:
         """See `Ledger.scale`."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +25,7 @@ from deployments.weights.store.adapter_store import (
     Incomplete,
     until_complete,
 )
-from deployments.weights.store.owner import check_owner, claim, has_owner, hold
+from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner, hold
 from deployments.weights.store.versions import Store, VersionManifest
 
 PREDECESSOR_S = 10.0  # until it has exited
@@ -34,7 +33,6 @@ DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
 ADAPTERS = "adapters"  # their directory in the store
 THREADS = 8  # a disk that hangs blocks one of them for each adapter
 
-Owners = Mapping[int, str | None]
 T = TypeVar("T")
 logger = serve_logger()
 
@@ -66,8 +64,6 @@ class StoreKeeper:
         self._ledger = ledger
         self._hold_claim = hold_claim
         self._held: int | None = None  # the claim, until `release`
-        # Without tensors, and its directory. A version never changes: its manifest is read once.
-        self._known: Mapping[int, tuple[VersionManifest, str]] = {}
         self._adapters = AdapterStore(store.directory / ADAPTERS)
         self._pass: asyncio.Task[None] | None = None
         self._problem: OSError | None = None  # of the last pass
@@ -83,9 +79,8 @@ class StoreKeeper:
         before, self._problem = self._problem, None
         try:
             await asyncio.to_thread(self.check_owner)  # an operator may have given the store away
-            owned = await asyncio.to_thread(self._owners)
-            self._find_stored(owned)
-            for version in self._ledger.removable(owned, self._keep):
+            self._find_stored(await asyncio.to_thread(self._newer))
+            for version in await asyncio.to_thread(self._older):
                 await self._remove(self._store.remove, version)  # one that is being read stays for now
             for adapter_id in await asyncio.to_thread(self._adapters.ids):
                 if adapter_id not in self._ledger.adapter_ids():  # asked each time: it may be needed by then
@@ -115,13 +110,13 @@ class StoreKeeper:
         """Make the store this fleet's, or check that it is, when the controller starts. Reads the disk.
 
         Raises:
-            JournalError: it belongs to another fleet, has versions of one, has none where this fleet stored
-                some, is used by another controller, or cannot be read or written.
+            JournalError: it belongs to another fleet, has versions of an unknown one, has none where this
+                fleet stored some, is used by another controller, or cannot be read or written.
         """
         if not has_owner(self._store.directory, self._ledger.state.fleet_id):
             self._claim()
         self._held = self._hold_claim(self._store.directory)
-        self._find_stored(self._owners())
+        self._find_stored(self._newer())
 
     def release(self) -> None:
         """Let another controller have the store."""
@@ -132,81 +127,66 @@ class StoreKeeper:
     def _claim(self) -> None:
         directory, fleet_id = self._store.directory, self._ledger.state.fleet_id
         stored = self._ledger.state.stored
-        if stored is not None and Path(stored.path).parent == directory and not self._store.list():
+        versions = self._store.list()
+        if stored is not None and Path(stored.path).parent == directory and not versions:
             self.check_owner()
-        if foreign := self._foreign():
-            owners = " and ".join(sorted({_name(owner) for owner in foreign.values()}))
+        if versions:
             raise JournalError(
-                f"the store {directory} has versions {sorted(foreign)} of {owners}, and the journal in "
-                f"{self._state_dir} is of {_name(fleet_id)}. To start anew, move the store away or set "
-                "'store.path' to another directory; to begin with the weights of one, move it away and set "
-                "'model' to it; to continue as the other fleet, bring its journal back"
+                f"the store {directory} has versions {versions} and no {OWNER}, which names their fleet; the "
+                f"journal in {self._state_dir} is of fleet {fleet_id}. To start anew, move the store away or "
+                "set 'store.path' to another directory; to begin with the weights of one, move it away and "
+                f'set \'model\' to it; to continue, write {OWNER}: {{"fleet_id": "{fleet_id}"}}'
             )
         claim(directory, fleet_id, self._state_dir)
 
     def source(self, version: int) -> str:
         """The directory of a stored version of this fleet. Reads the disk. Raises InvalidRequest: it is
         not in the store, is another fleet's, or its manifest cannot be read."""
-        if version in self._store.list():
-            self._check_manifest(version)
-        own, foreign = self.own(), self._foreign()
-        if version not in own:
-            others = f"; {sorted(foreign)} are another fleet's" if foreign else ""
+        stored = self.versions()
+        if version not in stored:
             raise InvalidRequest(
-                f"version: expected one in the store {own}, got {version}{others}",
-                {"expected": own, "actual": version},
+                f"version: expected one in the store {stored}, got {version}",
+                {"expected": stored, "actual": version},
+            )
+        if isinstance(found := self._own(version), str):
+            raise InvalidRequest(
+                f"version {version} cannot be rolled back to: {found}; roll back to another one"
             )
         return str(self._store.path_of(version))
 
-    def own(self) -> list[int]:
-        """The versions of this fleet, oldest first. Reads the disk."""
-        return sorted({*self._store.list()} - {*self._foreign()})
+    def versions(self) -> list[int]:
+        """Oldest first. Reads the disk."""
+        return list(self._store.list())
 
-    def _check_manifest(self, version: int) -> None:
-        """Only the manifest names owner and content. Reads it again: it may be damaged by now."""
+    def _own(self, version: int) -> VersionManifest | str:
+        """The manifest of a version of this fleet, or why there is none: an operator may have copied a
+        version to the store."""
         try:
-            stated = self._store.manifest_of(version).version
-            problem = None if stated == version else f"its manifest is of version {stated}"
+            manifest = self._store.manifest_of(version)
         except (OSError, ValueError) as error:
-            problem = f"its manifest cannot be read: {error}"
-        if problem is not None:
-            raise InvalidRequest(
-                f"version {version} cannot be rolled back to: {problem}; roll back to another one"
-            )
+            return f"its manifest cannot be read: {error}"
+        if manifest.fleet_id != self._ledger.state.fleet_id:
+            return f"its manifest is of {manifest.owner}"
+        return manifest if manifest.version == version else f"its manifest is of version {manifest.version}"
 
-    def _find_stored(self, owned: Owners) -> None:
+    def _find_stored(self, newer: Mapping[str, VersionManifest]) -> None:
         """A writer may have exited before it could report its version, or this process before it heard."""
-        newest = max(
-            (each for each, owner in owned.items() if owner == self._ledger.state.fleet_id), default=0
-        )
-        found = self._known.get(newest)
-        if found is not None and newest > self._ledger.state.stored_version:
-            manifest, path = found
-            self._ledger.find_stored(newest, path, manifest.label, manifest.digest)
+        for path, each in newer.items():
+            self._ledger.find_stored(each.version, path, each.label, each.digest)
 
-    def _foreign(self) -> Owners:
-        """Versions of another fleet."""
-        ours = self._ledger.state.fleet_id
-        return {version: owner for version, owner in self._owners().items() if owner != ours}
-
-    def _owners(self) -> Owners:
-        """The fleet id of each stored version, None where the manifest names none.
-
-        Omits versions with an unreadable manifest, which stay in the store.
-        """
-        before, known = self._known, dict[int, tuple[VersionManifest, str]]()
+    def _newer(self) -> dict[str, VersionManifest]:
+        """This fleet's versions, by path, above the newest that is known to be stored. Reads the disk."""
+        newest, found = self._ledger.state.stored_version, dict[str, VersionManifest]()
         for version in self._store.list():
-            with suppress(OSError, ValueError):
-                if (found := before.get(version)) is None:
-                    manifest = replace(self._store.manifest_of(version), tensors={})
-                    found = manifest, str(self._store.path_of(version))
-                known[version] = found
-        self._known = known
-        return {version: manifest.fleet_id for version, (manifest, _) in known.items()}
+            if version > newest and isinstance(manifest := self._own(version), VersionManifest):
+                found[str(self._store.path_of(version))] = manifest
+        return found
 
-
-def _name(owner: str | None) -> str:
-    return "a fleet without an id" if owner is None else f"fleet {owner}"
+    def _older(self) -> list[int]:
+        """This fleet's versions that may go, oldest first. Reads the disk."""
+        newest = self._ledger.state.stored_version
+        old = [version for version in self._store.list()[: -self._keep] if version < newest]
+        return [version for version in old if isinstance(self._own(version), VersionManifest)]
 
 
 class AdapterKeeper:

@@ -347,9 +347,6 @@ class Ledger:
 
     # -- queries ------------------------------------------------------------------------------
 
-    def removable(self, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
-        return stored_versions.removable(self.state, on_disk, keep)
-
     def history(self, after: int = 0) -> list[RoundReport]:
         return [report for report in self.state.history if report.round_id > after]
 

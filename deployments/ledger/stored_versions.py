@@ -9,8 +9,6 @@ retains, so a restarted controller continues. A joiner locks what it loads, whic
 remove.
 """
 
-from collections.abc import Mapping
-
 from deployments.ledger import membership
 from deployments.ledger.decisions import Stored
 from deployments.ledger.state import (
@@ -198,13 +196,6 @@ def refused(state: State, incarnation: str, version: int) -> bool:
     """Whether this process could not load this version; it may have become able to after `RETRY_S`."""
     refusal = state.refusals.get(incarnation)
     return refusal is not None and refusal.version == version
-
-
-def removable(state: State, on_disk: Mapping[int, str | None], keep: int) -> list[int]:
-    """Versions that may go, oldest first: not the newest `keep`, or the newest complete.
-    `on_disk`: version -> fleet id."""
-    ordered = sorted(version for version, owner in on_disk.items() if owner == state.fleet_id)
-    return [version for version in ordered[:-keep] if version < state.stored_version]
 
 
 def _advance_refusals(state: State) -> None:

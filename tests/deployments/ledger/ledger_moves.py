@@ -90,15 +90,13 @@ class LedgerMoves(ReplicaMoves):
 
     @rule()
     def store_committed(self) -> None:
-        self.disk.add(self.ledger.state.committed_version)
         with suppress(SlipstreamError):
             self.ledger.set_stored(self.ledger.state.committed_version, "/store", None, self.now)
         self.persist()
-        self.disk -= set(self.ledger.removable(dict.fromkeys(self.disk, "fleet"), 1))
 
     @rule(times=st.integers(1, 3))
     def stored_rounds(self, times: int) -> None:
-        """As a trainer does; what joiners were told to load is old soon."""
+        """As a trainer does; what joiners load is old soon."""
         for _ in range(times):
             self.whole_round(False)
             self.store_committed()

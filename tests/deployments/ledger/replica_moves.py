@@ -10,7 +10,6 @@ from deployments.ledger.ledger import Ledger
 from deployments.protocol.ledger_config import LedgerConfig
 from deployments.protocol.poll import (
     Body,
-    CatchUp,
     Commit,
     CommitMode,
     Drop,
@@ -57,7 +56,6 @@ class ReplicaMoves(RuleBasedStateMachine):
         self.forbidden: set[str] = set()  # incarnations whose fence was delivered
         self.born = 0
         self.starting: list[tuple[FakeReplica, JoinAnswer]] = []  # their engines are not up yet
-        self.disk: set[int] = set()
         self.token = 0
         self.round_id = 0
         self.committed = 0
@@ -88,7 +86,7 @@ class ReplicaMoves(RuleBasedStateMachine):
     @precondition(lambda self: len(self.replicas) + len(self.starting) < MAX_REPLICAS)
     @rule()
     def begin_start(self) -> None:
-        """Its engine takes long: whatever happens meanwhile, what it was told to load must stay."""
+        """Its engine takes long."""
         self.born += 1
         replica = FakeReplica(
             replica_id=f"r{self.born}", incarnation=f"i{self.born}", updates_in_place=self.in_place
@@ -101,25 +99,16 @@ class ReplicaMoves(RuleBasedStateMachine):
     @rule()
     def end_start(self) -> None:
         replica, answer = self.starting.pop()
-        self.check_on_disk(answer)
         replica.version = answer.version
         self.replicas.append(replica)
         self.poll(replica)
-
-    def check_on_disk(self, promised: JoinAnswer | CatchUp) -> None:
-        assert promised.path is None or promised.version in self.disk, f"{promised} was removed"
 
     def poll(self, replica: FakeReplica) -> None:
         directive = self.ledger.poll(replica.report(), self.now)
         self.persist()
         self.contact[replica.incarnation] = self.now
         self.check_no_early_commit(replica, [type(each.body) for each in directive.instructions])
-        for instruction in directive.instructions:
-            if isinstance(instruction.body, CatchUp) and replica.version != instruction.body.version:
-                self.check_on_disk(instruction.body)
         replica.take(directive)
-        if replica.store_result is not None and not replica.store_result.problem:
-            self.disk.add(replica.store_result.version)
         if replica.fenced is not None:
             self.forbidden.add(replica.incarnation)
         assert not (replica.admitted and replica.incarnation in self.forbidden), "admitted after a fence"

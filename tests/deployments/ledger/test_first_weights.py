@@ -1,7 +1,5 @@
-from deployments.ledger.ledger import Ledger
 from deployments.protocol.poll import CatchUp, JoinAnswer
-from tests.deployments.ledger.ledger_scene import STORE
-from tests.deployments.ledger.store_scene import StoreScene, removable
+from tests.deployments.ledger.store_scene import StoreScene
 
 
 def test_a_joiner_loads_the_stored_version_and_serves_after_the_next_round() -> None:
@@ -11,16 +9,10 @@ def test_a_joiner_loads_the_stored_version_and_serves_after_the_next_round() -> 
     for _ in range(20):  # its engine starts for long
         scene.round()
         scene.now += 1.4
-    assert answer.version == 1 and scene.disk == {19, 20, 21} and scene.begin("other").version == 21
+    assert answer.version == 1 and scene.begin("other").version == 21
     late = scene.up(answer)
     scene.round()
     assert late.admitted and late.version == 22
-
-
-def test_what_is_newer_than_the_newest_known_version_stays() -> None:
-    ledger = Ledger(store_dir=STORE)
-    ledger.recover([], 0.0)
-    assert removable(ledger, {1, 2, 3, 4}, 1) == []
 
 
 def test_a_joiner_is_told_whose_version_it_loads_and_with_which_digest() -> None:
