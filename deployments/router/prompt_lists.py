@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 COMPLETIONS = "/v1/completions"
-BATCH_CHAT = "/v1/chat/completions/batch"
 # Fields of the request as a whole.
 _WHOLE_REQUEST = ("prompt_embeds", "kv_transfer_params", "ec_transfer_params")
 _COMPLETIONS = re.compile(rb"[1-9]\d{0,8}")
@@ -37,22 +36,21 @@ def parse_list(text: bytes) -> list[bytes]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
     rest: bytes  # other fields of the body, as JSON without braces
-    field: str  # name of the list
     prompts: Sequence[bytes]  # each as JSON
     completions: int  # choices per prompt
 
     def part(self, start: int, stop: int) -> bytes:
         """Body for the prompts from `start` to `stop` (exclusive)."""
-        return b'{%b,"%b":[%b]}' % (self.rest, self.field.encode(), b",".join(self.prompts[start:stop]))
+        return b'{%b,"prompt":[%b]}' % (self.rest, b",".join(self.prompts[start:stop]))
 
 
 def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptList | None:
     """None if the body has no list, is not to be split, or vLLM would reject it."""
-    field = {COMPLETIONS: "prompt", BATCH_CHAT: "messages"}.get(path)
-    if method != "POST" or field is None or not fields.get(field, b"").startswith(b"["):
+    if method != "POST" or path != COMPLETIONS or not fields.get("prompt", b"").startswith(b"["):
         return None
-    prompts = parse_list(fields[field])
-    if len(prompts) < 2 or not _all_alike(prompts, path):
+    prompts = parse_list(fields["prompt"])
+    alike = all(each.startswith(b'"') for each in prompts) or all(map(_is_token_ids, prompts))
+    if len(prompts) < 2 or not alike:
         return None
     completions = fields.get("n", b"1").replace(b"null", b"1")
     if not _COMPLETIONS.fullmatch(completions) or fields.get("stream", b"null") not in (b"false", b"null"):
@@ -61,27 +59,15 @@ def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptLi
         return None
     rest = {"request_id": json.dumps(uuid.uuid4().hex).encode(), **fields}
     return PromptList(
-        rest=b",".join(b"%b:%b" % (_encode(name), value) for name, value in rest.items() if name != field),
-        field=field,
+        rest=b",".join(b"%b:%b" % (_encode(name), value) for name, value in rest.items() if name != "prompt"),
         prompts=prompts,
         completions=int(completions),
     )
 
 
-def _all_alike(prompts: Sequence[bytes], path: str) -> bool:
-    if path == COMPLETIONS:
-        return all(each.startswith(b'"') for each in prompts) or all(map(_is_token_ids, prompts))
-    return all(each.startswith(b"[") and _is_conversation(each) for each in prompts)
-
-
 def _is_token_ids(prompt: bytes) -> bool:
     only_digits = not prompt.translate(None, b"0123456789, \t\r\n[]")
     return only_digits and prompt.count(b"[") == 1 and bool(prompt.strip(b"[] \t\r\n"))
-
-
-def _is_conversation(prompt: bytes) -> bool:
-    messages = parse_list(prompt)
-    return bool(messages) and all(message.startswith(b"{") for message in messages)
 
 
 MIN_SEQUENCES = 4  # per part: a decoding step takes nearly as long for one sequence as for four

@@ -60,18 +60,6 @@ class FakeCompletions:
         await self._wait(request, texts)
         return JSONResponse(self._whole(texts, asked, head, recorder))
 
-    async def batch_chat(self, request: Request) -> Response:
-        asked = await request.json()
-        self.bodies.append(asked)
-        texts = [conversation[-1]["content"] for conversation in asked["messages"]]
-        head = {"id": f"chatcmpl-{asked['request_id']}", "object": "chat.completion", "created": 1}
-        recorder = RECORDER.get()
-        assert recorder is not None
-        answer = self._whole(texts, asked, head, recorder)
-        for choice in answer["choices"]:
-            choice["message"] = {"role": "assistant", "content": choice.pop("text")}
-        return JSONResponse(answer)
-
     async def _wait(self, request: Request, texts: list[str]) -> None:
         """As vLLM does it: until the client leaves."""
         if self.dies:

@@ -60,7 +60,6 @@ class Engine:
                 Route("/metrics", self.metrics),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions.completions, methods=["POST"]),
-                Route("/v1/chat/completions/batch", self.completions.batch_chat, methods=["POST"]),
             ]
         )
 

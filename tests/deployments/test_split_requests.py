@@ -16,8 +16,7 @@ ROOM = {"max_body_bytes": 10_000, "max_sequences": 100}
 def asked_of(fleet: Fleet) -> dict[str, list[Any]]:
     """The prompts that reached each replica."""
     return {
-        name: [body.get("prompt", body.get("messages")) for body in engine.completions.bodies]
-        for name, engine in fleet.engines.items()
+        name: [body["prompt"] for body in engine.completions.bodies] for name, engine in fleet.engines.items()
     }
 
 
@@ -41,18 +40,12 @@ async def test_list_is_answered_by_all_replicas_as_by_one() -> None:
 
 
 @pytest.mark.slow
-async def test_lists_of_token_ids_and_batches_of_chats_are_divided_too() -> None:
+async def test_list_of_token_ids_is_divided_too() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         ids = [list(map(ord, prompt)) for prompt in PROMPTS]
         answer = (await client.post("/v1/completions", json={"prompt": ids})).json()
         assert [choice["text"] for choice in answer["choices"]] == [prompt.upper() for prompt in PROMPTS]
         assert asked_of(fleet) == {"a": [ids[:4]], "b": [ids[4:]]}
-    async with service("a", "b", **ROOM) as (fleet, _, client):
-        chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-        answer = (await client.post("/v1/chat/completions/batch", json={"messages": chats})).json()
-        said = [(choice["index"], choice["message"]["content"]) for choice in answer["choices"]]
-        assert said == [(index, prompt.upper()) for index, prompt in enumerate(PROMPTS)]
-        assert asked_of(fleet) == {"a": [chats[:4]], "b": [chats[4:]]}
 
 
 async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> None:

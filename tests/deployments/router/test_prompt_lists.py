@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.router.prompt_lists import (
-    BATCH_CHAT,
-    COMPLETIONS,
     Share,
     merge_responses,
     parse_object,
@@ -15,11 +13,9 @@ from deployments.router.prompt_lists import (
     split_prompts,
 )
 
-CHAT = [{"role": "user", "content": "hello"}]
 
-
-def of(asked: dict[str, Any], path: str = COMPLETIONS, method: str = "POST") -> Any:
-    return prompt_list(method, path, parse_object(json.dumps(asked).encode()))
+def of(asked: dict[str, Any]) -> Any:
+    return prompt_list("POST", "/v1/completions", parse_object(json.dumps(asked).encode()))
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]]])
@@ -27,11 +23,6 @@ def test_list_of_texts_or_token_ids_can_be_split(prompts: list[Any]) -> None:
     found = of({"prompt": prompts, "n": 3, "stream": False})
     assert [json.loads(each) for each in found.prompts] == prompts
     assert found.completions == 3
-
-
-def test_batch_of_chats_is_split() -> None:
-    found = of({"messages": [CHAT, CHAT], "n": None}, BATCH_CHAT)
-    assert (found.field, found.completions) == ("messages", 1)
 
 
 def test_part_is_the_same_request_for_some_of_the_prompts() -> None:
