@@ -1,4 +1,4 @@
-"""The command line: start a fleet on this machine, submit jobs to it, call its routes.
+"""The command line: start a fleet on this machine, call its routes.
 
 Runs outside Ray. Ray and Serve are child processes or called over HTTP, so that Ctrl-C stops everything.
 

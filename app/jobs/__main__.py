@@ -11,6 +11,22 @@ from app.client.program_options import parse, print_any_text
 from app.client.run_display import STATUS_S
 from app.jobs.options import JobOptions
 
+ANSWER_S = 10.0
+
+
+def require_fleet(url: str) -> None:
+    """Raises ValueError: there is no fleet, or no replica of it serves."""
+    from app.client import calls  # slow to import, but faster than the job
+    from app.client.connection import FleetClient, FleetError, token_from
+
+    try:
+        with FleetClient.connect(url, token_from(), timeout_s=ANSWER_S) as fleet:
+            fleet.send(calls.health())
+    except FleetError as error:
+        raise ValueError(
+            f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url"
+        ) from error
+
 
 def run(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
     """The exit status; arguments as in `parse`."""
@@ -21,6 +37,9 @@ def run(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
             sys.path.append(os.getcwd())  # rewards and environments, after our own packages
         options = parse(JobOptions, arguments, name)
         options.check()
+        if not options.dry_run:
+            with announced("RL job: asking the fleet whether it is up", STATUS_S):
+                require_fleet(options.url)
     except (OSError, ValueError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 1

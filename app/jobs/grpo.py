@@ -47,17 +47,10 @@ REQUEST_TIMEOUT_S = 900.0
 STATUS_CHECK_S = 0.5
 
 
-async def require_fleet(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
+async def trained_policy(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
     """The model or adapter that is trained, and its version; publishes an adapter that has none. Raises
-    FleetError without a fleet, or if its trainer lacks the version that it serves."""
-    try:
-        await client.send(calls.health(), patient=False)
-        model = await client.send(calls.model(), patient=False)
-    except FleetError as error:
-        raise FleetError(
-            f"{error}; start a fleet with `make serve`, wait until it is up, or give its address with --url",
-            status=error.status,
-        ) from error
+    FleetError if the fleet refuses, or its trainer lacks the version that it serves."""
+    model = await client.send(calls.model())
     trainer = await client.send(calls.train_status())
     version = (await client.send(calls.health())).weight_version
     if trainer.version != version:  # it may have published since
@@ -104,7 +97,7 @@ async def prepared(
     began: float,
 ) -> Run:
     with announced("RL job: asking the fleet for its model and its trainer", STATUS_S):
-        policy, version = await require_fleet(client, options)
+        policy, version = await trained_policy(client, options)
     before = metrics.last_configuration(path) if options.resume else None
     name = before.run_id if before is not None and before.run_id else uuid.uuid4().hex[:8]
     run = Run(options, *environments, policy, path, name, version, output, began)

@@ -18,13 +18,12 @@ from app.client.connection import FleetError
 from app.client.program_options import parse
 from app.client.run_display import Display
 from app.jobs.environments.environment import Problem
-from app.jobs.grpo import configured, prepared, require_fleet
+from app.jobs.grpo import configured, prepared
 from app.jobs.metrics import Configuration, append
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
 from app.jobs.task_groups import all_of, run_beside
-from tests.app.fake_answers import client_of
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
 from trainers.trajectory import VersionSpan
@@ -271,17 +270,6 @@ async def test_a_fault_of_ours_keeps_its_place() -> None:
     with pytest.raises(TypeError) as raised:
         await run_beside(asyncio.sleep(600), [faulty()])
     assert "faulty" in [entry.name for entry in raised.traceback]
-
-
-async def test_a_missing_fleet_is_named_with_what_to_do() -> None:
-    def refuse(request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
-
-    async with client_of(refuse, patience_s=60.0) as client:
-        with pytest.raises(
-            FleetError, match=r"no fleet answers at http://fleet \(refused\); start a fleet with `make serve`"
-        ):
-            await require_fleet(client, JobOptions())
 
 
 async def test_a_group_without_signal_is_replaced_and_counts_in_the_reward(tmp_path: Path) -> None:
