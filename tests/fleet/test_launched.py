@@ -188,7 +188,7 @@ def test_a_request_and_a_round_are_traces_of_the_processes_that_they_go_through(
 # -- the RL job ------------------------------------------------------------------------------------
 
 JOB_S = 120.0  # until a job's first step, on a busy machine
-STOP_S = 10.0
+STOP_S = 30.0  # 1 s of processor time, beside engines
 OPTIONS = "--steps 10000 --groups-per-step 2 --answers-per-group 4 --groups-in-flight 2 --max-tokens 8"
 
 
