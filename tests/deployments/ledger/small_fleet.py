@@ -292,10 +292,13 @@ class SmallFleet:
         assert self.ledger.state.committed_version == committed
         catalogs = [each.catalog for each in self.journal if isinstance(each, Cataloged)]
         decided = {adapter.adapter_id for catalog in catalogs for adapter in catalog.live}
+        followed = {each.incarnation for each in self.ledger.state.live()}
         for replica in self.serving():
             live = replica.adapters.live
             assert live.keys() <= decided, "requests may name what the disk does not"
-            assert not self.user.failed & replica.adapters.held.keys(), "a user was told that it failed"
+            # One that is fenced may hold it until it learns so, and no request names it there.
+            held = replica.adapters.held if replica.incarnation in followed else live
+            assert not self.user.failed & held.keys(), "a user was told that it failed"
             newest = max((each.version for each in live.values()), default=0)
             assert newest >= self.user.promised, f"{replica.replica_id} lacks what a user was promised"
             assert not (self.user.unloaded and live), "its user was told that it is unloaded"
