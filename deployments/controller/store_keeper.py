@@ -185,8 +185,8 @@ class StoreKeeper:
     def _older(self) -> list[int]:
         """This fleet's versions that may go, oldest first. Reads the disk."""
         newest = self._ledger.state.stored_version
-        old = [version for version in self._store.list()[: -self._keep] if version < newest]
-        return [version for version in old if isinstance(self._own(version), VersionManifest)]
+        known = [version for version in self._store.list() if version <= newest]
+        return [each for each in known[: -self._keep] if isinstance(self._own(each), VersionManifest)]
 
 
 class AdapterKeeper:

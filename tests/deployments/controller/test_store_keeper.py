@@ -91,6 +91,18 @@ async def test_versions_of_another_fleet_are_not_removed_nor_what_is_newer_than_
     assert list(store.list()) == [3, 4, 5]
 
 
+async def test_versions_that_are_not_the_fleets_newest_count_for_nothing(tmp_path: Path) -> None:
+    """Those of another run that were copied there, or those that a journal from before does not know."""
+    store = Store(tmp_path / "store")
+    for version in (1, 2, 3, 4, 7):
+        write(store, version)
+    write(store, 9, "another")
+    removing = keeper(store, keep=2, stored=4)
+    removing.remove_old()
+    await removing.aclose()
+    assert list(store.list()) == [3, 4, 7, 9]
+
+
 async def test_copies_of_adapters_that_nothing_needs_are_removed(tmp_path: Path) -> None:
     """Also what a dead process did not complete."""
     store = Store(tmp_path / "store")
