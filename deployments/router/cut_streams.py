@@ -10,6 +10,8 @@ HEAD_BYTES, frame_at = FRAME.size, FRAME.unpack_from
 class CutStream:
     """The frames of one request's stream, from one replica after another."""
 
+    __slots__ = ("_again", "_kept", "_passed", "_rest")
+
     def __init__(self) -> None:
         self._rest = b""  # the beginning of a frame, which is not passed before its end
         self._kept = bytearray()  # what the replicas said

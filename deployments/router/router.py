@@ -129,16 +129,16 @@ class StreamProxy(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
         async def take_events(piece: bytes) -> None:
-            assert self._cut is not None
-            if events := self._cut.events(piece):
+            assert cut is not None
+            if events := cut.events(piece):
                 await send({"type": "http.response.body", "body": events, "more_body": True})
 
-        started = self._started
+        started, cut = self._started, self._cut
         while True:
             async with started.connection:
                 try:
-                    await started.response.pass_on(take if self._cut is None else take_events)
-                    if self._cut is None or not self._cut.is_short:
+                    await started.response.pass_on(take if cut is None else take_events)
+                    if cut is None or not cut.is_short:
                         break
                     raise ResponseLost("it ended before what the client has")
                 except ResponseLost as error:
