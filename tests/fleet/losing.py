@@ -72,15 +72,6 @@ def a_round_that_hangs(fleet: Fleet, engine: psutil.Process) -> Iterator[list[ht
     """The engine is stopped, so that the trainer's round that begins cannot end; afterwards it has, and its
     answer is in the list."""
     engine.suspend()
-    with a_round_that_is_open(fleet) as (answers, publishing):
-        time.sleep(1.0)
-        assert publishing.is_alive(), "the round must still be open"
-        yield answers
-
-
-@contextmanager
-def a_round_that_is_open(fleet: Fleet) -> Iterator[tuple[list[httpx.Response], threading.Thread]]:
-    """The trainer publishes in a thread; afterwards the round is over, and its answer is in the list."""
     answers: list[httpx.Response] = []
 
     def publish() -> None:
@@ -93,6 +84,8 @@ def a_round_that_is_open(fleet: Fleet) -> Iterator[tuple[list[httpx.Response], t
     with fleet.client() as client:
         while client.get("/fleet").json()["round"] is None:
             assert publishing.is_alive() and time.monotonic() < deadline, "no round was seen"
-    yield answers, publishing
+    time.sleep(1.0)
+    assert publishing.is_alive(), "the round must still be open"
+    yield answers
     publishing.join(timeout=200)
     assert answers, "the publish has not ended"

@@ -26,6 +26,7 @@ from tests.waiting import until
 from trainers.trajectory import VersionSpan
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("shared"), pytest.mark.timeout(600)]
+REQUESTS, ROUNDS = 40, 3
 
 
 def test_after_a_round_every_replica_answers_as_transformers_does(fleet: Fleet, tmp_path: Path) -> None:
@@ -62,13 +63,13 @@ def test_every_replica_proves_a_rounds_version(fleet: Fleet) -> None:
         assert client.get("/metrics").text.count("slipstream_proof_worst_difference{") == 2
 
 
-async def _answers_during_rounds(fleet: Fleet, requests: int, rounds: int) -> list[tuple[list[int], Answer]]:
+async def _answers_during_rounds(fleet: Fleet) -> list[tuple[list[int], Answer]]:
     limits = httpx.Limits(max_connections=300, keepalive_expiry=KEPT_S)
     async with httpx.AsyncClient(base_url=fleet.url, timeout=400, limits=limits) as client:
 
         def publish() -> None:
             with fleet.client() as trainer:
-                for index in range(rounds):
+                for index in range(ROUNDS):
                     train_and_publish(trainer, sign=-1.0 if index % 2 else 1.0)
 
         publishing = asyncio.create_task(asyncio.to_thread(publish))
@@ -80,19 +81,18 @@ async def _answers_during_rounds(fleet: Fleet, requests: int, rounds: int) -> li
                 answers.append((prompt, await ask(client, prompt, 160, stream=index % 2 == 0)))
             return answers
 
-        asked = await asyncio.gather(*(keep_asking(index) for index in range(requests)))
+        asked = await asyncio.gather(*(keep_asking(index) for index in range(REQUESTS)))
         await publishing
         return [answer for some in asked for answer in some]
 
 
-@pytest.mark.parametrize(("requests", "rounds"), [(40, 3), pytest.param(200, 10, marks=pytest.mark.long)])
-def test_requests_in_flight_do_not_notice_rounds(fleet: Fleet, requests: int, rounds: int) -> None:
+def test_requests_in_flight_do_not_notice_rounds(fleet: Fleet) -> None:
     with fleet.client() as client:
         first = train_and_publish(client)
     wait_for(stored(fleet, first))  # the first rounds may find every request still at its first version
-    results = asyncio.run(_answers_during_rounds(fleet, requests, rounds))
+    results = asyncio.run(_answers_during_rounds(fleet))
     last = fleet.version()
-    assert last >= first + rounds
+    assert last >= first + ROUNDS
     references: dict[int, Reference] = {}
     for _, answer in results:
         assert len(answer.token_ids) == 160

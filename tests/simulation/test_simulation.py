@@ -17,7 +17,7 @@ from tests.simulation.schedule import Outcome, run, undisturbed
 
 SAMPLE = 70  # schedules in `make test`: every situation is among them
 BLOCK = 150  # schedules; some twenty seconds of one core
-BLOCKS, MANY = 4, 80  # in `make test-all`, in `make chaos`
+BLOCKS, MANY = 4, 84  # in `make test-all`; the others in `make chaos`
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 
 
@@ -59,15 +59,10 @@ def test_whatever_goes_wrong_the_fleet_is_never_wrong_and_recovers() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize(
+    "block", [pytest.param(each, marks=[pytest.mark.chaos] if each >= BLOCKS else []) for each in range(MANY)]
+)
 def test_other_schedules(block: int) -> None:
-    check(fresh(BLOCK))
-
-
-@pytest.mark.chaos
-@pytest.mark.long
-@pytest.mark.parametrize("block", range(MANY))
-def test_many_schedules(block: int) -> None:
     check(fresh(BLOCK))
 
 
