@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from app.client.announcement import announced
 from app.client.program_options import parse, print_any_text
-from app.client.run_display import STATUS_S
 from app.jobs.options import JobOptions
+from app.jobs.run_display import STATUS_S
 
 ANSWER_S = 10.0
 

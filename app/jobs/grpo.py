@@ -29,7 +29,6 @@ from pathlib import Path
 from app.client import calls
 from app.client.announcement import announced
 from app.client.connection import AsyncFleetClient, FleetError, token_from, without_credentials
-from app.client.run_display import STATUS_S, Display
 from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.learning import continued, learn
@@ -38,6 +37,7 @@ from app.jobs.metrics import Configuration, reward_curve
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run, produce
+from app.jobs.run_display import STATUS_S, Display
 from app.jobs.task_groups import run_beside
 from app.jobs.trackers import Trackers, open_trackers
 from app.jobs.training import PATIENCE_S

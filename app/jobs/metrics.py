@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 from pydantic import JsonValue, TypeAdapter
 
-from app.client.run_display import duration_text
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
+from app.jobs.run_display import duration_text
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")

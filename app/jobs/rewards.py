@@ -172,7 +172,7 @@ def _answer(path: str, pipe: Connection) -> None:
     assert parent is not None
     die_with(parent.sentinel)
     os.setsid()  # a group of its own, with what the function starts; and no signals of the terminal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Ray sends it to each of the job's; the job ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a Ray job's processes all get it; the job ends this one
     function = imported(path, "--reward")
     while True:
         try:

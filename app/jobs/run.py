@@ -11,13 +11,13 @@ from typing import Any
 
 from app.client import calls
 from app.client.connection import FleetError
-from app.client.run_display import Display, RunStatus
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group, Rollout, penalised
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
+from app.jobs.run_display import Display, RunStatus
 
 LEFT_OUT = 50  # batches of unanswered problems, at most
 SETTLED_AT_ONCE = 1 << 20  # characters of one call

@@ -16,7 +16,6 @@ import httpx
 from app.client.completions import Answer
 from app.client.connection import AsyncFleetClient
 from app.client.program_options import parse
-from app.client.run_display import Display
 from app.http.requests import BeginBody, SettleBody, TakeBody
 from app.jobs import metrics
 from app.jobs.environments.environment import Problem, Task
@@ -25,6 +24,7 @@ from app.jobs.grpo import configured, loop, prepared
 from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
+from app.jobs.run_display import Display
 from app.jobs.trackers import Trackers
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.responses import FleetLoad, ReplicaLoad

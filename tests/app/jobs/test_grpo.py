@@ -16,13 +16,13 @@ from pydantic import JsonValue
 from app.client.completions import Answer
 from app.client.connection import FleetError
 from app.client.program_options import parse
-from app.client.run_display import Display
 from app.jobs.environments.environment import Problem
 from app.jobs.grpo import configured, prepared
 from app.jobs.metrics import Configuration, append
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run
+from app.jobs.run_display import Display
 from app.jobs.task_groups import all_of, run_beside
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job

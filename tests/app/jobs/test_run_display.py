@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from app.client.run_display import Display, RunStatus, duration_text
+from app.jobs.run_display import Display, RunStatus, duration_text
 
 STATUS = RunStatus(
     step=4,
@@ -48,8 +48,8 @@ def test_without_a_terminal_the_status_is_a_line_when_nothing_else_was_printed_f
 
 
 PROGRAM = """
-from app.client.run_display import Display
-from tests.app.client.test_run_display import STATUS
+from app.jobs.run_display import Display
+from tests.app.jobs.test_run_display import STATUS
 with Display() as display:
     display.status(STATUS)
     display.line("step 3 of 20 [bold]" + "x" * 60)
@@ -102,7 +102,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_lines() -> None:
 def test_the_first_line_is_printed_before_anything_large_is_imported() -> None:
     """What runs before the first line decides how long the silence is."""
     program = (
-        "import sys; from app.client.announcement import announced; import app.client.run_display\n"
+        "import sys; from app.client.announcement import announced; import app.jobs.run_display\n"
         "large = {'torch', 'reasoning_gym', 'httpx', 'pydantic', 'numpy', 'ray', 'vllm'} & set(sys.modules)\n"
         "print(sorted(large))"
     )
