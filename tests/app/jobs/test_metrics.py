@@ -170,6 +170,7 @@ def test_a_tracker_gets_every_number_of_a_step() -> None:
     assert values["evaluation/pass@1"] == 0.25 and "seed" not in values and "example" not in values
 
 
+@pytest.mark.slow  # imports plotext
 def test_the_curve_of_a_run_is_drawn_without_colours() -> None:
     pytest.importorskip("plotext")
     drawn = reward_curve([replace(record(step), reward=step / 4) for step in (1, 2, 3)])

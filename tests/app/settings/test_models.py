@@ -118,6 +118,7 @@ def test_a_name_that_is_no_model_gets_a_sentence(name: str, complaint: str) -> N
     assert complaint in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_directory(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "-m", "app.settings.models", "prepare"]

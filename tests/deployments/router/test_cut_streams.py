@@ -1,5 +1,7 @@
 """What a router keeps of a stream, and what it passes on."""
 
+import pytest
+
 from deployments.protocol.rollouts import MOVED, NOT_CONTINUED, framed
 from deployments.router import cut_streams
 from deployments.router.cut_streams import CutStream
@@ -67,7 +69,8 @@ def test_what_cannot_be_continued_stays_so() -> None:
     assert stream.said is None and stream.moved, "another replica would give another answer"
 
 
-def test_a_stream_that_has_said_too_much_is_not_continued() -> None:
+def test_a_stream_that_has_said_too_much_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_streams, "MAX_KEPT_BYTES", 1000)
     stream = CutStream()
     for _ in range(2):
         stream.events(framed(b"1" * cut_streams.MAX_KEPT_BYTES + b"\n", b"data: a\n\n"))
