@@ -84,9 +84,9 @@ serve: machine $(STAMP)
 rl: $(STAMP)
 	@exec $(PY) -m app.command.cli rl $(ARGS)
 
-# Two processes, which spread the fleets (see tests/conftest.py). One that dies ends the run: what killed it would
-# kill the next one too.
-TEST := -m pytest -n 2 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
+# Three processes, two of which have fleets (see tests/conftest.py). One that dies ends the run: what killed it would
+# kill the next one too. They and the replicas of their fleets are forks of one server, which imports vLLM once.
+TEST := -IS deployments/host/fork_server/client.py auto -m pytest -n 3 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 test: $(STAMP)
 	@exec $(PY) $(TEST) --durations=20 $(ARGS)

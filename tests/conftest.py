@@ -3,6 +3,7 @@
 import atexit
 import gc
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Generator
@@ -21,6 +22,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Fixtures of several folders. What is imported here is imported for every single test.
+from deployments.host.fork_server.client import SWITCH
 from deployments.host.shared_memory import disown, remove_orphans
 from tests.cpu_times import CpuTimes
 from tests.fake_hub import hub as hub
@@ -39,6 +41,11 @@ if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gp
     settings.register_profile("search", patient, derandomize=False, max_examples=1_000, print_blob=True)
     settings.load_profile("slipstream")
 
+IN_A_FORK = os.environ.get(SWITCH, "off") != "off"  # of the product's fork server, as in `make test`
+if IN_A_FORK:
+    multiprocessing.set_executable(
+        sys.executable
+    )  # else what is tested would have clients of forks as children
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
 FLEETS = ("shared", "gloo", "launched", "ray")  # those of `make test`, the longest first
 
@@ -86,12 +93,28 @@ def pytest_collection_finish(session: pytest.Session) -> Generator[None]:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Where this process is a fork, xdist's are forks too."""
+    if IN_A_FORK:
+        for spec in specs:
+            spec.python = f"{os.environ[SWITCH]}/python"
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByScope(LoadScopeScheduling):  # type: ignore[misc]
+        def _assign_work_unit(self, node: Any) -> None:
+            """At most two processes have fleets. Others run files, while there are some, which use the time
+            that fleets wait."""
+            files = next((scope for scope in self.workqueue if "/" in scope), None)
+            if files is not None and self.nodes.index(node) >= 2:
+                self.workqueue.move_to_end(files, last=False)
+            super()._assign_work_unit(node)
+
         def _split_scope(self, nodeid: str) -> str:
             return nodeid.rpartition("@")[2]
 

@@ -13,12 +13,14 @@ import httpx
 import psutil
 
 from app.command.runs import MARK, marked_processes
+from deployments.host.fork_server.client import __file__ as CLIENT
 from tests.free_ports import free_ports
 
 if TYPE_CHECKING:
     from app.settings.config import AppConfig
 
 MODEL = "tiny"
+FORKED = "client of a fork"
 RAY_AGENTS = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")  # seen to outlive their node by half a minute
 
 
@@ -41,7 +43,7 @@ class Fleet:
         return self.checkpoint.parent / "published"
 
     def client(self, timeout_s: float = 120.0) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=timeout_s)
+        return httpx.Client(base_url=self.url, timeout=timeout_s, verify=False)
 
     def version(self) -> int:
         return int(httpx.get(f"{self.url}/fleet").json()["committed_version"])
@@ -151,14 +153,17 @@ def left_behind(mark: str, patience_s: float = 30.0) -> list[str]:
     deadline = time.monotonic() + patience_s
     while True:
         names = [_name(pid) for pid in marked_processes(mark)]
-        left = [each for each in names if each.startswith(("VLLM::", "ray::")) and each not in RAY_AGENTS]
+        left = [
+            each for each in names if each.startswith(("VLLM::", "ray::", FORKED)) and each not in RAY_AGENTS
+        ]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.2)
 
 
 def _name(pid: int) -> str:
-    """Empty if the process has ended."""
+    """Empty if the process has ended. A fork has its server's environment: its client is marked."""
     with suppress(psutil.NoSuchProcess):
-        return str(psutil.Process(pid).name())
+        words = psutil.Process(pid).cmdline()
+        return FORKED if str(CLIENT) in words else str(psutil.Process(pid).name())
     return ""

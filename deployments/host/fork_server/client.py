@@ -2,9 +2,10 @@
 
     python -IS client.py DIRECTORY [OPTIONS] SCRIPT | -c CODE | -m MODULE [ARGUMENTS]
 
-DIRECTORY is the server's. `auto` means a server of the parent process: one for each environment, started by
-the first client, stopped with the parent. The client stays as the command's stand-in: it forwards signals and
-exits with its status, and the kernel kills the fork when the client exits.
+DIRECTORY is the server's. `auto` means the server that `SLIPSTREAM_FORK_SERVER` names, as in forks, or else
+one of the parent process: one for each environment, started by the first client, stopped with the parent.
+The client stays as the command's stand-in: it forwards signals and exits with its status, and the kernel
+kills the fork when the client exits.
 
 Without a server the client replaces itself by an ordinary interpreter, whose environment has the reason
 (`REASON`). This file runs without site-packages: the standard library only.
@@ -30,7 +31,7 @@ SERVER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "server.py")
 FAILED = "failed"  # has the reason why no server runs with this environment
 MODULES = "SLIPSTREAM_PRELOAD"  # see server.py
 REASON = "SLIPSTREAM_NOT_FORKED"
-SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; in a fork: the server's directory
+SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; or the directory of a server, as in forks
 PREFIX = "/tmp/slipstream-fork"  # short: the path of a Unix socket has at most 107 bytes
 READY_S = 55.0  # the imports take 8 to 45 s; Ray gives up on a worker that has not registered after 60
 ANSWER_S = 20.0
@@ -63,8 +64,10 @@ def main() -> None:
             raise NoServer(f"{SWITCH} is off")
         options = _options(command)
         if directory == "auto":
-            directory = _own_directory()
-            _ensure_server(directory)
+            directory = os.environ.get(SWITCH, "")
+            if not _accepts(directory):
+                directory = _own_directory()
+                _ensure_server(directory)
         status = _run(directory, options, command)
     except (NoServer, OSError) as error:
         os.environ[REASON] = str(error)

@@ -119,6 +119,15 @@ def test_another_environment_has_another_server_but_for_what_a_fork_can_apply(
     assert shown({**environment, "VLLM_LOGGING_LEVEL": "DEBUG"})["server"] != server
 
 
+def test_a_server_that_is_named_is_used_while_it_lives(environment: dict[str, str]) -> None:
+    server = shown(environment)["server"]
+    (directory,) = (each for each in directories() if server_of(each) == server)
+    other = {**environment, "VLLM_LOGGING_LEVEL": "DEBUG"}
+    assert shown({**other, SWITCH: str(directory)})["server"] == server
+    os.kill(server, signal.SIGKILL)
+    assert shown({**other, SWITCH: str(directory)})["server"] not in (server, os.getpid())
+
+
 def test_a_command_sees_its_clients_files_folder_environment_and_descriptors(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
