@@ -1,4 +1,4 @@
-"""Versions in the store: which replica writes one, which stay on disk, and which joiners cannot load.
+"""Versions in the store: which replica writes one, and which joiners cannot load.
 
     RECEIVE(retain_version) ─► every replica retains what it receives ─► committed ─► STORE to one of them
     its report says stored ─► FORGET to all; or a problem, or it is gone ─► STORE to another one
@@ -178,7 +178,7 @@ def problem(state: State) -> str | None:
     return None
 
 
-# -- which versions stay ----------------------------------------------------------------------
+# -- what joiners cannot load ------------------------------------------------------------------
 
 
 def refuse(state: State, replica_id: str, incarnation: str, version: int, reason: str) -> None:

@@ -4,7 +4,7 @@
     make_live  requests can select these and no others; what need not stay goes
 
 An adapter is removed after the last request that uses it. vLLM's `add_lora` runs between two steps;
-files are read beforehand (`reading`).
+the workers read the files beforehand, while the engine decodes.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -20,10 +21,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.adapters.reading import AdapterReader, last_line
+from deployments.replica.adapters.check import check_adapter
 from deployments.replica.spans import RECORDER
 from deployments.replica.worker_calls import Workers
-from deployments.weights.store.adapter_store import LAG_S
+from deployments.weights.store.adapter_store import LAG_S, until_complete
+from deployments.weights.store.hub import cached, complete_schema
+from deployments.weights.wire.checkpoint_schema import Schema
+
+READ_POLL_S = 0.01
 
 
 class Uses:
@@ -104,9 +109,13 @@ logger = serve_logger()
 
 
 class EngineAdapters:
+    """Waits up to `lag_s` for files that differ from the fleet's copy."""
+
     def __init__(self, llm: Any, calls: Workers, models: Any = None, lag_s: float = LAG_S) -> None:
         self._llm = llm
-        self.reader = AdapterReader(llm, calls, lag_s)
+        self._calls = calls
+        self._lag_s = lag_s
+        self._base: asyncio.Task[Schema | None] | None = None
         self._held: dict[int, Adapter] = {}
         self._live: tuple[int, ...] = ()
         self._wanted: set[int] = set()
@@ -138,18 +147,18 @@ class EngineAdapters:
             return LoadedAdapter(read_s=0.0, add_s=0.0)
         began = time.perf_counter()
         try:
-            await self.reader.read(adapter)
+            await self._read(adapter)
             read = time.perf_counter()
             await self._llm.add_lora(lora_request(adapter))
         except EngineDeadError:
             raise
         except PayloadRejected:
-            await self.reader.forget(adapter)
+            await self._forget(adapter)
             raise
         except Exception as error:  # from a worker; other workers may have loaded it
-            await self.reader.forget(adapter)
+            await self._forget(adapter)
             await self._llm.remove_lora(adapter.adapter_id)
-            raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {last_line(error)}") from error
+            raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error
         self._held[adapter.adapter_id] = adapter
         self._wanted.add(adapter.adapter_id)
         return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
@@ -182,6 +191,55 @@ class EngineAdapters:
         self._held.pop(adapter_id, None)
         _forget_figures(self._llm)
 
+    # -- files --------------------------------------------------------------------------------
+
+    async def _read(self, adapter: Adapter) -> None:
+        """Check an adapter and have the workers read it. Raises PayloadRejected."""
+        await self._begin(adapter)
+        if not await self._check(adapter):
+            await self._begin(adapter)  # the workers may have read the files before they were complete
+        while not all(await self._calls("adapter_is_read", adapter_id=adapter.adapter_id)):
+            await asyncio.sleep(READ_POLL_S)
+
+    async def _forget(self, adapter: Adapter) -> None:
+        await self._calls("adapter_forget", adapter_id=adapter.adapter_id)
+
+    async def _begin(self, adapter: Adapter) -> None:
+        await self._calls(
+            "adapter_read", adapter_id=adapter.adapter_id, path=adapter.path, is_3d=adapter.is_3d
+        )
+
+    async def _check(self, adapter: Adapter) -> bool:
+        """Whether the first attempt found complete files."""
+        attempts = 0
+
+        async def check() -> None:
+            nonlocal attempts
+            attempts += 1
+            await asyncio.to_thread(check_adapter, adapter, *await self._limits())
+
+        try:
+            await until_complete(check, self._lag_s)
+        except (OSError, ValueError) as error:
+            raise PayloadRejected(str(error)) from error
+        return attempts == 1
+
+    async def _limits(self) -> tuple[Schema | None, Any]:
+        """The schema of the base model, if known on this host, and the engine's `LoRAConfig`."""
+        if self._base is None:
+            self._base = asyncio.create_task(asyncio.to_thread(self._read_base))
+        base = self._base
+        try:
+            return await asyncio.shield(base), self._llm.vllm_config.lora_config
+        except (OSError, ValueError):
+            self._base = None  # retry for the next adapter
+            raise
+
+    def _read_base(self) -> Schema | None:
+        config = self._llm.model_config
+        directory = cached(config.model, config.revision, self._llm.vllm_config.load_config.download_dir)
+        return complete_schema(directory, of_hub=directory != Path(config.model))
+
 
 def _forget_figures(llm: Any) -> None:
     """Clear vLLM's LoRA gauge, which keeps a series for every set of names that ever ran together."""
@@ -190,3 +248,8 @@ def _forget_figures(llm: Any) -> None:
         clear = getattr(getattr(logger, "gauge_lora_info", None), "clear", None)
         if clear is not None:
             clear()  # running ones reappear with the next step
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
