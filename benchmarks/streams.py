@@ -7,8 +7,9 @@ Engines that only stream, and clients that only count, in processes of their own
 HAProxy (the one that Ray brings), our router in so many processes, or vllm-router (`--vllm-router`, its
 executable). Each engine gives every request an event `--rate` times a second. Prints one table: tokens a
 second, CPU time an event of the processes between, the time to the first token, and the longest pause of any
-stream. `--long-body`: megabytes of a request that comes again and again meanwhile. `--captured`: pairs of one
-router without and with `x-rollout-id` in each request, and the median of what capture adds.
+stream. `--long-body`: megabytes of a request that comes again and again meanwhile. `--captured`: two
+routers at the same time, without and with `x-rollout-id` in each request, so often; and the median of what
+capture adds.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,13 +209,13 @@ def main() -> None:
         "| longest pause (ms) |\n"
         "|---|---|---|---|---|---|"
     )
-    if options.captured:
-        kinds = ["our router x1", CAPTURED] * options.captured
+    at_once = [["our router x1", CAPTURED]] * options.captured or [[kind] for kind in kinds]
     costs = []
-    for kind in kinds:
-        made, cost = measure(kind, load, options.vllm_router)
-        costs.append(cost)
-        print(made, flush=True)
+    with ThreadPoolExecutor() as pool:
+        for each in at_once:
+            for made, cost in pool.map(lambda kind: measure(kind, load, options.vllm_router), each):
+                costs.append(cost)
+                print(made, flush=True)
     if options.captured:
         more = [after / before - 1 for before, after in zip(costs[::2], costs[1::2], strict=True)]
         print(f"capture adds {statistics.median(more):.1%} ({min(more):.1%} to {max(more):.1%})")
