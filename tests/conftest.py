@@ -3,7 +3,6 @@
 import atexit
 import gc
 import logging
-import multiprocessing
 import os
 import sys
 from collections.abc import Generator
@@ -28,7 +27,7 @@ from tests.cpu_times import CpuTimes
 from tests.fake_hub import hub as hub
 from tests.fleet.adapter_fleet import adapted as adapted
 from tests.fleet.session_fleet import fleet as fleet
-from tests.forked import has_cuda
+from tests.forked import IN_A_FORK, has_cuda
 
 # An example is no timed test: on a busy core any of them takes longer than hypothesis's 200 ms now and then.
 if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gpu` tests, do not have it
@@ -41,11 +40,6 @@ if find_spec("hypothesis") is not None:  # machines with GPUs, which run the `gp
     settings.register_profile("search", patient, derandomize=False, max_examples=1_000, print_blob=True)
     settings.load_profile("slipstream")
 
-IN_A_FORK = os.environ.get(SWITCH, "off") != "off"  # of the product's fork server, as in `make test`
-if IN_A_FORK:
-    multiprocessing.set_executable(
-        sys.executable
-    )  # else what is tested would have clients of forks as children
 WITH_RAY_S = 400.0  # of a test that starts Ray or an engine, beside others that do, and states nothing else
 FLEETS = ("shared", "gloo", "launched", "ray")  # those of `make test`, the longest first
 

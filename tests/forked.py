@@ -1,6 +1,7 @@
 """Processes that begin with torch, transformers and vLLM imported: one server imports them, and forks.
 
-vLLM and torch.distributed keep what is global in a process. Where there are CUDA devices they are spawned.
+vLLM and torch.distributed keep what is global in a process. Where the product's server has forked this
+process, as in `make test`, it is that one. On machines with CUDA devices they are spawned.
 """
 
 import gc
@@ -16,20 +17,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
+from deployments.host.fork_server.client import SWITCH
+from deployments.host.fork_server.server import PRELOAD, PRELOAD_CPU
 
-# Modules of other people only: those of the project are imported after the fork, as they are by then.
-PRELOADED = [
-    "torch.distributed",
-    "transformers.models.auto.modeling_auto",
-    "peft",
-    "vllm.engine.arg_utils",
-    "vllm.lora.worker_manager",
-    "vllm.model_executor.model_loader",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-]
-_servers: set[int] = set()  # process ids
+IN_A_FORK = os.environ.get(SWITCH, "off") != "off"
+if IN_A_FORK:
+    multiprocessing.set_executable(sys.executable)  # what is tested has no clients of forks as children
+_used_s = 0.0  # processor time of those that have answered
 
 
 def has_cuda() -> bool:
@@ -37,13 +31,24 @@ def has_cuda() -> bool:
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def context() -> Any:
+def _context() -> Any:
     """The start method of such processes."""
-    if has_cuda():
+    if has_cuda() or IN_A_FORK:
         return multiprocessing.get_context("spawn")
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOADED)
+    forks.set_forkserver_preload([*PRELOAD, *PRELOAD_CPU])
     return forks
+
+
+def started(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool = False) -> BaseProcess:
+    process: BaseProcess = _context().Process(target=function, args=args, daemon=daemon)
+    if IN_A_FORK:
+        multiprocessing.set_executable(f"{os.environ[SWITCH]}/python")
+    try:
+        process.start()
+    finally:
+        multiprocessing.set_executable(sys.executable)
+    return process
 
 
 def call(function: Callable[..., Any], *args: Any, timeout_s: float = 280.0, **environment: str) -> Any:
@@ -62,7 +67,7 @@ def call_all(
     Raises:
         AssertionError: one raised, died or was late, with its output. The others are killed.
     """
-    calls = [_Call(context(), function, args, dict(environment)) for args in all_args]
+    calls = [_Call(function, args, dict(environment)) for args in all_args]
     try:
         deadline = time.monotonic() + timeout_s
         waiting = {each.connection: each for each in calls}
@@ -81,35 +86,26 @@ def call_all(
 
 
 def cpu_s() -> float:
-    """What the servers and their children have used, which are no children that this process waits for."""
-    used = 0.0
-    for pid in _servers:
-        try:
-            used += sum(psutil.Process(pid).cpu_times()[:4])
-        except psutil.NoSuchProcess:
-            continue
-    return used
+    """What they have used: this process does not wait for forks, which are the server's children."""
+    return _used_s
 
 
 class _Call:
-    def __init__(self, context: Any, function: Callable[..., Any], args: Any, environment: Any) -> None:
+    def __init__(self, function: Callable[..., Any], args: Any, environment: Any) -> None:
         self.result: Any = None
         self._output = tempfile.NamedTemporaryFile(prefix="forked-", mode="r", errors="replace")  # noqa: SIM115
-        self.connection, theirs = context.Pipe(duplex=False)
-        self._process: BaseProcess = context.Process(
-            target=_answer, args=(theirs, self._output.name, environment, function, args)
-        )
-        self._process.start()
+        self.connection, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = started(_answer, (theirs, self._output.name, environment, function, args))
         theirs.close()
 
     def receive(self) -> None:
         try:
-            server, error, self.result = self.connection.recv()
+            used_s, error, self.result = self.connection.recv()
         except EOFError:
             self._process.join(10)
             raise AssertionError(f"died: exit code {self._process.exitcode}\n{self.said()}") from None
-        if server != os.getpid():
-            _servers.add(server)
+        global _used_s
+        _used_s += used_s
         if error is not None:
             raise AssertionError(f"{error}\n{self.said()}")
         self._process.join(10)
@@ -136,11 +132,12 @@ def _answer(
 
     torch.set_num_threads(1)  # more only wait for each other where other tests run as well
     gc.freeze()  # vLLM collects whenever it loads a model: the objects of what is imported are most of it
+    error, result = None, None
     try:
-        answer = (os.getppid(), None, function(*args))
-    except BaseException as error:
+        result = function(*args)
+    except BaseException as raised:
         traceback.print_exc()
-        answer = (os.getppid(), f"{type(error).__name__}: {error}", None)
+        error = f"{type(raised).__name__}: {raised}"
     sys.stdout.flush()
     sys.stderr.flush()
-    answers.send(answer)
+    answers.send((time.process_time(), error, result))

@@ -28,7 +28,7 @@ from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
-from tests.forked import context
+from tests.forked import started
 
 DEADLINE_S = 90.0
 POLL_S = 0.002
@@ -127,8 +127,7 @@ class ProcessReceiver:
     def __init__(self, *args: Any) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
         self._asking = threading.Lock()  # a call of a round that failed may still be out
-        self.process = context().Process(target=_serve, args=(theirs, *args), daemon=True)
-        self.process.start()
+        self.process = started(_serve, (theirs, *args), daemon=True)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args: self._ask(name, args)
