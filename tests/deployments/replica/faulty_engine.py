@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client import REGISTRY
+from vllm.lora.request import LoRARequest
 
+from deployments.protocol.adapters import Adapter
 from deployments.protocol.poll import Scores
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
 from deployments.replica.server_arguments import EngineSpec
+from deployments.weights.store.adapter_store import adapter_digest
+from tests.tiny_adapters import save_tiny_adapter
 from tests.tiny_models import save_tiny_llama
 
 SEQUENCES = 4
@@ -26,6 +30,12 @@ def scale_norm(worker: Any, factor: float) -> None:
 def scale_attention(worker: Any, factor: float) -> None:
     for layer in worker.model_runner.model.model.layers:
         layer.self_attn.attn.impl.scale *= factor
+
+
+def exchange_adapter(worker: Any, name: str, adapter_id: int, path: str) -> None:
+    """Under this name and id are the weights of another version."""
+    worker.remove_lora(adapter_id)
+    worker.add_lora(LoRARequest(lora_name=name, lora_int_id=adapter_id, lora_path=path))
 
 
 def compiles_comparison(worker: Any) -> bool:
@@ -55,7 +65,7 @@ class FaultyEngine:
     async def plant(self, fault: Callable[..., Any], *args: Any) -> Any:
         return (await self._engine.llm.collective_rpc(fault, args=args))[0]
 
-    async def scores(self) -> list[float]:
+    async def scores(self) -> Scores:
         """With the next version, as after a commit."""
         engine = self._engine
         await engine.reset_caches(recompute=True)
@@ -68,7 +78,7 @@ class FaultyEngine:
                 await asyncio.sleep(0.01)
         found = proof.scores
         assert isinstance(found, Scores) and found.version == engine.version
-        return list(found.values)
+        return found
 
 
 def counted() -> float:
@@ -92,6 +102,8 @@ async def _scores_with_faults(directory: Path) -> dict[str, Any]:
             "dtype": "float32",
             "max_model_len": 256,
             "enforce_eager": True,
+            "enable_lora": True,
+            "max_lora_rank": 8,
             "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
         },
     )
@@ -107,6 +119,16 @@ async def _scores_with_faults(directory: Path) -> dict[str, Any]:
         found["other layer"] = await it.scores()
         await it.plant(scale_norm, 1 / 1.1)
         found["mended"] = await it.scores()
+        path = save_tiny_adapter(directory / "math" / "1", 1)
+        digest = adapter_digest(path)
+        math = Adapter(name="math", version=1, adapter_id=1, path=str(path), digest=digest, size_bytes=1)
+        await engine.adapters.load(math)
+        await engine.adapters.make_live([math])
+        found["adapter"] = await it.scores()
+        other = save_tiny_adapter(directory / "math" / "2", 2)
+        await it.plant(exchange_adapter, math.full_name, math.adapter_id, str(other))
+        found["other adapter"] = await it.scores()
+        await engine.adapters.make_live([])
         await it.plant(keep_caches)
         await it.scores()  # its blocks stay
         await it.plant(scale_norm, 1.1)

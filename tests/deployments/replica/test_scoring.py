@@ -145,11 +145,12 @@ def test_planted_faults_change_the_scores(tmp_path_factory: pytest.TempPathFacto
     )
     assert found.pop("counted") == 0, "requests of users only"
     assert not found.pop("compiles")
-    good, worst = found.pop("first"), {}
-    for name, scores in found.items():
-        worst[name] = deviations({name: scores}, good)[name].worst
+    good, right = found.pop("first").values, found["adapter"].adapters["math@1"]
+    worst = {name: deviations({name: each.values}, good)[name].worst for name, each in found.items()}
     print(worst)
-    assert worst["again"] < 1e-4 and worst["mended"] < 1e-4
+    assert worst["again"] < 1e-4 and worst["mended"] < 1e-4 and worst["other adapter"] < 1e-4
     assert worst["wrong scale"] > 1e-2 and worst["other layer"] > 1e-2
-    cached = deviations({"stale": found["stale cache"]}, found["other layer"])["stale"]
+    cached = deviations({"stale": found["stale cache"].values}, found["other layer"].values)["stale"]
     assert cached.worst > 1e-2, "a fresh cache would give the same scores"
+    exchanged = deviations({"replica": found["other adapter"].adapters["math@1"]}, right)["replica"]
+    assert exchanged.worst > 1e-2
