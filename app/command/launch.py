@@ -11,6 +11,7 @@ Serve has 45 s to shut down; then pending writes to the store are awaited. A sec
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -98,7 +99,9 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
         defaults["SLIPSTREAM_TOKEN_FILE"] = str(config.security.token_file)
     if is_offline(config.model):
         defaults["HF_HUB_OFFLINE"] = "1"
-    return {**defaults, **tracing.serve_variables(inherited), **inherited}
+    # `ray job submit -- slipstream rl` finds the fleet's own Python, not the machine's.
+    path = os.pathsep.join(filter(None, (os.path.dirname(sys.executable), inherited.get("PATH"))))
+    return {**defaults, **tracing.serve_variables(inherited), **inherited, "PATH": path}
 
 
 def serve(config: Path, dashboard_port: int, address: str | None = None) -> None:

@@ -240,6 +240,25 @@ def test_a_job_under_nohup_outlives_the_terminal_and_ends_with_its_curve(
 # -- two routers ------------------------------------------------------------------------------------
 
 
+def test_a_job_that_ray_runs_in_the_fleets_cluster_has_its_token_and_the_uploaded_directory(
+    launched: Launched, tmp_path: Path
+) -> None:
+    (tmp_path / "my_rewards.py").write_text("def length(entry, answer):\n    return len(answer)\n")
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "5 6 7"}\n')
+    submit = ["ray", "job", "submit", "--address", launched.dashboard, "--working-dir", str(tmp_path), "--"]
+    given = ["--prompts=problems.jsonl", "--reward=my_rewards:length", f"--url={launched.url}", "--steps=1"]
+    ended = subprocess.run(
+        [*submit, "slipstream", "rl", *given, *OPTIONS.split()[2:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=users_environment(PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin"),
+        cwd="/",
+        text=True,
+        timeout=JOB_S,
+    )
+    assert ended.returncode == 0 and "\nstep   1 of" in ended.stdout, ended.stdout
+
+
 def at_once(fleet: Launched, path: str, asked: Mapping[str, Any], count: int = LISTS) -> list[httpx.Response]:
     """The answers to as many equal requests, each over a connection of its own."""
 
