@@ -74,8 +74,8 @@ def fill(param: torch.Tensor) -> None:
     """A weight loader: numbers eight times vLLM's dummy weights, so that derived scales differ."""
     value = getattr(param, "dummy_weight_value", None)
     generator = torch.Generator(param.device).manual_seed(_SEED)
-    if value is not None:
-        param.fill_(value)  # vLLM refuses others
+    if value is not None:  # of norms since vLLM 0.33, of scales: vLLM may refuse what is far from it
+        param.fill_(value + (0.25 if param.is_floating_point() else 1))
     elif param.is_floating_point():
         values = torch.empty(param.shape, dtype=torch.float16, device=param.device)
         param.copy_(values.uniform_(1e-4, 8e-3, generator=generator))

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.model_loader.base_loader import _has_online_quant
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_processing
@@ -150,6 +151,18 @@ def init_parallel_state(config: VllmConfig, rendezvous: Path, backend: str) -> N
             initialize_model_parallel(1, 1)
 
 
+def use_neutral_norms() -> None:
+    """As vLLM 0.33: the dummy weights of norms have one value, whatever the seed."""
+    made = RMSNorm.__init__
+
+    def init(norm: RMSNorm, *arguments: Any, **named: Any) -> None:
+        made(norm, *arguments, **named)
+        if isinstance(norm.weight, torch.nn.Parameter):
+            norm.weight.dummy_weight_value = 1.0
+
+    RMSNorm.__init__ = init
+
+
 def load(model: torch.nn.Module, config: VllmConfig, device: torch.device) -> None:
     """Random weights through vLLM's own steps after loading."""
     if _has_online_quant(model):
@@ -202,6 +215,7 @@ def inspected(config: VllmConfig, device: torch.device) -> dict[str, Any]:
 def inspect_families(directory: Path, kernels: str) -> dict[str, dict[str, Any]]:
     """By family, with kernels for a CPU or with `cuda`."""
     on_cpu = kernels != "cuda"
+    use_neutral_norms()
     if on_cpu:
         use_kernels(kernels)
     results: dict[str, dict[str, Any]] = {}
