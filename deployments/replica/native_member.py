@@ -112,9 +112,8 @@ class NativeMember(EngineMember):
             return
         payload = body.payload
         if self._one_payload and isinstance(payload, dict) and payload.get("names") == []:
-            payload = (
-                self._described
-            )  # vLLM 0.33's trainer describes its tensors again only if they have changed
+            # vLLM 0.33's trainer describes its tensors again only if they have changed.
+            payload = self._described
         offered = _tensors_of(payload)
         self._refuse(repeated(self._offered, offered))
         self._check(offered, complete=self._one_payload)
