@@ -93,8 +93,8 @@ class _Pools(httpx.AsyncBaseTransport):
     """Connection pools, used in turn. One of httpcore's looks at each of its connections whenever a request
     begins or ends: where there are many that costs more than the requests (benchmarks/RESULTS.md)."""
 
-    def __init__(self, count: int) -> None:
-        certificates = httpx.create_ssl_context(trust_env=False)
+    def __init__(self, count: int, *, verify: bool) -> None:
+        certificates = httpx.create_ssl_context(verify, trust_env=False)
         limits = httpx.Limits(keepalive_expiry=KEPT_S)
         self._pools = [httpx.AsyncHTTPTransport(certificates, limits=limits) for _ in range(count)]
         self._turns = cycle(self._pools)
@@ -141,8 +141,9 @@ class AsyncFleetClient:
         say: Callable[[str], object] | None = None,
     ) -> Self:
         """`timeout_s` None: no deadline. `at_once`: about so many calls at a time."""
-        transport = _Pools(max(1, at_once // POOL_SIZE))
-        http = httpx.AsyncClient(**_settings(url, token, timeout_s), transport=transport)
+        settings = _settings(url, token, timeout_s)
+        transport = _Pools(max(1, at_once // POOL_SIZE), verify=settings["verify"])
+        http = httpx.AsyncClient(**settings, transport=transport)
         return cls(http, patience_s, say=say)
 
     async def __aenter__(self) -> Self:

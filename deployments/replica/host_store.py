@@ -128,7 +128,7 @@ def _checked(directory: Path, *expected: Any) -> DirectoryLock:
         raise
     try:
         check_files(directory, *expected)
-    except BaseException:
+    except (OSError, ValueError):
         lock.close()
         raise
     return lock

@@ -130,12 +130,15 @@ class RestartCheckpoints:
         """Begin to write the learner's state; False if no checkpoint is due or one is being written. The
         learner may change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
+        pins = self._pinned is None and torch.cuda.is_initialized()
+        if not agreed[0]["due"] and not pins:
+            return False
         dtype = None if wire_dtype is None else DTYPES[wire_dtype]
         tensors = named_moments(learner.policy, learner.optimizer.state) | {
             WEIGHTS: master_weights(learner.policy, dtype)
         }
         if not agreed[0]["due"]:
-            if self._pinned is None and _is_on_gpu(tensors):
+            if _is_on_gpu(tensors):
                 self._copier.submit(self._copy, tensors)  # not used: pins the memory before a step waits
             return False
         step = learner.steps_done
