@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from app.client.program_options import LOCAL_URL, Url, print_any_text
-from app.command.runs import DASHBOARD_PORT, Part, show_logs
+from app.command.runs import DASHBOARD_PORT
 
 Json = Annotated[bool, typer.Option("--json", help="the fleet's own answer, for programs")]
 Watch = Annotated[bool, typer.Option("--watch", help="again every 2 seconds, until Ctrl-C")]
@@ -180,19 +180,6 @@ def adapters(url: Url = LOCAL_URL, as_json: Json = False, watch: Watch = False) 
     from app.command import asking
 
     asking.show_adapters(url, as_json=as_json, watch=watch)
-
-
-@cli.command()
-def logs(
-    part: Annotated[Part | None, typer.Argument(help="of which processes; without it, all")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="go on until Ctrl-C")] = False,
-    last: Annotated[int, typer.Option(min=0, help="lines of each process")] = 100,
-    directory: Annotated[
-        Path | None, typer.Option(help="what `serve` printed at its start", show_default="of the newest run")
-    ] = None,
-) -> None:
-    """What processes of `slipstream serve` print. Those of the last five runs on this machine are kept."""
-    raise typer.Exit(show_logs(part, directory=directory, last=last, follow=follow))
 
 
 @cli.command()

@@ -122,7 +122,7 @@ def _run(file: ServeFile, dashboard_port: int) -> None:
         tell(line)
     cluster = LocalCluster(dashboard_port=dashboard_port, environment=environment(file.config, inherited))
     began = time.monotonic()
-    tell(f"Logs: {logs_of(cluster.directory)} (`slipstream logs` shows them)")
+    tell(f"Logs: {logs_of(cluster.directory)}")
     try:
         with announced("Starting Ray"):
             cluster.start()

@@ -1,4 +1,4 @@
-"""What commands share: errors as one sentence, signals that stop them, periods of --watch and --follow."""
+"""What commands share: errors as one sentence, signals that stop them, periods of --watch."""
 
 import signal
 import sys
