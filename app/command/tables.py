@@ -1,4 +1,4 @@
-"""Tables for `slipstream status`, `rounds`, `adapters` and `jobs`, as wide as the terminal."""
+"""Tables for `slipstream status`, `rounds` and `adapters`, as wide as the terminal."""
 
 import os
 import time
@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, TypeVar
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,7 +28,6 @@ STYLES = {
 }
 NONE = "-"
 _NO_LIMIT = 10_000
-_WORD_WIDTH, _TEXT_WIDTH = 24, 12  # narrower columns are not folded
 
 
 def console() -> Console:
@@ -44,44 +42,19 @@ def console() -> Console:
 class Column(Generic[T]):
     title: str
     cell: Callable[[T], str]
-    leaves: int = 0  # on a narrow terminal the column with the highest number is dropped first; 0: never
     number: bool = False
 
 
-class FittedTable(Generic[T]):
-    """Drops columns that do not fit the terminal, and columns without content."""
-
-    def __init__(self, rows: Sequence[T], *columns: Column[T]) -> None:
-        cells = [(column, [column.cell(row) for row in rows]) for column in columns]
-        self._columns = [
-            (column, made) for column, made in cells if any(cell not in ("", NONE) for cell in made)
-        ]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        left = list(self._columns)
-        while True:
-            table = _table(left)
-            last = max(left, key=lambda each: each[0].leaves, default=None)
-            needed = Measurement.get(console, options.update_width(_NO_LIMIT), table).minimum
-            if last is None or last[0].leaves == 0 or needed <= options.max_width:
-                yield table
-                return
-            left.remove(last)
-
-
-def _table(columns: Sequence[tuple[Column[T], Sequence[str]]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for column, cells in columns:
-        longest = max(map(len, [column.title, *cells]))
-        table.add_column(
-            column.title,
-            justify="right" if column.number else "left",
-            min_width=min(longest, _WORD_WIDTH if column.title else _TEXT_WIDTH),
-            overflow="fold",
-        )
-    for row in zip(*(cells for _, cells in columns), strict=True):
-        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
-    return table
+def table(rows: Sequence[T], *columns: Column[T]) -> Table:
+    """Without columns that have no content; rich folds those that do not fit the terminal."""
+    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    cells = [(column, [column.cell(row) for row in rows]) for column in columns]
+    filled = [(column, of) for column, of in cells if any(cell not in ("", NONE) for cell in of)]
+    for column, _ in filled:
+        made.add_column(column.title, justify="right" if column.number else "left", overflow="fold")
+    for row in zip(*(of for _, of in filled), strict=True):
+        made.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    return made
 
 
 def fleet(
@@ -96,19 +69,19 @@ def fleet(
         made = tokens_per_s.get(member.replica_id)
         return NONE if made is None else f"{made:.0f}"
 
-    table = FittedTable[MemberStatus](
+    members = table(
         status.members,
         Column("replica", lambda member: member.replica_id),
         Column("state", lambda member: "draining" if member.draining else member.state),
         Column("version", lambda member: str(member.version), number=True),
-        Column("running", loaded(lambda load: f"{load.running}"), 1, number=True),
-        Column("waiting", loaded(lambda load: f"{load.waiting}"), 2, number=True),
-        Column("KV", loaded(lambda load: f"{load.kv_cache_use:.0%}"), 4, number=True),
-        Column("tokens/s", speed, 3, number=True),
-        Column("silent", lambda member: f"{member.silent_s:.1f} s", 5, number=True),
+        Column("running", loaded(lambda load: f"{load.running}"), number=True),
+        Column("waiting", loaded(lambda load: f"{load.waiting}"), number=True),
+        Column("KV", loaded(lambda load: f"{load.kv_cache_use:.0%}"), number=True),
+        Column("tokens/s", speed, number=True),
+        Column("silent", lambda member: f"{member.silent_s:.1f} s", number=True),
         Column("", lambda member: member.reason if member.reason else ", ".join(member.pending)),
     )
-    return Group(*_summary(status), "", table) if status.members else Group(*_summary(status))
+    return Group(*_summary(status), "", members) if status.members else Group(*_summary(status))
 
 
 def _summary(status: FleetStatus) -> Iterable[RenderableType]:
@@ -157,18 +130,18 @@ def rounds(reports: Sequence[RoundReport]) -> RenderableType:
         return lambda report: _seconds(report.parts.get(part, 0.0))
 
     parts = dict.fromkeys(part for report in reports for part in report.parts)
-    return FittedTable[RoundReport](
+    return table(
         reports,
-        Column("round", lambda report: str(report.round_id), 7, number=True),
+        Column("round", lambda report: str(report.round_id), number=True),
         Column("version", lambda report: str(report.version), number=True),
         Column("outcome", lambda report: report.phase),
-        Column("opened", lambda report: clock(report.opened_at, "%m-%d %H:%M:%S"), 4),
-        Column("publisher", lambda report: report.publisher, 5),
-        Column("took", lambda report: _seconds(report.duration_s), 1, number=True),
-        Column("bytes", _size, 3, number=True),
-        *(Column(part, seconds_of(part), 2, number=True) for part in parts),
+        Column("opened", lambda report: clock(report.opened_at, "%m-%d %H:%M:%S")),
+        Column("publisher", lambda report: report.publisher),
+        Column("took", lambda report: _seconds(report.duration_s), number=True),
+        Column("bytes", _size, number=True),
+        *(Column(part, seconds_of(part), number=True) for part in parts),
         Column("gap", _gap, number=True),
-        Column("verified", _verified, 6),
+        Column("verified", _verified),
         Column("", _what_happened),
     )
 
@@ -196,14 +169,14 @@ def _what_happened(report: RoundReport) -> str:
 def adapters(found: Sequence[AdapterStatus]) -> RenderableType:
     if not found:
         return Text("no adapter is loaded")
-    return FittedTable[AdapterStatus](
+    return table(
         found,
         Column("adapter", lambda adapter: f"{adapter.name}@{adapter.version}"),
         Column("state", lambda adapter: adapter.state),
         Column("replicas", lambda adapter: str(len(adapter.replicas)), number=True),
-        Column("size", lambda adapter: decimal(adapter.size_bytes), 1, number=True),
-        Column("loaded in", _load_time, 2, number=True),
-        Column("digest", lambda adapter: adapter.digest[:12], 3),
+        Column("size", lambda adapter: decimal(adapter.size_bytes), number=True),
+        Column("loaded in", _load_time, number=True),
+        Column("digest", lambda adapter: adapter.digest[:12]),
     )
 
 
