@@ -33,7 +33,7 @@ from app.jobs import metrics
 from app.jobs.environments.environment import Environment
 from app.jobs.learning import continued, learn
 from app.jobs.loading import load_environments
-from app.jobs.metrics import Configuration, reward_curve
+from app.jobs.metrics import Configuration
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run import Run, produce
@@ -168,7 +168,7 @@ async def main(options: JobOptions, began: float) -> None:
             raise
         finally:
             out.close()
-            out.line(summary(path))
+            out.line(f"metrics in {path}")
             trackers.close()
 
 
@@ -238,12 +238,6 @@ async def try_out(
         out.line(f"the fleet serves {model}, and its trainer has done {trainer.step} steps")
     except FleetError as error:
         out.line(f"the fleet was not asked: {error}")
-
-
-def summary(path: Path) -> str:
-    """A curve of rewards, and the path of the record."""
-    curve = reward_curve(metrics.records(path)) if path.exists() else ""
-    return f"{curve}\nmetrics in {path}" if curve else f"metrics in {path}"
 
 
 def end_on_signals() -> None:

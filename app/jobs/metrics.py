@@ -1,9 +1,8 @@
-"""A run's record (JSON Lines, which `--resume` reads), and the curve of rewards."""
+"""A run's record (JSON Lines), which `--resume` reads."""
 
 import fcntl
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -265,26 +264,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError as error:
         raise ValueError(f"the metrics file {path} cannot be read: {error}") from error
-
-
-WIDTH, HEIGHT = 72, 14  # characters
-TICKS = 8  # step labels, at most
-
-
-def reward_curve(records: Sequence[StepRecord]) -> str:
-    """Reward over steps; empty for fewer than two, or without plotext."""
-    try:
-        import plotext
-    except ImportError:  # only the extra `rl` has it
-        return ""
-    if len(records) < 2:
-        return ""
-    figure = plotext.figure
-    figure.clear()
-    figure.plot_size(min(WIDTH, shutil.get_terminal_size((WIDTH, HEIGHT)).columns), HEIGHT)
-    figure.title("mean reward of each step")
-    steps = [record.step for record in records]
-    figure.draw(figure.signal(steps, [record.reward for record in records]).lines())
-    whole = list(range(steps[0], steps[-1] + 1, -(-len(steps) // TICKS)))
-    figure.ruler("x").ticks(whole, [str(step) for step in whole])
-    return str(plotext.uncolorize(str(figure.build()))).rstrip()

@@ -214,9 +214,7 @@ def started(fleet: Launched, output: Path, directory: Path, *given: str) -> Iter
             process.wait()
 
 
-def test_a_job_under_nohup_outlives_the_terminal_and_ends_with_its_curve(
-    launched: Launched, tmp_path: Path
-) -> None:
+def test_a_job_under_nohup_outlives_the_terminal(launched: Launched, tmp_path: Path) -> None:
     """It has the user's own files, from where he stands."""
     (tmp_path / "my_rewards.py").write_text("def length(entry, answer):\n    return len(answer)\n")
     (tmp_path / "problems.jsonl").write_text('{"prompt": "5 6 7"}\n{"prompt": "7 8"}\n')
@@ -233,7 +231,7 @@ def test_a_job_under_nohup_outlives_the_terminal_and_ends_with_its_curve(
         job.terminate()
         assert job.wait(STOP_S) == 128 + signal.SIGTERM
     printed = output.read_text()
-    assert "mean reward of each step" in printed and "--resume continues the run" in printed
+    assert "--resume continues the run" in printed
     assert "Traceback" not in printed
 
 

@@ -16,7 +16,6 @@ from app.jobs.metrics import (
     new_metrics_file,
     newest_metrics_file,
     records,
-    reward_curve,
 )
 
 
@@ -168,14 +167,3 @@ def test_a_tracker_gets_every_number_of_a_step() -> None:
     assert values["left_out_fraction"] == 0.5 and values["evaluation/cut_fraction"] == 0.0
     assert values["reward"] == 0.5 and values["trainer/loss"] == 0.125
     assert values["evaluation/pass@1"] == 0.25 and "seed" not in values and "example" not in values
-
-
-@pytest.mark.slow  # imports plotext
-def test_the_curve_of_a_run_is_drawn_without_colours() -> None:
-    pytest.importorskip("plotext")
-    drawn = reward_curve([replace(record(step), reward=step / 4) for step in (1, 2, 3)])
-    assert "0.75" in drawn and "0.25" in drawn and "\x1b" not in drawn
-    assert drawn.splitlines()[-1].split() == ["1", "2", "3"], "there is no step 1.5"
-    drawn = reward_curve([replace(record(step), reward=step / 4) for step in range(1, 31)])
-    assert drawn.splitlines()[-1].split() == ["1", "5", "9", "13", "17", "21", "25", "29"]
-    assert reward_curve([record(1)]) == ""
