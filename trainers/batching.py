@@ -52,9 +52,16 @@ class TokenBatch:
     images: "ImageInputs | None" = None
     # int16 [R * L, layers, top_k], see `trainers.routing_replay`; -1: the router chooses; None: all do
     routed: torch.Tensor | None = None
+    # A teacher's most probable tokens, int64 and float32 [M, K]; None: not all completions have a teacher's
+    teacher_token_ids: torch.Tensor | None = None
+    teacher_logprobs: torch.Tensor | None = None
 
     def learned(
-        self, logprobs: torch.Tensor, old: torch.Tensor | None, reference: torch.Tensor | None
+        self,
+        logprobs: torch.Tensor,
+        old: torch.Tensor | None,
+        reference: torch.Tensor | None,
+        others: torch.Tensor | None = None,
     ) -> LearnedTokens:
         """The input of a loss. `old` None: the first update of a step."""
         old = logprobs.detach() if old is None else old
@@ -67,6 +74,8 @@ class TokenBatch:
             lengths=self.lengths,
             versions=self.versions,
             reference_logprobs=reference,
+            teacher_logprobs=self.teacher_logprobs,
+            logprobs_of_teachers=others,
         )
 
 
@@ -187,6 +196,16 @@ def lay_out(
     def of_learned(values: Iterable[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(values))[learned].to(device)
 
+    teacher_token_ids = teacher_logprobs = None
+    teachers = [each.teacher for each in completions if each.teacher is not None]
+    if len(teachers) == len(completions):
+        teacher_token_ids, teacher_logprobs = (
+            of_learned(
+                torch.frombuffer(bytearray(getattr(each, name)), dtype=dtype).view(-1, each.top_k)
+                for each in teachers
+            )
+            for name, dtype in (("token_ids", torch.int32), ("logprobs", torch.float32))
+        )
     return TokenBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -204,6 +223,8 @@ def lay_out(
         advantages=of_learned(_per_token(each, each.advantage, torch.float32) for each in completions),
         versions=of_learned(_versions(completion) for completion in completions),
         routed=_routed(completions, predictors, input_ids.numel(), device),
+        teacher_token_ids=None if teacher_token_ids is None else teacher_token_ids.long(),
+        teacher_logprobs=teacher_logprobs,
     )
 
 

@@ -146,7 +146,7 @@ class TrainedDrafter:
             logits = self._logits(hidden)
             if number == len(best):  # not in recomputation
                 best.append(logits.detach().argmax(-1))
-            return self._math.chosen(logits, targets)
+            return self._math.chosen(logits, targets[:, None])[:, 0]
 
         read = hidden.flatten(0, 1)[batch.predictors]
         logprobs = in_parts(part, read, targets.clamp(min=0), self._at_once)

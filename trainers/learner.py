@@ -193,8 +193,8 @@ class Learner:
         for batch, counts, old in micro_batches:
             self._tokens_at_once = batch.input_ids.numel()
             reference = None if self.reference is None else self._logprobs(self.reference, batch)
-            scores = self.policy.scores(batch, with_entropies=True)
-            tokens = batch.learned(scores.logprobs, old, reference)
+            scores = self.policy.scores(batch, with_entropies=True, with_teachers=True)
+            tokens = batch.learned(scores.logprobs, old, reference, scores.others)
             made = policy_loss(tokens, self.config.loss, self._loss)
             weights = token_weights(batch.lengths, total_tokens, len(trajectories), self.config.loss)
             loss = (made.values * weights[batch.completions]).sum()

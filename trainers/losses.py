@@ -5,13 +5,14 @@ sampled. A loss bounds current / old; `policy_loss` corrects for old / rollout.
 """
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from trainers.settings import DEFAULTS, Aggregation, ImportanceLevel, KlEstimator, LossConfig
+from trainers.settings import DEFAULTS, DISTILLING, Aggregation, ImportanceLevel, KlEstimator, LossConfig
 
 MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 
@@ -29,6 +30,9 @@ class LearnedTokens:
     lengths: torch.Tensor  # int64 [A], tokens
     versions: torch.Tensor  # int64 [M], the version that sampled the token; -1: unknown
     reference_logprobs: torch.Tensor | None = None  # float32 [M]; None without a KL penalty
+    # Of a teacher's K most probable tokens, float32 [M, K]; None without a teacher.
+    teacher_logprobs: torch.Tensor | None = None
+    logprobs_of_teachers: torch.Tensor | None = None  # the current policy's of these tokens, with gradient
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -163,9 +167,41 @@ def sft(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
     return TokenLosses(values=-tokens.logprobs)
 
 
+def divergence(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
+    """The generalised Jensen-Shannon divergence to a teacher, on-policy if the policy has sampled the tokens:
+    beta * KL(teacher || m) + (1 - beta) * KL(current || m), m = beta * teacher + (1 - beta) * current.
+
+    GKD, https://arxiv.org/abs/2306.13649, equation 1; its limits at 0 and 1 are the forward and the reverse
+    KL. The teacher's top K tokens count each, and all others as one, with what is left of either's
+    probability: at most the divergence over the whole vocabulary, and equal to it where K is all of it.
+    """
+    assert tokens.teacher_logprobs is not None and tokens.logprobs_of_teachers is not None
+    teacher, current = _with_tail(tokens.teacher_logprobs), _with_tail(tokens.logprobs_of_teachers)
+    if config.beta in (0.0, 1.0):
+        first, second = (teacher, current) if config.beta == 0.0 else (current, teacher)
+        return TokenLosses(values=_kl(first, second))
+    mixture = torch.logaddexp(current + math.log1p(-config.beta), teacher + math.log(config.beta))
+    return TokenLosses(values=config.beta * _kl(teacher, mixture) + (1 - config.beta) * _kl(current, mixture))
+
+
+MIN_TAIL = 1e-7  # above float32's rounding of 1 - sum
+
+
+def _with_tail(logprobs: torch.Tensor) -> torch.Tensor:
+    """[M, K] -> [M, K + 1]: the last one is of all other tokens."""
+    total = logprobs.logsumexp(-1, keepdim=True).clamp(max=-MIN_TAIL)
+    return torch.cat([logprobs, (-torch.expm1(total)).log()], dim=-1)
+
+
+def _kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """[M, K] -> [M]."""
+    return (logprobs.exp() * (logprobs - other_logprobs)).sum(-1)
+
+
 LOSSES: Mapping[str, Loss] = {
     **dict.fromkeys(DEFAULTS, ppo_clip),
     **{"gspo": gspo, "cispo": cispo, "rloo": rloo, "sft": sft},
+    **dict.fromkeys(DISTILLING, divergence),
 }
 
 
@@ -188,6 +224,8 @@ def load_loss(config: LossConfig) -> Loss:
         lengths=torch.tensor([2, 1]),
         versions=torch.tensor([0, 0, 0]),
         reference_logprobs=logprobs,
+        teacher_logprobs=logprobs[:, None],
+        logprobs_of_teachers=logprobs[:, None].clone().requires_grad_(),
     )
     try:
         made = loss(tokens, config)

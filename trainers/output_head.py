@@ -28,10 +28,11 @@ _Function = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Of learned tokens; both float32 [M]."""
+    """Of learned tokens; float32 [M]."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor | None  # nats, without gradient
+    others: torch.Tensor | None  # log-probabilities of other tokens, [M, K]
 
 
 class OutputHead:
@@ -48,17 +49,20 @@ class OutputHead:
         positions: torch.Tensor,
         targets: torch.Tensor,
         *,
+        others: torch.Tensor | None = None,
         with_entropies: bool = False,
         **inputs: Any,
     ) -> TokenScores:
-        """Log-probabilities of M tokens.
+        """Log-probabilities of M tokens, and of K others in their places.
 
         Args:
             positions: int64 [M], into R * L: where each token is predicted.
             targets: int64 [M].
+            others: int64 [M, K].
             inputs: of the model's forward; `input_ids` is [R, L].
         """
         entropies: list[torch.Tensor] = []
+        asked = targets[:, None] if others is None else torch.cat([targets[:, None], others], dim=1)
 
         def chosen(logits: torch.Tensor, targets: torch.Tensor, part: int) -> torch.Tensor:
             if with_entropies and part == len(entropies):  # not in recomputation
@@ -66,10 +70,14 @@ class OutputHead:
             return self._math.chosen(logits, targets)
 
         if self._is_last:
-            logprobs = self._in_parts(chosen, positions, targets, **inputs)
+            logprobs = self._in_parts(chosen, positions, asked, **inputs)
         else:
-            logprobs = chosen(logits_at(self._model, positions, **inputs), targets, 0)
-        return TokenScores(logprobs=logprobs, entropies=torch.cat(entropies) if with_entropies else None)
+            logprobs = chosen(logits_at(self._model, positions, **inputs), asked, 0)
+        return TokenScores(
+            logprobs=logprobs[:, 0],
+            entropies=torch.cat(entropies) if with_entropies else None,
+            others=None if others is None else logprobs[:, 1:],
+        )
 
     def _in_parts(
         self, chosen: _Function, positions: torch.Tensor, targets: torch.Tensor, **inputs: Any
@@ -83,10 +91,10 @@ class OutputHead:
 
         def parts(hidden: torch.Tensor) -> torch.Tensor:
             hidden = hidden.flatten(0, 1)[positions]
-            return in_parts(part, hidden, targets, self._positions_at_once)[None, :, None]
+            return in_parts(part, hidden, targets, self._positions_at_once)[None]
 
         with replaced(head, parts):
-            logprobs: torch.Tensor = self._model(**inputs, use_cache=False).logits[0, :, 0]
+            logprobs: torch.Tensor = self._model(**inputs, use_cache=False).logits[0]
         return logprobs
 
     @cached_property
@@ -131,7 +139,7 @@ def positions_at_once(vocabulary_size: int, *, compiled: bool, logits: int | Non
 
 
 def in_parts(part: _Function, hidden: torch.Tensor, targets: torch.Tensor, at_once: int) -> torch.Tensor:
-    """`part` of hidden states [M, H], targets [M] and its number, for `at_once` positions at a time, and
+    """`part` of hidden states [M, H], targets [M, K] and its number, for `at_once` positions at a time, and
     again in the backward pass."""
     if len(hidden) <= at_once:
         return part(hidden, targets, 0)
@@ -181,8 +189,8 @@ def _gradient(
     logits: torch.Tensor, sums: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Gradient of log-probabilities, [M, V], in the logits' dtype."""
-    made = (logits.float() - sums[:, None]).exp_().mul_(-gradient[:, None])
-    return made.scatter_add_(1, targets[:, None], gradient[:, None]).to(logits.dtype)
+    made = (logits.float() - sums[:, None]).exp_().mul_(-gradient.sum(1, keepdim=True))
+    return made.scatter_add_(1, targets, gradient).to(logits.dtype)
 
 
 def _gradient_to_compile(
@@ -190,8 +198,8 @@ def _gradient_to_compile(
 ) -> torch.Tensor:
     """The same, fused into one kernel: a scatter needs [M, V] in float32."""
     tokens = torch.arange(logits.shape[1], device=logits.device)
-    chosen = (tokens[None] == targets[:, None]).float()
-    return ((chosen - (logits.float() - sums[:, None]).exp()) * gradient[:, None]).to(logits.dtype)
+    chosen = (tokens[None] == targets).float()
+    return ((chosen - (logits.float() - sums[:, None]).exp()) * gradient).to(logits.dtype)
 
 
 def _entropies(logits: torch.Tensor) -> torch.Tensor:
@@ -211,6 +219,7 @@ class LogitMath:
     entropies: _Function
 
     def chosen(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities [M, K] of targets [M, K]."""
         return _Chosen.apply(logits, targets, self)
 
 
@@ -222,13 +231,15 @@ class _Chosen(torch.autograd.Function):
         sums = math.logsumexp(logits)
         ctx.save_for_backward(logits, sums, targets)
         ctx.math = math
-        return logits.gather(-1, targets[:, None]).squeeze(-1).float() - sums
+        return logits.gather(-1, targets).float() - sums[:, None]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, sums, targets = ctx.saved_tensors
-        return ctx.math.gradient(logits, sums, targets, gradient), None, None
+        of_one = targets.shape[1] == 1
+        made = ctx.math.gradient if of_one else _gradient  # a comparison for each of many would be slower
+        return made(logits, sums, targets, gradient), None, None
 
 
 _EAGER = LogitMath(_logsumexp, _gradient, _entropies_of_parts)

@@ -61,12 +61,18 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "rloo": {"aggregation": Aggregation.CONSTANT, "max_tokens": 1},
     "reinforce_pp": {"aggregation": Aggregation.SEQUENCE},
     "sft": {"importance_cap": None},
+    "forward_kl": {"importance_cap": None, "beta": 0.0},
+    "reverse_kl": {"importance_cap": None, "beta": 1.0},
+    "jsd": {"importance_cap": None},
 }
+DISTILLING = ("forward_kl", "reverse_kl", "jsd")  # to a teacher's log-probabilities
 # Refused, because the loss does not read them.
 UNREAD: Mapping[str, frozenset[str]] = {
     "cispo": frozenset({"clip_low"}),
     "rloo": frozenset({"clip_low", "clip_high"}),
-    "sft": frozenset({"clip_low", "clip_high", "importance_cap", "importance_level"}),
+    **dict.fromkeys(
+        ("sft", *DISTILLING), frozenset({"clip_low", "clip_high", "importance_cap", "importance_level"})
+    ),
 }
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -79,8 +85,8 @@ class LossConfig(_Settings):
     """The loss: which one, clipping, importance weights, the KL penalty."""
 
     name: str = "ppo_clip"
-    """One of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp and sft, which have defaults of
-    their own, or the import path of your own: `package.module:function`."""
+    """One of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp, sft, forward_kl, reverse_kl and
+    jsd, which have defaults of their own, or the import path of your own: `package.module:function`."""
     clip_low: PositiveFloat = 0.2
     """The ratio current / old is clipped below 1 minus this."""
     clip_high: PositiveFloat = 0.2
@@ -98,12 +104,19 @@ class LossConfig(_Settings):
     answers times `max_tokens`)."""
     max_tokens: PositiveInt = 1024
     """Tokens of the longest answer: the divisor of aggregation `constant`."""
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Of `jsd`: 0 is KL(teacher || current), 1 is KL(current || teacher), between them is the generalised
+    Jensen-Shannon divergence."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Read by a loss of your own."""
 
     @property
     def has_rollouts(self) -> bool:
         return self.name != "sft"
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.name in DISTILLING
 
     @model_validator(mode="before")
     @classmethod
@@ -119,7 +132,10 @@ class LossConfig(_Settings):
                 f"'name': expected one of {', '.join(DEFAULTS)}, or package.module:function, "
                 f"got {self.name!r}"
             )
-        for setting in sorted(UNREAD.get(self.name, ())):
+        unread = UNREAD.get(self.name, frozenset())
+        if self.name in DEFAULTS and self.name != "jsd":
+            unread |= {"beta"}
+        for setting in sorted(unread):
             own = DEFAULTS[self.name].get(setting, type(self).model_fields[setting].default)
             if getattr(self, setting) != own:
                 raise ValueError(

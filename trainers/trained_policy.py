@@ -184,15 +184,18 @@ class TrainedPolicy:
     def parameters(self) -> list[torch.nn.Parameter]:
         return list(self.model.parameters()) if self.adapter is None else self.adapter.parameters()
 
-    def scores(self, batch: TokenBatch, *, with_entropies: bool = False) -> TokenScores:
-        """Log-probabilities of the learned tokens, with gradient unless disabled; a drafter can then learn
-        from the same pass."""
+    def scores(
+        self, batch: TokenBatch, *, with_entropies: bool = False, with_teachers: bool = False
+    ) -> TokenScores:
+        """Log-probabilities of the learned tokens, and of a teacher's in their places, with gradient unless
+        disabled; a drafter can then learn from the same pass."""
         drafter = self.drafter if torch.is_grad_enabled() else None
         self.routing.use(batch.routed)
         with self.autocast(), nullcontext() if drafter is None else drafter.recording(), self._seeing(batch):
             return self._head.scores(
                 batch.predictors,
                 batch.targets,
+                others=batch.teacher_token_ids if with_teachers else None,
                 with_entropies=with_entropies,
                 **_inputs(batch, self.pad_token_id),
             )

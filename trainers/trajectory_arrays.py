@@ -13,6 +13,8 @@ image_lengths      integers [K]       bytes of each image file; optional
 image_bytes        integers [B]       all files, concatenated, uint8; each one once
 images             integers [I, 2]    trajectory and file, in the order of the placeholders
 routed_experts     uint8 or uint16 [R, layers, top_k]; optional: ids of `trajectory.RoutedExperts`
+teacher_token_ids  integers [T, top_k]; optional: `trajectory.TeacherLogprobs`
+teacher_logprobs   floats [T, top_k]; optional
 
 The metadata may have `settings`, JSON of `trainers.settings.StepSettings`.
 """
@@ -28,7 +30,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from trainers.trajectory import RoutedExperts, Trajectory, VersionSpan
+from trainers.trajectory import RoutedExperts, TeacherLogprobs, Trajectory, VersionSpan
 
 MEDIA_TYPE = "application/x-safetensors"
 SETTINGS = "settings"  # metadata key
@@ -42,9 +44,12 @@ _ROWS = {
     "weight_versions": ("rows", 4),
     "images": ("rows", 2),
     "routed_experts": ("positions", "layers", "top_k"),
+    "teacher_token_ids": ("tokens", "top_k"),
+    "teacher_logprobs": ("tokens", "top_k"),
 }
 _IMAGES = ("image_lengths", "image_bytes", "images")
 _OPTIONAL = dict.fromkeys(_MASKS, "booleans or integers") | dict.fromkeys((*_ROWS, *_IMAGES), "integers")
+_OPTIONAL["teacher_logprobs"] = "floats"
 
 
 def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) -> bytes:
@@ -82,6 +87,11 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
     if routed and len(routed) == len(trajectories):  # others are from before the engines returned them
         ids = np.frombuffer(b"".join(each.ids for each in routed), routed[0].dtype)
         arrays["routed_experts"] = ids.reshape(-1, routed[0].layers, routed[0].top_k)
+    teachers = [each.teacher for each in trajectories if each.teacher is not None]
+    if len(teachers) == len(trajectories) and len({each.top_k for each in teachers}) == 1:
+        for name, dtype in (("token_ids", np.int32), ("logprobs", np.float32)):
+            values = np.frombuffer(b"".join(getattr(each, name) for each in teachers), dtype)
+            arrays[f"teacher_{name}"] = values.reshape(-1, teachers[0].top_k)
     return save(arrays, None if settings is None else {SETTINGS: settings})
 
 
@@ -124,6 +134,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
     spans = _spans(arrays.get("weight_versions"), count)
     images = _images(arrays, count)
     routed = _routed(arrays.get("routed_experts"), prompt_lengths, lengths)
+    teachers = _teachers(arrays.get("teacher_token_ids"), arrays.get("teacher_logprobs"), lengths)
     return [
         Trajectory(
             prompt_token_ids=prompts[index],
@@ -135,6 +146,7 @@ def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
             constrained=constrained[index],
             images=tuple(images[index]),
             routed_experts=routed[index],
+            teacher=teachers[index],
         )
         for index in range(count)
     ]
@@ -198,6 +210,26 @@ def _routed(ids: Array | None, prompts: Array, lengths: Array) -> list[RoutedExp
     dtype: Any = str(ids.dtype)
     parts = np.split(ids, np.cumsum(positions)[:-1])
     return [RoutedExperts(layers=layers, top_k=top_k, dtype=dtype, ids=part.tobytes()) for part in parts]
+
+
+def _teachers(ids: Array | None, logprobs: Array | None, lengths: Array) -> list[TeacherLogprobs | None]:
+    if ids is None and logprobs is None:
+        return [None] * len(lengths)
+    tokens = sum(lengths.tolist())
+    if ids is None or logprobs is None or ids.shape != logprobs.shape or len(ids) != tokens:
+        shapes = [None if each is None else list(each.shape) for each in (ids, logprobs)]
+        raise ValueError(
+            f"teacher_token_ids, teacher_logprobs: expected both [{tokens}, top_k], got {shapes[0]} and "
+            f"{shapes[1]}"
+        )
+    parts = [
+        np.split(each.astype(dtype), np.cumsum(lengths)[:-1])
+        for each, dtype in ((ids, np.int32), (logprobs, np.float32))
+    ]
+    return [
+        TeacherLogprobs(top_k=ids.shape[1], token_ids=of_ids.tobytes(), logprobs=of_logprobs.tobytes())
+        for of_ids, of_logprobs in zip(*parts, strict=True)
+    ]
 
 
 def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:

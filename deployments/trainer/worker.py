@@ -38,7 +38,7 @@ from trainers.settings import LoraConfig, StepSettings, Strategy
 from trainers.sources import DRAFTER, ParameterSource
 from trainers.step_metrics import Metrics, drift
 from trainers.trained_policy import DTYPES, BaseOf, TrainedPolicy
-from trainers.trajectory import parse_trajectories
+from trainers.trajectory import parse_trajectories, require_teacher
 from trainers.trajectory_arrays import from_bytes, settings_of
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ class TrainerRank:
             given = StepSettings.read(
                 settings_of(trajectories) if isinstance(trajectories, bytes) else settings
             )
-            sampled = given.applied(self._spec.config).loss.has_rollouts
+            loss = given.applied(self._spec.config).loss
+            sampled = loss.has_rollouts
             parsed = parse_trajectories(
                 from_bytes(trajectories, sampled=sampled)
                 if isinstance(trajectories, bytes)
@@ -99,6 +100,8 @@ class TrainerRank:
             )
             check_images(parsed, self._policy.images)
             self._policy.routing.check(parsed)
+            if loss.has_teacher:
+                require_teacher(parsed, loss.name)
             self._learner.apply(given)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error

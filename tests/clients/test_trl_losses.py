@@ -111,6 +111,52 @@ def test_loss_and_gradient_are_trls(trl: tuple[bool, list[dict[str, Any]]], numb
     assert float(expected.abs().max()) > 1e-3
 
 
+BETAS = [0.0, 0.1, 0.5, 1.0]
+
+
+@pytest.fixture(scope="module")
+def gkd() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[dict[str, Any]]]:
+    """Logits of student and teacher, float64 [2, 12, 50], labels, and TRL's losses by `BETAS`."""
+    draw = torch.Generator().manual_seed(5)
+    student, teacher = 3 * torch.randn(2, 2, 12, 50, generator=draw, dtype=torch.float64)
+    labels = torch.randint(0, 50, (2, 12), generator=draw)
+    labels[0, :4] = labels[1, 9:] = -100
+    given = {"student": student.tolist(), "teacher": teacher.tolist(), "labels": labels.tolist()}
+    found: Any = run("trl", "trl_gkd", "", betas=BETAS, **given)
+    return student, teacher, labels, found
+
+
+@pytest.mark.parametrize("number", range(len(BETAS)), ids=map(str, BETAS))
+def test_the_divergence_to_a_teacher_is_gkds(gkd: Any, number: int) -> None:
+    """Where the teacher says its log-probabilities of the whole vocabulary."""
+    student, teacher, labels, theirs = gkd
+    beta = BETAS[number]
+    name = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+    mask, logits = labels != -100, student.clone().requires_grad_()
+    best = teacher[mask].log_softmax(-1).topk(50)
+    none, lengths = torch.zeros(len(best.values)), mask.sum(1)
+    tokens = LearnedTokens(
+        **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), none),
+        completions=torch.arange(2).repeat_interleave(lengths),
+        lengths=lengths,
+        versions=torch.full_like(none, -1, dtype=torch.int64),
+        teacher_logprobs=best.values,
+        logprobs_of_teachers=logits[mask].log_softmax(-1).gather(-1, best.indices),
+    )
+    config = LossConfig(name=name, beta=beta)
+    weights = token_weights(lengths, int(lengths.sum()), 2, config)[tokens.completions]
+    loss = (policy_loss(tokens, config, LOSSES[name]).values * weights).sum()
+    (gradient,) = torch.autograd.grad(loss, logits)
+    expected = torch.tensor(theirs[number]["gradient"], dtype=torch.float64)
+    print(
+        f"{name}, beta {beta}: loss {loss:.8f}, TRL {theirs[number]['loss']:.8f}, "
+        f"gradient {float((gradient - expected).abs().max()):.1e} apart"
+    )
+    assert float(loss.detach()) == pytest.approx(theirs[number]["loss"], abs=1e-6)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-6)
+    assert float(expected.abs().max()) > 1e-3
+
+
 def test_rloos_gradient_is_trls(trl: tuple[bool, list[dict[str, Any]]]) -> None:
     """Without importance weights, which TRL's has none of. The values differ: ours is REINFORCE's."""
     expected = torch.tensor(trl[1][-1]["gradient"], dtype=torch.float64)

@@ -21,9 +21,10 @@ def tokens(
     def tensor(values: list[float] | None, default: list[float]) -> torch.Tensor:
         return torch.tensor(default if values is None else values, dtype=dtype)
 
+    logprobs = tensor(current, []).requires_grad_()
     counts = torch.tensor([len(current)] if lengths is None else lengths)
     return LearnedTokens(
-        logprobs=tensor(current, []).requires_grad_(),
+        logprobs=logprobs,
         old_logprobs=tensor(old, current),
         rollout_logprobs=tensor(rollout, current if old is None else old),
         advantages=tensor(advantages, [1.0] * len(current)),
@@ -31,6 +32,8 @@ def tokens(
         lengths=counts,
         versions=torch.tensor([-1] * len(current) if versions is None else versions),
         reference_logprobs=None if reference is None else tensor(reference, []),
+        teacher_logprobs=tensor(old, current)[:, None],
+        logprobs_of_teachers=logprobs[:, None],
     )
 
 

@@ -19,7 +19,7 @@ from trainers.losses import (
     policy_loss,
     token_weights,
 )
-from trainers.settings import DEFAULTS, Aggregation, KlEstimator, LossConfig
+from trainers.settings import DEFAULTS, DISTILLING, Aggregation, KlEstimator, LossConfig
 from trainers.trained_policy import TrainedPolicy
 
 
@@ -120,7 +120,7 @@ CLIPPED = ("ppo_clip", "grpo", "dr_grpo", "dapo", "reinforce_pp")
 UP, DOWN = math.log(1.5), math.log(0.5)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if name != "sft"])
+@pytest.mark.parametrize("name", [name for name in LOSSES if name not in ("sft", *DISTILLING)])
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name: str) -> None:
     on_policy = tokens([-1.0, -2.0, -3.0], advantages=[1.0, 1.0, -2.0], lengths=[2, 1])
     made = LOSSES[name](on_policy, LossConfig(name=name))
@@ -201,7 +201,7 @@ def test_a_users_loss_that_does_not_fit_is_refused_when_it_is_loaded(function: s
 # -- what a policy learns with each of the losses --------------------------------------------------
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("name", [name for name in DEFAULTS if name not in DISTILLING])
 def test_every_loss_makes_what_it_should_likelier(tmp_path: Path, name: str) -> None:
     policy = tiny.policy(tmp_path)
     before = {t.token_ids: sum(t.logprobs) for t in on_policy(policy, ANSWERS)}

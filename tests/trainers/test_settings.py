@@ -90,7 +90,7 @@ def test_written_settings_are_read_again(name: str) -> None:
 def test_a_loss_that_does_not_exist_is_refused_with_those_that_do() -> None:
     assert problem(LossConfig, name="gpro") == (
         "Value error, 'name': expected one of ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, rloo, "
-        "reinforce_pp, sft, or package.module:function, got 'gpro'"
+        "reinforce_pp, sft, forward_kl, reverse_kl, jsd, or package.module:function, got 'gpro'"
     )
     assert "valid string" in problem(LossConfig, name=3)
     assert LossConfig(name="my.package:loss").name == "my.package:loss"
