@@ -74,27 +74,6 @@ class TeacherLogprobs:
     token_ids: Base64Bytes
     logprobs: Base64Bytes
 
-    def problem(self, tokens: int, vocabulary_size: int) -> str | None:
-        expected = 4 * tokens * self.top_k
-        if not len(self.token_ids) == len(self.logprobs) == expected:
-            return (
-                f"teacher must have {expected} bytes of token_ids and of logprobs, for {self.top_k} at each "
-                f"of {tokens} tokens, got {len(self.token_ids)} and {len(self.logprobs)}"
-            )
-        import numpy as np  # slow to import
-
-        ids = np.sort(np.frombuffer(self.token_ids, np.int32).reshape(tokens, self.top_k))
-        if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary_size:
-            return f"teacher's token ids must lie in [0, {vocabulary_size}), got {ids.min()} to {ids.max()}"
-        if (ids[:, 1:] == ids[:, :-1]).any():
-            return "teacher's token ids at a token must differ, got one twice"
-        logprobs = np.frombuffer(self.logprobs, np.float32).reshape(tokens, self.top_k)
-        if not np.isfinite(logprobs).all():
-            return "teacher's logprobs must be finite numbers, got NaN or infinity"
-        if (total := np.exp(logprobs).sum(1).max(initial=0.0)) > 1.01:  # allows rounding
-            return f"teacher's probabilities at a token must have a sum of at most 1, got {total}"
-        return None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
@@ -177,17 +156,6 @@ def parse_trajectories(
     return trajectories
 
 
-def require_teacher(trajectories: Sequence[Trajectory], loss: str) -> None:
-    """Raises ValueError: not all have a teacher's log-probabilities, of as many tokens."""
-    found = [None if each.teacher is None else each.teacher.top_k for each in trajectories]
-    if None in found or len(set(found)) > 1:
-        other = found.index(None) if None in found else next(i for i, k in enumerate(found) if k != found[0])
-        raise ValueError(
-            f"trajectory {other}: teacher: the loss {loss!r} expects one of each trajectory, with the same "
-            f"top_k, got top_k {found[other]}, and {found[0]} of the first one"
-        )
-
-
 def _describe(value: Any) -> str:
     return "an empty list" if value == [] else f"{type(value).__name__} {str(value)[:40]!r}"
 
@@ -234,7 +202,4 @@ def problems(trajectory: Trajectory, *, vocabulary_size: int, max_length: int | 
             f"routed_experts must have {len(trajectory) - 1} * {routed.position_bytes} bytes of ids, for "
             f"each position of prompt and completion but the last one, got {len(routed.ids)}"
         )
-    teacher = trajectory.teacher
-    if teacher is not None and (problem := teacher.problem(count, vocabulary_size)) is not None:
-        found.append(problem)
     return found

@@ -37,8 +37,9 @@ from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LoraConfig, StepSettings, Strategy
 from trainers.sources import DRAFTER, ParameterSource
 from trainers.step_metrics import Metrics, drift
+from trainers.teachers import check_teachers
 from trainers.trained_policy import DTYPES, BaseOf, TrainedPolicy
-from trainers.trajectory import parse_trajectories, require_teacher
+from trainers.trajectory import parse_trajectories
 from trainers.trajectory_arrays import from_bytes, settings_of
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ class TrainerRank:
             )
             check_images(parsed, self._policy.images)
             self._policy.routing.check(parsed)
-            if loss.has_teacher:
-                require_teacher(parsed, loss.name)
+            check_teachers(parsed, loss, self._policy.vocabulary_size)
             self._learner.apply(given)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error

@@ -15,8 +15,9 @@ from trainers.batching import collate
 from trainers.learner import Learner
 from trainers.losses import LearnedTokens, divergence
 from trainers.settings import LossConfig, OptimizerConfig
+from trainers.teachers import check_teachers
 from trainers.trained_policy import TrainedPolicy
-from trainers.trajectory import TeacherLogprobs, Trajectory, parse_trajectories, require_teacher
+from trainers.trajectory import TeacherLogprobs, Trajectory, parse_trajectories
 from trainers.trajectory_arrays import from_bytes, to_bytes
 
 LOSSES = [LossConfig(name="forward_kl"), LossConfig(name="reverse_kl"), LossConfig(name="jsd", beta=0.3)]
@@ -143,7 +144,9 @@ ONE = replace(tiny.trajectory((3, 4), (5, 6, 1)), teacher=TEACHER)
 
 
 def parse(entry: Any) -> list[Trajectory]:
-    return parse_trajectories([entry], vocabulary_size=40, max_length=64)
+    parsed = parse_trajectories([entry], vocabulary_size=40, max_length=64)
+    check_teachers(parsed, LossConfig(), 40)
+    return parsed
 
 
 def as_json(**changed: object) -> dict[str, object]:
@@ -174,13 +177,13 @@ def test_a_teacher_is_read_as_it_was_written() -> None:
     [
         (
             {"top_k": 3},
-            "teacher must have 36 bytes of token_ids and of logprobs, for 3 at each of 3 tokens, got 24",
+            "trajectory 0: teacher: expected 36 bytes .* for 3 at each of 3 tokens, got 24",
         ),
         ({"top_k": 0}, "teacher.top_k: Input should be greater than or equal to 1"),
         ({"token_ids": np.full(6, 40, np.int32).tobytes()}, r"must lie in \[0, 40\), got 40 to 40"),
         ({"token_ids": np.full(6, 7, np.int32).tobytes()}, "must differ, got one twice"),
         ({"logprobs": np.full(6, np.nan, np.float32).tobytes()}, "must be finite numbers, got NaN"),
-        ({"logprobs": np.zeros(6, np.float32).tobytes()}, "must have a sum of at most 1, got 2.0"),
+        ({"logprobs": np.zeros(6, np.float32).tobytes()}, "must have a sum of at most 1, got 2.000"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused(changed: dict[str, object], message: str) -> None:
@@ -189,11 +192,12 @@ def test_a_teacher_that_does_not_fit_is_refused(changed: dict[str, object], mess
 
 
 def test_a_loss_without_a_teacher_says_of_which_trajectory() -> None:
-    require_teacher([ONE, ONE], "jsd")
+    check_teachers([ONE, ONE], LossConfig(name="jsd"), 40)
+    check_teachers([ONE, replace(ONE, teacher=None)], LossConfig(), 40)
     with pytest.raises(
-        ValueError, match=r"trajectory 1: teacher: the loss 'jsd' expects .* got top_k None, and 2"
+        ValueError, match=r"trajectory 1: teacher: the loss 'jsd' expects .* got none, and 2 of"
     ):
-        require_teacher([ONE, replace(ONE, teacher=None)], "jsd")
+        check_teachers([ONE, replace(ONE, teacher=None)], LossConfig(name="jsd"), 40)
 
 
 def test_arrays_of_a_teacher_belong_together() -> None:
