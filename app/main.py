@@ -249,6 +249,7 @@ def _router(
         tokens,
         args.weights.allow_pickled_ipc_over_http,
         args.checkpoint_roots,
+        args.security.urls,
     )
 
 

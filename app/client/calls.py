@@ -52,7 +52,7 @@ def adapters() -> Call[Sequence[AdapterStatus]]:
 
 
 def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
-    """Publish a checkpoint directory that is visible on every replica's host."""
+    """Publish a checkpoint directory that is visible on every replica's host, or what is at a URL."""
     body = {"path": path} if label is None else {"path": path, "label": label}
     return Call(method="POST", path="/fleet/publish", body=body, read=typed(RoundReport), repeatable=False)
 

@@ -1,6 +1,7 @@
 """The command line. Commands import what they need, so that `slipstream --help` is fast."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -198,16 +199,38 @@ def chat(
 
 @cli.command()
 def publish(
-    path: Annotated[Path, typer.Argument(help="a checkpoint directory that every replica's host can read")],
+    path: Annotated[
+        str, typer.Argument(help="a checkpoint directory that every replica's host can read, or a URL")
+    ],
     label: Annotated[str | None, typer.Option(help="your own name for the version")] = None,
     url: Url = LOCAL_URL,
 ) -> None:
-    """Serve the weights of a checkpoint directory."""
+    """Serve the weights of a checkpoint directory, or of a URL."""
     from app.client import calls
     from app.command import asking
 
-    call = calls.publish_directory(os.path.abspath(path), label)  # the fleet follows symbolic links
+    place = path if "://" in path else os.path.abspath(path)  # the fleet follows symbolic links
+    call = calls.publish_directory(place, label)
     asking.run(url, call, f"publishing {path}")
+
+
+@cli.command()
+def upload(
+    directory: Annotated[Path, typer.Argument(help="a checkpoint")],
+    parent: Annotated[str, typer.Argument(help="a URL, below which it gets the directory's name")],
+    base: Annotated[
+        Path | None,
+        typer.Option(help="a checkpoint that was uploaded there before: what differs from it is uploaded"),
+    ] = None,
+) -> None:
+    """Copy a checkpoint to S3, GCS or another store, for `slipstream publish`. Prints its URL."""
+    from deployments.weights.store.uploads import upload
+
+    try:
+        print(upload(directory.absolute(), parent, None if base is None else base.absolute()))
+    except (ValueError, OSError) as error:
+        print(f"slipstream: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
 
 
 @cli.command()

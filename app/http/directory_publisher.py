@@ -4,14 +4,19 @@
     replica                                                    reads part 1 from disk, compares, stages
 
 The router digests the next part while replicas read the current one. A stored version must match the digests
-in its manifest; file digests alone would accept bit rot.
+in its manifest; file digests alone would accept bit rot. What is at a URL is downloaded into the store first,
+without a lease.
 """
 
 import asyncio
+import fcntl
+import os
 import secrets
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -21,31 +26,44 @@ from deployments.calls.rpc import CallHandle
 from deployments.protocol import errors
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.weights.store.checkpoint_files import PART_BYTES, Checkpoint, stated
+from deployments.weights.store.uploads import allowed, download
+from deployments.weights.store.versions import Store
 
 DISK_S = 120.0
+DOWNLOAD_S = 1800.0
+INCOMING = "incoming"  # in the store
+LOCK = ".lock"  # held while a directory is downloaded and published
 
 T = TypeVar("T")
 
 
 class DirectoryPublisher:
-    """Publishes one directory at a time, below one of `roots`. `disk_s`: deadline for all headers, and for
-    each part."""
+    """Publishes one directory at a time.
+
+    Args:
+        roots: directories below which it may be; the first one is the fleet's store.
+        urls: below which it may be elsewhere.
+        disk_s: deadline for all headers, and for each part.
+    """
 
     def __init__(
         self,
         controller: CallHandle,
         roots: Sequence[Path],
+        urls: Sequence[str] = (),
         *,
         part_bytes: int = PART_BYTES,
         disk_s: float = DISK_S,
     ) -> None:
         self._controller = controller
         self._roots = tuple(roots)
+        self._urls = tuple(urls)
         self._part_bytes = part_bytes
         self._disk = DiskThread(disk_s)
+        self._network = DiskThread(DOWNLOAD_S)
 
     async def publish(self, path: str, label: str | None) -> RoundReport:
-        """Publish the weights in a directory as the next version.
+        """Publish the weights in a directory, or at a URL, as the next version.
 
         Raises:
             InvalidRequest: the directory is outside the roots, incomplete, of another model, has NaNs or is
@@ -54,6 +72,21 @@ class DirectoryPublisher:
             RoundAborted: files changed meanwhile, replicas read different bytes, or a disk hangs.
             TransferAborted: controller or lease was lost; try again.
         """
+        if "://" not in path:
+            return await self._publish(path, label)
+        async with self._downloaded(path) as directory:
+            return await self._publish(str(directory), label)
+
+    @asynccontextmanager
+    async def _downloaded(self, url: str) -> AsyncIterator[Path]:
+        incoming = partial(Incoming, url, self._urls, self._roots[0])
+        found = await self._network.run(incoming, url)
+        try:
+            yield found.directory
+        finally:
+            await asyncio.shield(asyncio.to_thread(found.remove))
+
+    async def _publish(self, path: str, label: str | None) -> RoundReport:
         try:
             async with PublishSession(self._controller, f"directory {secrets.token_hex(4)}") as session:
                 await session.acquire()
@@ -107,6 +140,43 @@ class DirectoryPublisher:
             raise errors.RoundAborted(
                 f"{changed}; publish it again once it is complete ({error.message})", error.detail
             ) from error
+
+
+class Incoming:
+    """A directory in the store with the checkpoint of a URL, until `remove`. Blocks while it is downloaded.
+    Raises ValueError or OSError."""
+
+    def __init__(self, url: str, urls: Sequence[str], store: Path) -> None:
+        source = allowed(url, urls)
+        parent = store / INCOMING
+        parent.mkdir(exist_ok=True)
+        remove_left(parent)
+        self.directory = parent / secrets.token_hex(8)
+        self.directory.mkdir()
+        self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            download(source, self.directory, Store(store))
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_left(parent: Path) -> None:
+    """What routers that were killed have left."""
+    for lock in parent.glob(f"*/{LOCK}"):
+        with suppress(OSError):  # it is in use
+            descriptor = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 class DiskThread:

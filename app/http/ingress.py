@@ -80,6 +80,7 @@ class Ingress:
         tokens: Tokens,
         allow_pickled_ipc: bool,
         checkpoint_roots: Sequence[Path] = (),
+        checkpoint_urls: Sequence[str] = (),
     ) -> None:
         self._router, self._limits = Router(rollout, limits), limits
         guard = Guard(tokens)
@@ -91,6 +92,7 @@ class Ingress:
             None if trainer is None else CallHandle(trainer),
             scrape=self._router.metrics,
             checkpoint_roots=checkpoint_roots,
+            checkpoint_urls=checkpoint_urls,
             allow_pickled_ipc=allow_pickled_ipc,
             max_body_bytes=limits.max_body_bytes,
         )
@@ -114,6 +116,7 @@ def build_app(
     *,
     scrape: Scrape,
     checkpoint_roots: Sequence[Path] = (),
+    checkpoint_urls: Sequence[str] = (),
     allow_pickled_ipc: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
@@ -138,7 +141,7 @@ def build_app(
     state = app.state
     state.guard, state.max_body_bytes, state.allow_pickled_ipc = guard, max_body_bytes, allow_pickled_ipc
     state.controller, state.trainer, state.scrape = controller, trainer, scrape
-    state.directories = DirectoryPublisher(controller, checkpoint_roots)
+    state.directories = DirectoryPublisher(controller, checkpoint_roots, checkpoint_urls)
     state.description = Description(router, guard.asks)
     return app
 

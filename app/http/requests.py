@@ -42,7 +42,7 @@ class VllmBody(BaseModel):
 
 class PublishDirectoryBody(OwnBody):
     path: str = Field(min_length=1)
-    """Absolute, below one of `security.checkpoint_roots`, on every replica's host."""
+    """Absolute, on every replica's host, or a URL; below one of `security.checkpoint_roots`."""
     label: str | None = None
     """A name beside the version's number."""
 

@@ -122,14 +122,14 @@ class AppConfig(Section):
     @property
     def checkpoint_roots(self) -> tuple[Path, ...]:
         """Checkpoints below these may be published; includes the store, for rollbacks."""
-        return (self.store_path, *self.security.checkpoint_roots)
+        return (self.store_path, *self.security.directories)
 
     @property
     def adapter_roots(self) -> tuple[Path, ...]:
         """Adapters below these may be loaded; includes the trainer's own."""
         trains = self.trainer is not None and self.trainer.published_adapter is not None
         own = (adapter_directory(self.store_path),) if trains else ()
-        return (*own, *self.security.checkpoint_roots)
+        return (*own, *self.security.directories)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -375,6 +375,9 @@ def _own_store_rules(config: AppConfig) -> Iterator[str]:
         yield expected("store.shared", "true with a drafter that has a checkpoint", "false", reason)
     if config.weights.staging is StagingMode.NONE:
         yield expected("store.shared", "true with 'weights.staging: none'", "false", "replicas keep nothing")
+    if config.security.urls:
+        reason = "the router downloads what every replica reads"
+        yield expected("store.shared", "true with a URL in 'security.checkpoint_roots'", "false", reason)
 
 
 def _lora_rules(config: AppConfig) -> Iterator[str]:

@@ -24,9 +24,21 @@ def _absolute(path: Path) -> Path:
         raise ValueError(f"expected a directory, got {path}: no such user") from error
 
 
+def _root(text: str) -> str:
+    if "://" not in text:
+        return str(_absolute(Path(text)))
+    if not _URL.fullmatch(text):
+        raise ValueError(  # without the URL, which may have a password
+            "'security.checkpoint_roots': expected URLs as s3://bucket/run, without credentials or a query"
+        )
+    return text.rstrip("/")
+
+
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+CheckpointRoot = Annotated[str, AfterValidator(_root)]
 OPERATOR_VARIABLE, USER_VARIABLE = "SLIPSTREAM_TOKEN", "SLIPSTREAM_USER_TOKEN"
 MIN_CHARACTERS = 16
+_URL = re.compile(r"[a-z0-9]+://[^\s?#*\\@:]+(:\d+)?(/[^\s?#*\\@:]+)*/?")  # no credentials: Serve shows it
 _TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces, for headers and URLs
 
 
@@ -53,10 +65,19 @@ class SecurityConfig(Section):
     """The operator's tokens, one a line. None: the environment variable SLIPSTREAM_TOKEN."""
     user_token_file: AbsolutePath | None = None
     """The users' tokens. None: the variable SLIPSTREAM_USER_TOKEN. Without both users need none."""
-    checkpoint_roots: tuple[AbsolutePath, ...] = ()
-    """Directories below which an operator may publish checkpoints, beside the fleet's own store, and load
-    adapters. Every host of the fleet must see them at the same path. Anyone who can write there decides what
-    the fleet serves."""
+    checkpoint_roots: tuple[CheckpointRoot, ...] = ()
+    """Directories and URLs (`s3://bucket/run`, `https://host/run`) below which an operator may publish
+    checkpoints, beside the fleet's own store; adapters are loaded from directories only. Every host of the
+    fleet must see the directories at the same path. Anyone who can write there decides what the fleet
+    serves."""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return tuple(Path(root) for root in self.checkpoint_roots if "://" not in root)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(root for root in self.checkpoint_roots if "://" in root)
 
     def tokens(self, environment: Mapping[str, str] = os.environ, *, host: str | None = None) -> Tokens:
         """Read the tokens; `host` is where Serve listens, or None. Raises ConfigError: a wrong token or file,

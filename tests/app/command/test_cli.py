@@ -11,7 +11,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from app.client import calls
@@ -239,6 +241,21 @@ def test_a_directory_is_published_and_the_rounds_progress_is_shown(
     assert posted == [("POST", "/fleet/publish", "Bearer s3cret", body)]
     assert ": open, 4.2 MB of 10.5 MB, " in result.stderr, result.stderr
     assert ": committing, 10.5 MB of 10.5 MB, " in result.stderr
+
+
+def test_what_is_uploaded_is_published_by_its_url(url: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-4"
+    checkpoint.mkdir()
+    parent = f"file://{tmp_path}/bucket"
+    result = CliRunner().invoke(cli, ["upload", str(checkpoint), parent])
+    assert result.exit_code == 1
+    assert result.stderr == (f"slipstream: {checkpoint} must have *.safetensors files, and has none\n")
+    save_file({"w": np.arange(6.0)}, checkpoint / "model.safetensors")
+    result = CliRunner().invoke(cli, ["upload", str(checkpoint), parent])
+    assert (result.exit_code, result.stdout) == (0, f"{parent}/checkpoint-4\n")
+    assert CliRunner().invoke(cli, ["publish", result.stdout.strip(), "--url", url]).exit_code == 0
+    posted = [each for each in Fleet.requests if each[0] == "POST"]
+    assert posted == [("POST", "/fleet/publish", "Bearer s3cret", {"path": f"{parent}/checkpoint-4"})]
 
 
 @pytest.mark.parametrize(("argument", "sent"), [("3", 3), ("auto", "auto")])

@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import ActorDiedError
 from safetensors.torch import save_file
 
-from app.http.directory_publisher import DirectoryPublisher, DiskThread
+from app.http.directory_publisher import INCOMING, LOCK, DirectoryPublisher, DiskThread
 from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
@@ -21,6 +21,7 @@ from deployments.protocol.errors import (
     TransferAborted,
 )
 from deployments.protocol.poll import Check, FilePart, Outcome, Receive, Verify
+from deployments.weights.store.uploads import upload
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
@@ -223,3 +224,45 @@ async def test_disk_error_is_an_invalid_request(error: Exception) -> None:
 
     with pytest.raises(InvalidRequest):
         await DiskThread(5.0).run(read, "/nfs")
+
+
+# -- a URL ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uploaded(tmp_path: Path, directory: Path) -> str:
+    return upload(directory, f"file://{tmp_path}/bucket")
+
+
+async def test_what_is_at_a_url_becomes_a_version_and_no_copy_stays(
+    fleet: Fleet, directory: Path, tmp_path: Path, uploaded: str
+) -> None:
+    urls = [f"file://{tmp_path}/bucket"]
+    publisher = DirectoryPublisher(Handle(fleet.controller), [directory.parent], urls)  # type: ignore[arg-type]
+    incoming = directory.parent / INCOMING
+    left = incoming / "of-a-router-that-was-killed"
+    left.mkdir(parents=True)
+    (left / LOCK).touch()
+    report = await publisher.publish(uploaded, "step-3")
+    assert (report.version, report.label, report.phase) == (1, "step-3", "committed")
+    for replica_id in fleet.replicas:
+        stated = {
+            n: d for part in parts(fleet, replica_id) for n, d in zip(part.names, part.digests, strict=True)
+        }
+        assert stated == {name: f"{digest(tensor):016x}" for name, tensor in TENSORS.items()}
+    assert list(incoming.iterdir()) == []
+
+
+async def test_a_url_that_cannot_be_published_opens_no_round_and_leaves_nothing(
+    fleet: Fleet, directory: Path, tmp_path: Path, uploaded: str
+) -> None:
+    publisher = DirectoryPublisher(Handle(fleet.controller), [directory.parent])  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^path: expected a URL below one of \[\]"):
+        await publisher.publish(uploaded, None)
+    urls = [f"file://{tmp_path}/bucket"]
+    publisher = DirectoryPublisher(Handle(fleet.controller), [directory.parent], urls)  # type: ignore[arg-type]
+    (tmp_path / "bucket" / "model" / "model.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match=f"^{uploaded}: FileNotFoundError"):
+        await publisher.publish(uploaded, None)
+    assert list((directory.parent / INCOMING).iterdir()) == []
+    assert await fleet.controller.rounds() == []

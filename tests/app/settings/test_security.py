@@ -78,3 +78,15 @@ def test_checkpoints_may_be_published_from_the_store_and_what_is_named(tmp_path:
     assert config.checkpoint_roots == (tmp_path / "store", Path("/data/run 1"), Path.cwd() / "relative")
     with pytest.raises(ConfigError, match=r"security\.checkpoint_roots"):
         parse_config({"model": "m", "security": {"checkpoint_roots": "/data"}})
+
+
+def test_a_url_below_which_checkpoints_may_be_published_is_no_directory(tmp_path: Path) -> None:
+    security = {"checkpoint_roots": ["s3://bucket/run/", "/data", "http://host:9000/run"]}
+    config = parse_config({"model": "m", "state_dir": str(tmp_path), "security": security})
+    assert config.security.urls == ("s3://bucket/run", "http://host:9000/run")
+    assert config.checkpoint_roots == (tmp_path / "store", Path("/data"))
+    for root in ("s3://", "https://user:secret@host/run", "s3://bucket/a::file:///", "https://host/run?a=1"):
+        with pytest.raises(ConfigError, match=r"security\.checkpoint_roots': expected URLs as s3"):
+            parse_config({"model": "m", "security": {"checkpoint_roots": [root]}})
+    with pytest.raises(ConfigError, match=r"'store\.shared': expected true with a URL"):
+        parse_config({"model": "m", "security": security, "store": {"shared": False}})
