@@ -138,7 +138,7 @@ def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
 def _controller(args: AppConfig) -> Application:
     replicas = ServeReplicas(ROLLOUT)
     return _single("controller", Controller, max_ongoing_requests=UNLIMITED).bind(
-        config=args.weights.ledger(shared_store=args.store.shared),
+        config=args.ledger,
         model=model_name(args.model),
         state_dir=str(args.state_dir),
         store_dir=str(args.store_path),
@@ -146,7 +146,6 @@ def _controller(args: AppConfig) -> Application:
         adapter_roots=args.adapter_roots,
         rollouts=args.rollouts,
         max_versions=args.store.keep,
-        outside_versions=args.store.outside_versions,
         is_alive=replicas.exists,
         kill=replicas.kill,
         size=args.fleet_size,
@@ -187,7 +186,7 @@ def _rollout(args: AppConfig, model: str, controller: Application, slots: Applic
         drain_s=args.engine.drain_timeout_s,
         slots=slots,
         cores_shared_by=args.engine.most_replicas if args.device is Device.CPU else None,
-        host_store=None if args.store.shared else (str(args.store_path), args.store.keep),
+        store=(str(args.store_path), None if args.store.shared else args.store.keep),
     )
 
 

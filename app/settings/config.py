@@ -19,7 +19,7 @@ from app.settings.section import ConfigError, Device, Placement, Section, expect
 from app.settings.security import AbsolutePath, SecurityConfig
 from app.settings.weights import StagingMode, WeightsConfig, Wire, quoted
 from deployments.protocol.adapters import MAX_NAME, is_name
-from deployments.protocol.ledger_config import AdapterLimits, SizeLimits
+from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.rollouts import RolloutLimits
 from deployments.trainer.spec import adapter_directory
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu, Transport
@@ -100,6 +100,12 @@ class AppConfig(Section):
     @property
     def public_model_name(self) -> str:
         return self.model if self.served_model_name is None else self.served_model_name
+
+    @property
+    def ledger(self) -> LedgerConfig:
+        return self.weights.ledger(
+            shared_store=self.store.shared, outside_versions=self.store.outside_versions
+        )
 
     @property
     def fleet_size(self) -> SizeLimits:

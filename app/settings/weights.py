@@ -75,7 +75,7 @@ class WeightsConfig(RoundConfig):
     def effective_staging_share(self) -> float:
         return self.transport_record.staging_share if self.staging_share is None else self.staging_share
 
-    def ledger(self, *, shared_store: bool = True) -> LedgerConfig:
+    def ledger(self, **store: bool) -> LedgerConfig:
         settings = self.model_dump(include=set(RoundConfig.model_fields))
         # A lease must not expire before the membership of a replica does.
-        return LedgerConfig(**settings, lease_s=2 * self.heartbeat_timeout_s, shared_store=shared_store)
+        return LedgerConfig(**settings, lease_s=2 * self.heartbeat_timeout_s, **store)

@@ -51,7 +51,6 @@ class Controller:
         kill: kills the process of a replica that is lost because it hangs.
         adapter_roots: directories below which adapters may be loaded.
         rollouts: None: no rollout is captured.
-        outside_versions: whether replicas write the versions that their publisher does not write.
         poll_s: how long a poll without updates waits.
         silent_s: the process of a replica that has not polled for this long is looked up; more than `poll_s`.
         clock: seconds, monotonic.
@@ -75,7 +74,6 @@ class Controller:
         adapter_roots: Sequence[Path] = (),
         rollouts: RolloutLimits | None = None,
         max_versions: int = 3,
-        outside_versions: bool = True,
         poll_s: float = 1.0,
         silent_s: float = 2.0,
         tick_s: float = 0.5,
@@ -84,7 +82,7 @@ class Controller:
         hold_claim: Callable[[Path], int | None] = hold_claim,
     ) -> None:
         self._config = config
-        self._ledger = Ledger(config, store_dir if outside_versions else None, size, adapters)
+        self._ledger = Ledger(config, size, adapters)
         self._poll_s = poll_s
         self._keeper = StoreKeeper(
             Store(Path(store_dir)), self._ledger, Path(state_dir), max_versions, hold_claim

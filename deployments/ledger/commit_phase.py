@@ -184,11 +184,10 @@ def _drain(state: State, current: Round, member: Member) -> None:
 
 def _send_commit(state: State, current: Round, member: Member) -> None:
     keep = None
-    if not state.config.shared_store:
+    if state.retains(current):
         keep = WriteVersion(
             version=current.version,
             label=current.label,
-            directory="",
             fleet_id=state.fleet_id,
             digest=current.digest,
         )

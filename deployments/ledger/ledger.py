@@ -59,7 +59,6 @@ class Ledger:
     def __init__(
         self,
         config: LedgerConfig | None = None,
-        store_dir: str | None = None,
         size: SizeLimits = FIXED,
         adapters: AdapterLimits | None = None,
     ) -> None:
@@ -67,7 +66,6 @@ class Ledger:
             config=LedgerConfig() if config is None else config,
             size_limits=size,
             adapter_limits=AdapterLimits() if adapters is None else adapters,
-            store_dir=store_dir,
             desired=DesiredReplicas(wanted=size.wanted),
         )
 
@@ -408,7 +406,7 @@ class Ledger:
             publisher_session.bring_in(state)
             adapter_loads.advance(state)
             admission.advance(state)
-            stored_versions.advance(state)
+            stored_versions.advance_refusals(state)
 
 
 def _member(member: Member, now: float) -> MemberStatus:

@@ -74,7 +74,7 @@ def open_round(state: State, publisher: str, options: RoundOptions) -> int:
         commit=config.commit,
         kv_cache=config.kv_cache,
         in_flight=config.in_flight,
-        persist=options.persist and state.store_dir is not None,
+        persist=options.persist and state.config.outside_versions,
         file_bytes=options.file_bytes,
     )
     commit_phase.enter(state, state.round, RoundPhase.OPEN)
@@ -123,7 +123,6 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
     current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
     members = current.remaining()
     call = membership.expect(state, Receive.name, members, on_complete=_answered, round_id=round_id)
-    retain = current.persist or not state.config.shared_store
 
     def queue() -> None:
         for member in current.remaining():
@@ -131,7 +130,7 @@ def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingC
                 body = Receive(
                     round_id=round_id,
                     payload=parts[member],
-                    retain_version=current.version if retain else None,
+                    retain_version=current.version if state.retains(current) else None,
                     in_flight=current.in_flight,
                 )
                 membership.queue(state, member, body, call)

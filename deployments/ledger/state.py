@@ -39,6 +39,7 @@ from deployments.protocol.poll import (
     KvCache,
     Outcome,
     Staged,
+    StoreResult,
     Swapped,
 )
 from deployments.protocol.publishing import Lease, RoundReport
@@ -87,6 +88,7 @@ class Member:
     was_serving: bool = False  # before the controller restarted
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
+    store_result: StoreResult | None = None
     endpoint: ReplicaEndpoint | None = None
     initial: InitialWeights | None = None  # what it loaded as version 0
     loading_version: int | None = None  # reported; an earlier controller may have told it to
@@ -385,16 +387,6 @@ class Refusal:
     since: float
 
 
-@dataclass(slots=True, kw_only=True)
-class StoreWrite:
-    version: int = 0
-    writer: Member | None = None  # None: not assigned
-    due: float = 0.0
-    failed: dict[str, str] = field(default_factory=dict)  # replica id -> why
-    retry_at: float | None = None  # None: not given up
-    problem: str | None = None
-
-
 # -- adapters ---------------------------------------------------------------------------------
 
 
@@ -476,7 +468,6 @@ class State:
     config: LedgerConfig
     size_limits: SizeLimits
     adapter_limits: AdapterLimits
-    store_dir: str | None  # None: replicas write no versions
     desired: DesiredReplicas
     now: float = 0.0
     wall: float = 0.0  # `now` + `wall` is seconds since 1970
@@ -513,7 +504,6 @@ class State:
     durable_engine_state: EngineState = ()  # what a successor would recover
     operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)
     refusals: dict[str, Refusal] = field(default_factory=dict)  # incarnation -> refusal
-    store_write: StoreWrite = field(default_factory=StoreWrite)
     unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
     adapters: AdapterLoads = field(default_factory=AdapterLoads)
     proof: Proof = field(default_factory=Proof)
@@ -549,6 +539,10 @@ class State:
         """The committed version, if a replica has to write it to the store and none has."""
         pending = self.persist and self.stored_version < self.committed_version
         return self.committed_version if pending else None
+
+    def retains(self, current: Round) -> bool:
+        """Whether replicas retain a round's tensors until they are in a store."""
+        return current.persist or not self.config.shared_store
 
     def digest_of(self, version: int) -> str | None:
         reports = (each for each in reversed(self.history) if each.version == version)
@@ -604,6 +598,5 @@ class State:
         for drain in self.drains:
             drain.due += stalled_s
         self.publisher.expires += stalled_s
-        self.store_write.due += stalled_s
         if self.proof.due is not None:
             self.proof.due += stalled_s

@@ -104,10 +104,10 @@ class LedgerConfig(RoundConfig):
 
     lease_s: float = Field(default=60.0, gt=0)
     shared_store: bool = True  # False: each host has a store of its own
+    outside_versions: bool = True  # replicas write versions whose publisher does not
     # Constants; tests make them shorter.
     call_timeout_s: float = Field(default=60.0, gt=0)
     proof_timeout_s: float = Field(default=90.0, gt=0)  # for scores, since the version's first ones
 
-    store_timeout_s: float = Field(default=600.0, gt=0)  # writing a version that only replicas hold
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
     grace_s: float = Field(default=5.0, ge=0)  # a replica may report its own timeout before it is fenced

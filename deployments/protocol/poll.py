@@ -122,7 +122,7 @@ class Commit:
     hold: bool  # stay paused after the swap until RELEASE (`commit: together`)
     kv_cache: KvCache
     in_flight: InFlight
-    keep: "WriteVersion | None" = None  # None: all hosts see one store
+    keep: "WriteVersion | None" = None  # None: nothing is retained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,22 +163,12 @@ class RunOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteVersion:
-    """Start writing a retained version to the store; reports carry the result."""
+    """Write a retained version to the store; reports carry the result."""
 
-    name: ClassVar[str] = "store"
     version: int
     label: str | None
-    directory: str  # empty: the host's own store, which one replica of each host writes
     fleet_id: str
     digest: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
-    """Free a retained version, which is in the store."""
-
-    name: ClassVar[str] = "forget"
-    version: int
 
 
 Body = (
@@ -192,8 +182,6 @@ Body = (
     | Drop
     | CatchUp
     | RunOperation
-    | WriteVersion
-    | Forget
     | LoadAdapter
     | SetAdapters
 )

@@ -1,7 +1,7 @@
-"""A host's own store, where the hosts of a fleet share none (`store.shared: false`).
+"""The store as the replicas of one host see it. Of those that see the same one, the one with its lock writes.
 
-One replica of each host writes what the fleet commits. Every replica gives the files of its host's versions
-to those that start where they are missing:
+Where hosts share none (`store.shared: false`), every replica gives the files of its host's versions to those
+that start where they are missing:
 
     GET /slipstream/versions/12                      names and sizes of its files
     GET /slipstream/versions/12/model.safetensors    bytes, or a range of them
@@ -21,15 +21,15 @@ from pydantic import TypeAdapter
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.poll import CatchUp, JoinAnswer
+from deployments.protocol.poll import CatchUp, JoinAnswer, WriteVersion
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 from deployments.weights.store.checkpoint_files import check_files
-from deployments.weights.store.owner import own
+from deployments.weights.store.owner import check_owner, own
 from deployments.weights.store.versions import DirectoryLock, Store
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
-WRITER = ".writer"  # locked by the replica that writes
+WRITER = ".writer"  # locked by the replica that writes; its kernel unlocks it when the process exits
 PIECE_BYTES = 1 << 20  # a token waits for one piece at most
 SILENCE_S = 10.0  # of a holder; then the next one is asked
 QUIET_S = 60.0  # without a byte of any holder: a version is stored some time after its commit
@@ -42,29 +42,40 @@ logger = serve_logger()
 
 
 class HostStore:
-    """The store at this path of this host. `keep`: versions that stay."""
+    """`keep`: versions that stay in a store of this host's own; None: hosts share it, and the controller
+    removes old ones."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int | None) -> None:
         self.directory = directory
         self._store = Store(directory)
         self._keep = keep
-        self._lock: int | None = None  # held until this process exits
 
-    def prepare(self, fleet_id: str) -> bool:
-        """Whether this replica is the one that writes here; then versions that are too old are removed.
-        Blocks. Raises OSError: it cannot be written, or JournalError: it belongs to another fleet."""
-        own(self.directory, fleet_id)
-        if self._lock is None:
-            descriptor = os.open(self.directory / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                return False
-            self._lock = descriptor
-        for version in self._store.list()[: -self._keep]:
+    def find(self, wanted: WriteVersion) -> str | None:
+        """The directory of a version, once it is complete. Blocks."""
+        with suppress(OSError, ValueError):
+            found = self._store.manifest_of(wanted.version)
+            if found.fleet_id == wanted.fleet_id and wanted.digest in (None, found.digest):
+                return str(self._store.path_of(wanted.version))
+        return None
+
+    def lock(self, fleet_id: str) -> int | None:
+        """A descriptor: until it is closed, no other replica writes here; None: another one does. Blocks.
+        Raises OSError: the store cannot be written, or JournalError: it is not this fleet's."""
+        if self._keep is None:
+            check_owner(self.directory, fleet_id)
+        else:
+            own(self.directory, fleet_id)
+        descriptor = os.open(self.directory / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:  # a file system without locks: several write, and the first to end counts
+            pass
+        for version in self._store.list()[: -self._keep] if self._keep is not None else ():
             self._store.remove(version)  # one that is being read stays for now
-        return True
+        return descriptor
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI: a version's files."""

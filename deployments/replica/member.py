@@ -34,7 +34,6 @@ from deployments.protocol.poll import (
     Drain,
     Drop,
     EndDrain,
-    Forget,
     InitialWeights,
     Receive,
     Release,
@@ -45,7 +44,6 @@ from deployments.protocol.poll import (
     Swapped,
     Value,
     Verify,
-    WriteVersion,
 )
 from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.host_store import HostStore, require_version
@@ -113,7 +111,7 @@ class EngineMember(ABC):
         self.loading_version: int | None = None
         self.initial: InitialWeights | None = None
         self.store_result: StoreResult | None = None
-        self.host_store: HostStore | None = None  # None: all hosts see one store
+        self.store: HostStore | None = None
         self.endpoint: ReplicaEndpoint | None = None  # once it serves
         self.admitted = False
         self.fenced: str | None = None
@@ -216,10 +214,6 @@ class EngineMember(ABC):
                 await self._load(body)
             case RunOperation():
                 return await self.call(body)
-            case WriteVersion():
-                await self.write_version(body)
-            case Forget():
-                await self.forget(body)
             case LoadAdapter():
                 self._check_awake()
                 return await self._engine.adapters.load(body.adapter)
@@ -268,9 +262,3 @@ class EngineMember(ABC):
 
     @abstractmethod
     async def drop(self, body: Drop) -> None: ...
-
-    @abstractmethod
-    async def write_version(self, body: WriteVersion) -> None: ...
-
-    @abstractmethod
-    async def forget(self, body: Forget) -> None: ...

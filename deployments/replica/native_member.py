@@ -29,7 +29,6 @@ from deployments.protocol.poll import (
     Connect,
     Drop,
     FilePart,
-    Forget,
     KvCache,
     Receive,
     Release,
@@ -37,7 +36,6 @@ from deployments.protocol.poll import (
     Swapped,
     Value,
     Verify,
-    WriteVersion,
     drain_of_round,
 )
 from deployments.replica.member import EngineMember
@@ -175,12 +173,6 @@ class NativeMember(EngineMember):
     def _check_unchanged(self) -> None:
         if self.partially_updated:
             raise RuntimeError("weights are a mixture of two versions ('staging: none' cannot undo)")
-
-    async def write_version(self, body: WriteVersion) -> None:
-        raise RuntimeError("'staging: none' retains no version")
-
-    async def forget(self, body: Forget) -> None:
-        pass
 
     async def _compare(self, part: FilePart) -> None:
         """Compare a file with the publisher's digests; the engine keeps generating."""

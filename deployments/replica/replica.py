@@ -94,18 +94,18 @@ class Replica:
         self_fence_s: see `RequestAdmission`.
         slots: assigns the engine's GPUs; None: Serve did.
         cores_shared_by: replicas that share this host's cores; None on GPUs.
-        host_store: directory of each host's own store, and versions that stay there; None: hosts share one.
+        store: the store's directory; with the number of versions that stay, if each host has its own.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         engine: EngineSpec,
         controller: DeploymentHandle,
+        store: tuple[str, int | None],
         self_fence_s: float = 20.0,
         drain_s: float = 10.0,
         slots: DeploymentHandle | None = None,
         cores_shared_by: int | None = None,
-        host_store: tuple[str, int] | None = None,
     ) -> None:
         self._controller = CallHandle(controller)
         self._drain_s = drain_s
@@ -121,7 +121,6 @@ class Replica:
         spec = engine.at_commit(answer.initial) if answer.path is None else engine.at(answer.path)
         if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
-        own_store = None if host_store is None else HostStore(Path(host_store[0]), host_store[1])
         own_engine()
         warn_if_not_forked(logger)
         self._engine = await ReplicaEngine.start(spec, version=answer.version)
@@ -133,7 +132,7 @@ class Replica:
         self._load = watch_load(self._engine.llm)
         self._member = member_of(self._engine, spec)
         self._member.initial = answer.initial
-        self._member.host_store = own_store
+        self._member.store = host_store = HostStore(Path(store[0]), keep=store[1])
         self._follower = Follower(
             replica_id=self._replica_id,
             incarnation=self._incarnation,
@@ -155,7 +154,7 @@ class Replica:
             refusal=self._admission.refusal,
             version=lambda: self._engine.version,
             rollouts=partial(retried, self._controller, "rollouts", limit_s=RECORD_S),
-            versions=own_store,
+            versions=None if store[1] is None else host_store,
         )
         await self._until_admitted()
         self._server = HttpServer(self._front, ray.util.get_node_ip_address())

@@ -1,8 +1,9 @@
 """Staged updates: received while the engine generates, swapped between two steps."""
 
 import asyncio
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 
 from pydantic import JsonValue
 
@@ -15,7 +16,6 @@ from deployments.protocol.poll import (
     Connect,
     Drop,
     FilePart,
-    Forget,
     Outcome,
     Receive,
     RunOperation,
@@ -34,6 +34,9 @@ WAIT_S = 0.1  # a call beside the engine's own waits in the worker for so long
 STAGING_POLL_S = 0.005  # other calls do not: each delays a decoding step
 STORE_POLL_S = 0.5
 STORE_CALL_S = 30.0
+LOCK_POLL_S = 2.0  # while another replica writes
+STORE_RETRY_S = 30.0
+WRITE_S = 600.0  # then another replica may write beside this one, whose disk may hang
 
 logger = serve_logger()
 
@@ -46,12 +49,14 @@ class StagedMember(EngineMember):
         self._leftover = False  # the workers may hold an update
         self._retaining: int | None = None  # the version that this update is retained as
         self._states: list[StagingState] = []  # of the workers, after the last payload
-        self._watching: asyncio.Task[None] | None = None
+        self._unstored: WriteVersion | None = None  # what is retained
+        self._committed = asyncio.Event()  # since the last attempt to store
         self._keeping: asyncio.Task[None] | None = None  # the loop keeps no reference
 
     @property
     def is_writing(self) -> bool:
-        return self._watching is not None and not self._watching.done()
+        unstored, last = self._unstored, self.store_result
+        return unstored is not None and (last is None or last.version != unstored.version)
 
     async def interrupt(self) -> None:
         await self._engine.workers("staging_drop")
@@ -123,16 +128,58 @@ class StagedMember(EngineMember):
         self.staged_round = self._receiving = None
         self._leftover = False
         self.retained_version = self._retaining
-        if body.keep is not None and self.host_store is not None:
-            self._keeping = asyncio.create_task(self._keep(body.keep, self.host_store))
+        self._unstored = body.keep
+        self._committed.set()
+        if self.store is not None and body.keep is not None and (not self._keeping or self._keeping.done()):
+            self._keeping = asyncio.create_task(self._keep(self.store))
         return swapped
 
-    async def _keep(self, body: WriteVersion, store: HostStore) -> None:
+    async def _keep(self, store: HostStore) -> None:
+        """Until what is retained is in the store; takes over if another writer exits or fails."""
+        while (body := self._unstored) is not None and not self._engine.dead:
+            self._committed.clear()
+            try:
+                result = await self._write(body, store)
+                if body is self._unstored and result is not None and not result.problem:
+                    await self._engine.workers("staging_forget", version=body.version)
+                    self.retained_version = self._unstored = None
+            except Exception as error:  # of any kind: this replica serves the version
+                result = _result(body, problem=f"{type(error).__name__}: {error}")
+            if result is not None and (body is self._unstored or not result.problem):
+                self.store_result = result
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOCK_POLL_S if result is None else STORE_RETRY_S):
+                    await self._committed.wait()
+
+    async def _write(self, body: WriteVersion, store: HostStore) -> StoreResult | None:
+        """None: another replica has the lock."""
+        if path := await asyncio.to_thread(store.find, body):
+            return _result(body, path=path)
+        lock = await asyncio.to_thread(store.lock, body.fleet_id)
+        if lock is None:
+            return None
         try:
-            if await asyncio.to_thread(store.prepare, body.fleet_id):
-                await self.write_version(replace(body, directory=str(store.directory)))
-        except Exception as error:  # of any kind: other hosts have it, and this replica serves it
-            logger.warning("version %d is not kept on this host: %s", body.version, error)
+            async with asyncio.timeout(WRITE_S):
+                await self._engine.workers(
+                    "staging_store", body=to_wire(body), directory=str(store.directory)
+                )
+                return await self._written(body.version)
+        except TimeoutError:
+            raise TimeoutError(f"did not end within {WRITE_S:g} s") from None
+        finally:
+            await asyncio.to_thread(os.close, lock)
+
+    async def _written(self, version: int) -> StoreResult:
+        while True:
+            await asyncio.sleep(STORE_POLL_S)
+            with suppress(TimeoutError):  # busy or hung; the next instruction finds out
+                async with asyncio.timeout(STORE_CALL_S):  # not wait_for, which can swallow a cancellation
+                    answers = await self._engine.calls("staging_store_state")
+                    for result in [
+                        from_wire(StoreResult, answer) for answer in answers if answer is not None
+                    ]:
+                        if result.version == version:
+                            return result
 
     async def drop(self, body: Drop) -> None:
         """Discard what is staged. If the workers cannot, the next update tries it again before it begins."""
@@ -156,29 +203,9 @@ class StagedMember(EngineMember):
             await self._engine.workers("staging_drop")
             self._leftover = False
 
-    async def write_version(self, body: WriteVersion) -> None:
-        self.store_result = None
-        await self._engine.workers("staging_store", body=to_wire(body))
-        if self._watching is not None:
-            self._watching.cancel()
-        self._watching = asyncio.create_task(self._watch_write(body.version))
 
-    async def _watch_write(self, version: int) -> None:
-        while self.store_result is None or self.store_result.version < version:
-            await asyncio.sleep(STORE_POLL_S)
-            try:
-                async with asyncio.timeout(STORE_CALL_S):  # not wait_for, which can swallow a cancellation
-                    answers = await self._engine.calls("staging_store_state")
-            except TimeoutError:  # busy or hung; the next instruction finds out
-                continue
-            ended = [from_wire(StoreResult, answer) for answer in answers if answer is not None]
-            if ended:
-                self.store_result = ended[0]
-
-    async def forget(self, body: Forget) -> None:
-        await self._engine.workers("staging_forget", version=body.version)
-        if self.retained_version is not None and self.retained_version <= body.version:
-            self.retained_version = None
+def _result(body: WriteVersion, path: str = "", problem: str = "") -> StoreResult:
+    return StoreResult(version=body.version, label=body.label, path=path, problem=problem)
 
 
 def raise_failure(states: Sequence[StagingState]) -> None:

@@ -97,10 +97,10 @@ def test_shared_memory_does_not_connect_several_hosts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fleet_whose_hosts_share_no_store_says_so_to_all_who_use_one(tmp_path: Path) -> None:
     model = save_tiny_llama(tmp_path / "model", seed=0)
-    for shared, kept in ((True, None), (False, (str(tmp_path / "store"), 3))):
+    for shared, kept in ((True, None), (False, 3)):
         settings = {"model": str(model), "state_dir": str(tmp_path), "trainer": {}}
         router = build(parse_config({**settings, "store": {"shared": shared}}))
-        assert deployment(router, "rollout").init_kwargs["host_store"] == kept
+        assert deployment(router, "rollout").init_kwargs["store"] == (str(tmp_path / "store"), kept)
         assert deployment(router, "controller").init_kwargs["config"].shared_store is shared
         assert deployment(router, "trainer").init_args[0].shared_store is shared
 

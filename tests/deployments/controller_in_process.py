@@ -28,6 +28,7 @@ NEVER_S = 1e9
 ANSWER_TIMEOUT_S = 60.0  # of real time: the controller waits for something that the test forgot
 # Replicas poll in real time, and the clock is the test's: no replica is late by it.
 CONFIG = LedgerConfig(
+    outside_versions=False,
     lease_s=LEASE_S,
     heartbeat_timeout_s=NEVER_S,
     stage_timeout_s=NEVER_S,
@@ -215,7 +216,7 @@ class ControllerInProcess:
         return report
 
     async def _new_fleet(self, directory: Path) -> Fleet:
-        return Fleet(directory, CONFIG, adapters=AdapterLimits(), max_versions=1000, outside_versions=False)
+        return Fleet(directory, CONFIG, adapters=AdapterLimits(), max_versions=1000)
 
     async def _call(self, method: str, args: Sequence[Any]) -> Any:
         await self._is_up.wait()

@@ -69,7 +69,6 @@ class SimMember(Mortal):
         self._went_live = went_live
         self._write, self._read = write, read
         self._parts: list[tuple[str, int, int]] = []
-        self._retained = ""
         self.uncertain_since: float | None = None  # its weights may be a mixture
         self.fails: Callable[[Body], bool] = lambda body: False  # for faults that meet another one
         self._interrupted = asyncio.Event()
@@ -163,16 +162,16 @@ class SimMember(Mortal):
             case Commit():
                 if engine.staged_round is not None:
                     await work.do(0.03)
-            case Connect() | Drop() | WriteVersion():
+            case Connect() | Drop():
                 await work.do(0.01)
         before = engine.version
         value = engine.carry_out(body)
-        if isinstance(body, WriteVersion):
-            store = self._store(body, self._retained)
-            self._storing = asyncio.get_running_loop().create_task(store)
         if engine.version != before:
-            self._retained = self._parts[0][0]
-            self._live_now(self._retained)
+            weights = self._parts[0][0]
+            if isinstance(body, Commit) and body.keep is not None:
+                store = self._store(body.keep, weights)
+                self._storing = asyncio.get_running_loop().create_task(store)
+            self._live_now(weights)
         return value
 
     async def _receive(self, body: Receive) -> None:
@@ -211,14 +210,19 @@ class SimMember(Mortal):
         self._live_now(weights)
 
     async def _store(self, body: WriteVersion, weights: str) -> None:
-        await self._work.do(1.0)
-        try:
-            path, problem = self._write(body.version, weights), ""
-        except OSError as error:
-            path, problem = "", str(error)
-        self.engine.store_result = StoreResult(
-            version=body.version, label=body.label, path=path, problem=problem
-        )
+        """As on a file system without locks: all of them write, and the first one's stays."""
+        engine = self.engine
+        while engine.retained_version == body.version:
+            await self._work.do(1.0)
+            try:
+                path, problem = self._write(body.version, weights), ""
+                engine.retained_version = None
+            except OSError as error:
+                path, problem = "", str(error)
+                await asyncio.sleep(5.0)
+            engine.store_result = StoreResult(
+                version=body.version, label=body.label, path=path, problem=problem
+            )
 
     def _live_now(self, weights: str) -> None:
         self._went_live(self.version, weights)

@@ -50,7 +50,6 @@ class World:
             commit_timeout_s=5.0,
             call_timeout_s=5.0,
             catch_up_timeout_s=8.0,
-            store_timeout_s=15.0,
             grace_s=1.0,
             lease_s=8.0,
             drain_timeout_s=3.0,

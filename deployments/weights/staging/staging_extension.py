@@ -67,12 +67,12 @@ class StagingWorkerExtension:
         self.weight_transfer_engine.drop()
         self._weight_update_active = False  # vLLM cannot end an update without loading it
 
-    def staging_store(self, body: dict[str, Any]) -> None:
+    def staging_store(self, body: dict[str, Any], directory: str) -> None:
         """Begin a `WriteVersion`. Raises ValueError if the version is not retained here."""
         engine = self.weight_transfer_engine
         if engine.worker_index == 0:
             wanted = from_wire(WriteVersion, body)
-            engine.version_writer.put(engine.retained.committed(wanted), Store(Path(wanted.directory)))
+            engine.version_writer.put(engine.retained.committed(wanted), Store(Path(directory)))
 
     def staging_store_state(self) -> dict[str, Any] | None:
         result = self.weight_transfer_engine.version_writer.result

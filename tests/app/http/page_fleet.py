@@ -183,7 +183,7 @@ class PageFleet:
 
     def _made(self, directory: Path) -> TimedFleet:
         self._store = Store(directory / "store")
-        return TimedFleet(directory, LedgerConfig(lease_s=30.0), outside_versions=False)
+        return TimedFleet(directory, LedgerConfig(lease_s=30.0, outside_versions=False))
 
     async def replace(self, directory: Path) -> None:
         """Another fleet, which begins with version 0, has this address now."""

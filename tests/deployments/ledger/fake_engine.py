@@ -41,7 +41,6 @@ from deployments.protocol.poll import (
     Draining,
     Drop,
     EndDrain,
-    Forget,
     InitialWeights,
     Receive,
     Release,
@@ -204,14 +203,6 @@ class FakeEngine:
                     raise RuntimeError("no memory to load into")
                 self.version, self.memory.intact, self.held = body.version, True, False
                 self._begin_waiting()
-            case WriteVersion():
-                self.store_result = None
-                if self.retained_version != body.version:
-                    raise RuntimeError(f"retains {self.retained_version}")
-                if self.writes_at_once:
-                    self.write(body.version, body.label, body.directory)
-            case Forget() if self.retained_version is not None and self.retained_version <= body.version:
-                self.retained_version = None
             case RunOperation():
                 self._call(body)
             case Connect() if not self.updates_in_place:
@@ -222,7 +213,7 @@ class FakeEngine:
                 return self.adapters.load(body.adapter)
             case SetAdapters():
                 self.adapters.set(list(body.live), set(body.keep))
-            case Connect() | Forget():
+            case Connect():
                 pass
         return None
 
@@ -274,13 +265,15 @@ class FakeEngine:
             return Swapped(swap_s=0.0, gap_s=0.0)  # it came again after a controller restart
         if self.receiving_round != body.round_id or not self.verified:
             raise RuntimeError(f"round {body.round_id} is not verified")
+        self.drains.pop(drain_of_round(body.round_id), None)
         if not self.updates_in_place and SleepTag.WEIGHTS in self.memory.asleep:
             raise RuntimeError("no memory to swap into")
         self._stop_running(body.in_flight)
-        self.drains.pop(drain_of_round(body.round_id), None)
         self.version, self.held = body.version, body.hold
         self.staged_round, self.receiving_round, self.verified = None, None, False
         self.retained_version = self.retaining
+        if body.keep is not None and self.retaining is not None and self.writes_at_once:
+            self.write(body.keep)
         self.memory.intact = self.staging_intact
         self._begin_waiting()
         return Swapped(swap_s=0.01, gap_s=0.02)
@@ -293,11 +286,15 @@ class FakeEngine:
         if isinstance(operation, Sleep) and operation.level > 0:
             self.staging_intact = False
 
-    def write(self, version: int, label: str | None, directory: str) -> None:
-        assert self.retained_version == version, "told to write what it does not hold"
+    def write(self, wanted: WriteVersion) -> None:
+        """An attempt to store what it retains."""
+        assert self.retained_version == wanted.version, "told to write what it does not hold"
+        path = f"/store/v{wanted.version}"
         self.store_result = StoreResult(
-            version=version, label=label, path=f"{directory}/v{version}", problem=self.store_problem
+            version=wanted.version, label=wanted.label, path=path, problem=self.store_problem
         )
+        if not self.store_problem:
+            self.retained_version = None
 
     # -- requests -----------------------------------------------------------------------------
 

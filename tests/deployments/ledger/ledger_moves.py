@@ -21,7 +21,6 @@ from deployments.protocol.engine_state import (
 from deployments.protocol.errors import Conflict, SlipstreamError
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.compacted import compact
-from tests.deployments.ledger.ledger_scene import STORE
 from tests.deployments.ledger.replica_moves import ReplicaMoves
 
 OPERATIONS: list[Operation] = [
@@ -135,6 +134,6 @@ class LedgerMoves(ReplicaMoves):
     def restart(self, compacted: bool) -> None:
         if compacted:
             self.journal = compact(self.journal)
-        self.ledger = self.make_ledger(self.config, STORE)
+        self.ledger = self.make_ledger(self.config)
         self.ledger.recover(self.journal, self.now)
         self.persist()

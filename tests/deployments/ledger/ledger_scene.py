@@ -27,7 +27,6 @@ from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
 from tests.deployments.ledger.fake_replica import FakeReplica
 
-STORE = "/store"
 GROUP = {"rank_offset": 1}  # what makes a connection a communicator
 SEPARATE: dict[str, int] = {}
 
@@ -44,7 +43,7 @@ class Scene:
         self.size = size
         self.now = 100.0
         self.journal: list[Decision] = []
-        self.ledger = Ledger(self.config, STORE, self.size, self.limits)
+        self.ledger = Ledger(self.config, self.size, self.limits)
         self.ledger.recover([], self.now)
         self.replicas: list[FakeReplica] = []
         self.token = 0
@@ -124,7 +123,7 @@ class Scene:
 
     def restart(self) -> None:
         self.journal += self.ledger.take_decisions()
-        self.ledger = Ledger(self.config, STORE, self.size, self.limits)
+        self.ledger = Ledger(self.config, self.size, self.limits)
         self.ledger.recover(self.journal, self.now)
         self.journal += self.ledger.take_decisions()
 

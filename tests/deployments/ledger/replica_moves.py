@@ -18,7 +18,6 @@ from deployments.protocol.poll import (
     RunOperation,
 )
 from tests.deployments.ledger.fake_replica import FakeReplica
-from tests.deployments.ledger.ledger_scene import STORE
 
 MAX_REPLICAS = 4
 HEARTBEAT_S = 10.0
@@ -59,7 +58,7 @@ class ReplicaMoves(RuleBasedStateMachine):
         self.token = 0
         self.round_id = 0
         self.committed = 0
-        self.ledger = self.make_ledger(self.config, STORE)
+        self.ledger = self.make_ledger(self.config)
         self.ledger.recover([], self.now)
         self.persist()
         self.start_replica()

@@ -106,8 +106,6 @@ class Walk(LedgerMoves):
         if decided and self.to_be_stored():
             stored = status.stored_version == status.committed_version
             assert stored or status.store_problem is not None, "neither stored nor said to be lost"
-            # What is stored may still have a problem: a joiner that cannot load it.
-            assert not (stored and self.ledger.state.store_write.problem), "said to be lost, and stored"
 
     def to_be_stored(self) -> bool:
         return [each.persist for each in self.journal if isinstance(each, Committed)][-1]

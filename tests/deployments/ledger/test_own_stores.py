@@ -28,7 +28,7 @@ def test_every_commit_is_kept_on_each_host_whoever_published_it() -> None:
             (commit,), (received, *_) = ran(replica, Commit), ran(replica, Receive)
             assert isinstance(commit, Commit) and isinstance(received, Receive)
             fleet_id = scene.ledger.state.fleet_id
-            own = WriteVersion(version=1, label=None, directory="", fleet_id=fleet_id, digest="aa")
+            own = WriteVersion(version=1, label=None, fleet_id=fleet_id, digest="aa")
             assert commit.keep == (own if kept else None), config
             assert received.retain_version == (1 if kept else None), config
 

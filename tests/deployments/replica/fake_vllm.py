@@ -147,8 +147,8 @@ class FakeLlm:
                 if self._retained != arguments["body"]["version"]:
                     raise ValueError(f"retained is {self._retained}")
             case "staging_forget":
-                if self._retained is not None and self._retained <= arguments["version"]:
-                    self._retained = None
+                assert self._retained == arguments["version"]
+                self._retained = None
             case "start_weight_update":
                 self._start()
             case "native_update":

@@ -1,12 +1,14 @@
 """Versions that a replica takes from another one's host."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from deployments.calls.http_server import HttpServer
 from deployments.protocol.errors import JournalError
-from deployments.protocol.poll import JoinAnswer
+from deployments.protocol.poll import JoinAnswer, WriteVersion
 from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica import host_store
 from deployments.replica.host_store import VERSIONS, HostStore, require_version
@@ -218,12 +220,35 @@ async def test_a_holder_names_no_file_outside_of_the_version(tmp_path: Path) -> 
 
 
 def test_one_replica_of_a_host_writes_and_removes(tmp_path: Path) -> None:
-    first, second = (HostStore(tmp_path / "store", 2) for _ in range(2))
-    prepare = partial(first.prepare, FLEET)
-    assert prepare() and prepare() and not second.prepare(FLEET)
+    store = HostStore(tmp_path / "store", 2)
+    lock = store.lock(FLEET)
+    assert lock is not None and store.lock(FLEET) is None
+    os.close(lock)
     for version in (3, 4, 5):
         (tmp_path / "store" / f"v{version:08d}").mkdir()
-    assert prepare() and Store(tmp_path / "store").list() == [4, 5]
+    lock = store.lock(FLEET)
+    assert lock is not None and Store(tmp_path / "store").list() == [4, 5]
+    os.close(lock)
     claim(tmp_path / "others", "another-fleet", tmp_path)
     with pytest.raises(JournalError, match="belongs to fleet another-fleet"):
-        HostStore(tmp_path / "others", 2).prepare(FLEET)
+        HostStore(tmp_path / "others", 2).lock(FLEET)
+
+
+def test_a_file_system_without_locks_has_several_writers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", MagicMock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    locks = [HostStore(tmp_path, 2).lock(FLEET) for _ in range(2)]
+    assert None not in locks
+    for lock in locks:
+        os.close(lock or 0)
+
+
+def test_a_version_of_other_weights_is_not_what_was_wanted(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    digest = Store(tmp_path).manifest_of(VERSION).digest
+    wanted = WriteVersion(version=VERSION, label=None, fleet_id=FLEET, digest=digest)
+    store = HostStore(tmp_path, None)
+    assert store.find(wanted) == store.find(replace(wanted, digest=None)) == str(path)
+    for other in ({"digest": "x"}, {"fleet_id": "x"}, {"version": 8}):
+        assert store.find(replace(wanted, **other)) is None  # type: ignore[arg-type]

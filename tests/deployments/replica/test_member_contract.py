@@ -23,14 +23,12 @@ from deployments.protocol.poll import (
     Drain,
     Drop,
     EndDrain,
-    Forget,
     KvCache,
     Outcome,
     Receive,
     Release,
     RunOperation,
     Verify,
-    WriteVersion,
     drain_of_round,
 )
 from deployments.weights.store.version_writer import CommittedVersion, write_version
@@ -70,17 +68,11 @@ def commit(round_id: int, *, hold: bool = False) -> Commit:
     )
 
 
-def write(round_id: int) -> WriteVersion:
-    version = FIRST_VERSION + round_id
-    return WriteVersion(version=version, label=None, directory="/store", fleet_id="f", digest=None)
-
-
 R1, V1, C1, D1 = receive(1), Verify(round_id=1), commit(1), Drop(round_id=1)
 R2, V2, C2, D2 = receive(2), Verify(round_id=2), commit(2), Drop(round_id=2)
 H1, RELEASE = commit(1, hold=True), Release(round_id=1)
 LEAVE, CONNECT = Drop(round_id=None), Connect(init_info={})
 DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
-W1, FORGET = write(1), Forget(version=FIRST_VERSION + 2)
 PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
     RunOperation(operation=each)
     for each in (Pause(), Resume(), Sleep(), Sleep(level=0), WakeUp(), Disconnect())
@@ -126,9 +118,7 @@ CASES: dict[str, tuple[Sequence[Body], str, str]] = {
         "dddddd",
         "dddddd",
     ),
-    "retained": ([R1, V1, C1, W1, FORGET, W1], "dddddF", "dddF"),
-    "retained twice": ([R1, V1, C1, R2, V2, D2, W1], "d" * 7, "dddddF"),
-    "not retained": ([W1], "F", "F"),
+    "retained twice": ([R1, V1, C1, R2, V2, D2], "d" * 6, "dddddF"),
 }
 
 
@@ -184,8 +174,6 @@ async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: b
         WAKE,
         WAKE_WEIGHTS,
         WAKE_CACHE,
-        W1,
-        FORGET,
     ]
     bodies += [CatchUp(version=STORED_VERSION, path=stored)]
     rng = Random(1)

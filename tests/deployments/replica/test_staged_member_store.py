@@ -9,101 +9,149 @@ import torch
 from safetensors.torch import save_file
 
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import CatchUp, Forget, StoreResult, Verify, WriteVersion
+from deployments.protocol.poll import CatchUp, StoreResult, Verify, WriteVersion
+from deployments.replica import staged_member
 from deployments.replica.host_store import HostStore
 from deployments.replica.staged_member import StagedMember
-from deployments.replica.worker_calls import WorkerCalls
 from deployments.weights.staging.worker_reports import to_wire
-from deployments.weights.store.owner import claim
+from deployments.weights.store.owner import OWNER, claim, own
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.deployments.replica.round_instructions import COMMIT, receive
 from tests.waiting import reached
 
-KEEP = WriteVersion(version=4, label="l", directory="", fleet_id="f", digest="aa")
+KEEP = WriteVersion(version=4, label="l", fleet_id="f", digest=None)
+LOCK_POLL_S = 0.02
 
 
-@pytest.mark.slow
-async def test_watch_of_a_write_can_be_cancelled(member: StagedMember, llm: FakeLlm) -> None:
-    """Also if the cancellation comes in the moment in which a worker has answered."""
-    write = WriteVersion(version=4, label=None, directory="/store", fleet_id="f", digest=None)
-    asked = asyncio.Event()
-
-    async def workers(method: str, **arguments: Any) -> list[Any]:
-        asked.set()
-        return [None, None]
-
-    member._engine.workers = workers  # type: ignore[method-assign]
-    member._engine.calls = WorkerCalls(workers)
-    await member.execute(write)
-    asked.clear()
-    watching = member._watching
-    assert watching is not None
-    await asked.wait()
-    watching.cancel()
-    await asyncio.wait({watching}, timeout=2)
-    assert watching.cancelled()
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCK_POLL_S", "STORE_RETRY_S", "STORE_POLL_S"):
+        monkeypatch.setattr(staged_member, name, LOCK_POLL_S)
 
 
-async def test_stored_version_is_no_longer_retained(member: StagedMember, llm: FakeLlm) -> None:
-    await member.execute(receive(retain=4))
-    await member.execute(Verify(round_id=1))
-    await member.execute(COMMIT)
-    llm.stored = StoreResult(version=4, label="l", path="/store/v4", problem="")
-    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
-    await member.execute(write)
-    assert llm.named("staging_store") == [{"body": to_wire(write)}]
-    await member.execute(Forget(version=3))
-    assert member.retained_version == 4, "an older one is not what it retains"
-    await member.execute(Forget(version=4))
-    assert member.retained_version is None
+def store_at(directory: Path, *, shared: bool = True) -> HostStore:
+    own(directory, "f")
+    return HostStore(directory, keep=None if shared else 3)
 
 
-async def test_one_replica_of_a_host_keeps_a_commit_in_its_own_store(
+async def commit(member: StagedMember, version: int = 4) -> None:
+    number = version - 3
+    await member.execute(replace(receive(retain=version), round_id=number))
+    await member.execute(Verify(round_id=number))
+    keep = replace(KEEP, version=version)
+    await member.execute(replace(COMMIT, round_id=number, version=version, keep=keep))
+
+
+def ended(directory: Path, problem: str = "", version: int = 4) -> StoreResult:
+    path = "" if problem else str(Store(directory)._path(version))
+    return StoreResult(version=version, label="l", path=path, problem=problem)
+
+
+async def test_a_committed_version_is_written_reported_and_freed(
     member: StagedMember, llm: FakeLlm, tmp_path: Path
 ) -> None:
-    own, other = HostStore(tmp_path / "store", 3), HostStore(tmp_path / "store", 3)
-    member.host_store = own
-    written = {"body": to_wire(replace(KEEP, directory=str(own.directory)))}
-    assert other.prepare("f"), "another replica was first"
-    for kept in ([], [written]):
-        await member.execute(receive(retain=4))
-        await member.execute(Verify(round_id=1))
-        await member.execute(replace(COMMIT, keep=KEEP))
-        assert member._keeping is not None
-        await member._keeping
-        assert llm.named("staging_store") == kept
-        if other._lock is not None:
-            os.close(other._lock)  # it exits
-            other._lock = None
+    member.store = store_at(tmp_path)
+    await commit(member)
+    assert (member.version, member.retained_version, member.is_writing) == (4, 4, True)
+    await reached(lambda: bool(llm.named("staging_store_state")))
+    assert llm.named("staging_store") == [{"body": to_wire(KEEP), "directory": str(tmp_path)}]
+    assert member.store.lock("f") is None, "no other replica writes meanwhile"
+    llm.stored = ended(tmp_path)
+    await reached(lambda: member.retained_version is None)
+    assert member.store_result == llm.stored and not member.is_writing
+    assert llm.named("staging_forget") == [{"version": 4}]
+    lock = member.store.lock("f")
+    assert lock is not None
+    os.close(lock)
 
 
-async def test_a_host_that_cannot_keep_a_version_commits_it(
+async def test_another_replica_writes_when_the_writer_exits(
     member: StagedMember, llm: FakeLlm, tmp_path: Path
+) -> None:
+    member.store = store_at(tmp_path)
+    lock = member.store.lock("f")
+    assert lock is not None
+    await commit(member)
+    await asyncio.sleep(5 * LOCK_POLL_S)
+    assert not llm.named("staging_store") and member.is_writing, "it may have to"
+    os.close(lock)
+    await reached(lambda: bool(llm.named("staging_store")))
+
+
+async def test_what_another_replica_has_written_is_reported_and_freed(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path
+) -> None:
+    """Also if its writer could not report it."""
+    member.store = store_at(tmp_path)
+    lock = member.store.lock("f")
+    assert lock is not None
+    await commit(member)
+    made = CommittedVersion(version=4, label="l", fleet_id="f", tensors={"w": torch.zeros(3)})
+    path = write_version(made, Store(tmp_path), lambda directory: None)
+    await reached(lambda: member.retained_version is None)
+    assert member.store_result == ended(tmp_path) and path == Path(ended(tmp_path).path)
+    assert not llm.named("staging_store")
+    os.close(lock)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_version_that_cannot_be_written_is_reported_served_and_tried_again(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path, shared: bool
 ) -> None:
     claim(tmp_path, "another-fleet", tmp_path)
-    member.host_store = HostStore(tmp_path, 3)
-    await member.execute(receive(retain=4))
-    await member.execute(Verify(round_id=1))
-    await member.execute(replace(COMMIT, keep=KEEP))
-    assert member._keeping is not None
-    await member._keeping
-    assert member.version == 4 and not llm.named("staging_store")
+    member.store = HostStore(tmp_path, None if shared else 3)
+    await commit(member)
+    await reached(lambda: member.store_result is not None)
+    assert member.store_result is not None and "another-fleet" in member.store_result.problem
+    assert member.version == 4 and not member.is_writing and not llm.named("staging_store")
+    (tmp_path / OWNER).unlink()
+    store_at(tmp_path)
+    await reached(lambda: bool(llm.named("staging_store")))
+    llm.stored = ended(tmp_path, "OSError: disk full")
+    await reached(lambda: member.store_result == llm.stored)
+    llm.stored = ended(tmp_path)
+    await reached(lambda: member.retained_version is None)
 
 
-@pytest.mark.slow
-async def test_failed_write_can_be_retried(member: StagedMember, llm: FakeLlm) -> None:
-    await member.execute(receive(retain=4))
-    await member.execute(Verify(round_id=1))
-    await member.execute(COMMIT)
-    write = WriteVersion(version=4, label="l", directory="/store", fleet_id="f", digest="aa")
-    for problem in ("disk full", ""):
-        llm.stored = None
-        await member.execute(write)
-        assert member.store_result is None and member.is_writing, "nothing is known of this attempt"
-        llm.stored = StoreResult(version=4, label="l", path="", problem=problem)
-        await reached(lambda: member.store_result == llm.stored and not member.is_writing)
+async def test_no_store_is_begun_where_its_disk_is_not_mounted(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path
+) -> None:
+    member.store = HostStore(tmp_path, keep=None)
+    await commit(member)
+    await reached(lambda: member.store_result is not None)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_disk_that_hangs_frees_the_lock(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staged_member, "WRITE_S", 0.1)
+    monkeypatch.setattr(staged_member, "STORE_RETRY_S", 60.0)
+    member.store = store_at(tmp_path)
+    await commit(member)
+    await reached(lambda: member.store_result is not None)
+    assert member.store_result == ended(tmp_path, "TimeoutError: did not end within 0.1 s")
+    lock = member.store.lock("f")
+    assert lock is not None
+    os.close(lock)
+
+
+async def test_a_newer_version_follows_the_one_that_is_being_written(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path
+) -> None:
+    member.store = store_at(tmp_path)
+    await commit(member, 4)
+    await reached(lambda: bool(llm.named("staging_store")))
+    await commit(member, 5)
+    await commit(member, 6)
+    llm.stored = ended(tmp_path)
+    await reached(lambda: len(llm.named("staging_store")) == 2)
+    assert member.store_result == ended(tmp_path) and member.retained_version == 6
+    assert [each["body"]["version"] for each in llm.named("staging_store")] == [4, 6]
+    llm.stored = ended(tmp_path, version=6)
+    await reached(lambda: member.retained_version is None)
 
 
 @pytest.mark.parametrize("intact", [True, False])

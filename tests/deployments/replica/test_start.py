@@ -139,6 +139,7 @@ class Starting:
         started.check_health = partial(Replica.check_health, started)
         started._until_admitted = partial(Replica._until_admitted, started)
         self.replica = started
+        options = {"store": ("/store", None)} | options
         self.task = asyncio.create_task(cast(Any, Replica.__init__)(started, engine, MagicMock(), **options))
 
     async def admit(self) -> None:
@@ -172,9 +173,9 @@ async def test_replica_whose_hosts_share_no_store_gives_others_its_versions(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     answer = stored(tmp_path, 4)
-    starting = Starting(monkeypatch, MagicMock(), answer, host_store=(str(tmp_path), 2))
+    starting = Starting(monkeypatch, MagicMock(), answer, store=(str(tmp_path), 2))
     await starting.admit()
-    own = starting.member.host_store
+    own = starting.member.store
     assert own.directory == tmp_path and starting.member.endpoint.key == starting.replica._front.key
     front: Any = replica.ReplicaFront
     assert front.call_args.kwargs["versions"] is own

@@ -190,8 +190,7 @@ def test_a_long_message_is_cut(worker: MemoryWorker) -> None:
     assert state.outcome is Outcome.REJECTED and len(state.message) == MAX_MESSAGE
 
 
-def write_of(store: Path, label: str | None = None) -> WriteVersion:
-    return WriteVersion(version=5, label=label, directory=str(store), fleet_id="fleet", digest=None)
+WRITE = WriteVersion(version=5, label="five", fleet_id="fleet", digest=None)
 
 
 def stored(worker: MemoryWorker) -> StoreResult:
@@ -203,10 +202,10 @@ def test_a_retained_version_is_stored_after_its_commit(worker: MemoryWorker, tmp
     assert worker.staging_store_state() is None
     receive(worker, weights(2.0), retain_version=5)
     with pytest.raises(ValueError, match="version 5 must be retained to be stored, the retained one is None"):
-        worker.staging_store(to_wire(write_of(tmp_path / "store")))
+        worker.staging_store(to_wire(WRITE), str(tmp_path / "store"))
     worker.finish_weight_update()
     claim(tmp_path / "store", "fleet", tmp_path)
-    worker.staging_store(to_wire(write_of(tmp_path / "store", "five")))
+    worker.staging_store(to_wire(WRITE), str(tmp_path / "store"))
     path = tmp_path / "store" / "v00000005"
     assert stored(worker) == StoreResult(version=5, label="five", path=str(path), problem="")
     assert {file.name for file in path.iterdir()} == {"config.json", "manifest.json", "model.safetensors"}
@@ -219,17 +218,17 @@ def test_a_forgotten_version_cannot_be_stored(worker: MemoryWorker, tmp_path: Pa
     worker.finish_weight_update()
     worker.staging_forget(5)
     with pytest.raises(ValueError, match="the retained one is None"):
-        worker.staging_store(to_wire(write_of(tmp_path / "store")))
+        worker.staging_store(to_wire(WRITE), str(tmp_path / "store"))
 
 
 def test_only_the_first_worker_of_a_replica_retains_and_stores(checkpoint: Path, tmp_path: Path) -> None:
     worker = MemoryWorker(checkpoint, index=1)
     receive(worker, weights(2.0), retain_version=5)
     worker.finish_weight_update()
-    worker.staging_store(to_wire(write_of(tmp_path / "store")))
+    worker.staging_store(to_wire(WRITE), str(tmp_path / "store"))
     assert worker.staging_store_state() is None and not (tmp_path / "store").exists()
     with pytest.raises(ValueError, match="the retained one is None"):
-        worker.engine.retained.committed(write_of(tmp_path))
+        worker.engine.retained.committed(WRITE)
     worker.engine.shutdown()
 
 

@@ -363,7 +363,7 @@ def arrive(
 
 
 def wanted(version: int, label: str | None = None) -> WriteVersion:
-    return WriteVersion(version=version, label=label, directory="", fleet_id="f", digest=None)
+    return WriteVersion(version=version, label=label, fleet_id="f", digest=None)
 
 
 def test_retained_version_has_its_tensors_until_it_is_forgotten() -> None:
