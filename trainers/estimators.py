@@ -9,3 +9,6 @@ class AdvantageEstimator(StrEnum):
     RLOO = "rloo"
     REINFORCE_PP = "reinforce_pp"
     REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
+
+
+DISTILLING = ("forward_kl", "reverse_kl", "jsd")  # losses to a teacher's log-probabilities

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from trainers.settings import DEFAULTS, DISTILLING, Aggregation, ImportanceLevel, KlEstimator, LossConfig
+from trainers.estimators import DISTILLING
+from trainers.settings import DEFAULTS, Aggregation, ImportanceLevel, KlEstimator, LossConfig
 
 MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 

@@ -18,6 +18,8 @@ from pydantic import (
     model_validator,
 )
 
+from trainers.estimators import DISTILLING
+
 
 class Aggregation(StrEnum):
     """The weight of a token in the loss of a batch.
@@ -65,7 +67,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "reverse_kl": {"importance_cap": None, "beta": 1.0},
     "jsd": {"importance_cap": None},
 }
-DISTILLING = ("forward_kl", "reverse_kl", "jsd")  # to a teacher's log-probabilities
 # Refused, because the loss does not read them.
 UNREAD: Mapping[str, frozenset[str]] = {
     "cispo": frozenset({"clip_low"}),

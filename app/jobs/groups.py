@@ -53,12 +53,16 @@ class Group:
     rollouts: Sequence[Rollout]
 
     @property
-    def oldest_version(self) -> int:
+    def oldest_version(self) -> int | None:
+        """None: a teacher has sampled it."""
         return min(
-            span.version
-            for rollout in self.rollouts
-            for trajectory in rollout.trajectories
-            for span in trajectory.weight_versions
+            (
+                span.version
+                for rollout in self.rollouts
+                for trajectory in rollout.trajectories
+                for span in trajectory.weight_versions
+            ),
+            default=None,
         )
 
     @property
@@ -131,10 +135,13 @@ def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
-def trajectories(groups: Sequence[Group], estimator: AdvantageEstimator) -> list[Trajectory]:
-    """The trainer's batch, without groups of equal rewards, unless advantages are relative to the batch."""
+def trajectories(
+    groups: Sequence[Group], estimator: AdvantageEstimator, *, has_teacher: bool = False
+) -> list[Trajectory]:
+    """The trainer's batch, without groups of equal rewards, unless advantages are relative to the batch, or a
+    teacher has more to say."""
     advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
-    whole = estimator in OF_BATCHES and any(any(of_group) for of_group in advantages)
+    whole = has_teacher or (estimator in OF_BATCHES and any(any(of_group) for of_group in advantages))
     return [
         replace(trajectory, advantage=advantage)
         for group, of_group in zip(groups, advantages, strict=True)

@@ -39,6 +39,7 @@ from app.jobs.policy import Policy
 from app.jobs.run import Run, produce
 from app.jobs.run_display import STATUS_S, Display
 from app.jobs.task_groups import run_beside
+from app.jobs.teacher import opened
 from app.jobs.trackers import Trackers, open_trackers
 from app.jobs.training import PATIENCE_S
 from deployments.protocol.responses import TrainerStatus
@@ -127,7 +128,8 @@ def only_job(url: str) -> Iterator[None]:
 
 
 async def loop(run: Run, trackers: Trackers) -> None:
-    producers = [produce(run) for _ in range(run.options.groups_in_flight)]
+    count = 0 if run.options.imitates else run.options.groups_in_flight
+    producers = [produce(run) for _ in range(count)]
     await run_beside(learn(run, trackers), [*producers, show_status(run)])
 
 
@@ -153,6 +155,7 @@ async def main(options: JobOptions, began: float) -> None:
         path = record_file(options)
         stack.enter_context(metrics.claimed(path, options.resume))
         run = await prepared(client, options, (learned, held_out), path, out, began)
+        run.teacher = await stack.enter_async_context(opened(options, run.policy, run.version, out.line))
         configuration = configured(run)
         metrics.append(path, configuration)
         if options.log:  # wandb may wait for its server
@@ -184,8 +187,10 @@ def connected(options: JobOptions, out: Display) -> AsyncFleetClient:
 
 
 def configured(run: Run) -> Configuration:
-    address, _ = without_credentials(run.options.url)
-    options = {**asdict(run.options), "url": address}
+    options = asdict(run.options)
+    for name in ("url", "teacher"):
+        if "://" in str(options[name]):
+            options[name], _ = without_credentials(options[name])
     prompts = run.options.prompts
     return Configuration(
         options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},

@@ -17,11 +17,12 @@ from app.client import calls
 from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
-from app.jobs.groups import Group, figures, group_of, images_of, trajectories
+from app.jobs.groups import Group, figures, group_of, images_of, penalised, trajectories
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import Run
 from app.jobs.task_groups import all_of
+from app.jobs.teacher import SamplingTeacher
 from app.jobs.trackers import Trackers
 from app.jobs.training import BatchRefused, idle, train
 from deployments.protocol.responses import TakenGroup
@@ -59,12 +60,21 @@ async def show(run: Run, record: StepRecord, rows: Sequence[Row]) -> None:
 async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
-    taken, steps, newer_than = await take(run)
-    files = {digest: await run.policy.client.send(calls.rollout_image(digest)) for digest in images_of(taken)}
-    groups = [group_of(each, run.options, files) for each in taken]
-    batch = trajectories(groups, run.options.advantage)
+    if run.options.imitates:
+        steps, newer_than = None, run.version
+        groups = await imitated(run)
+    else:
+        taken, steps, newer_than = await take(run)
+        send = run.policy.client.send
+        files = {digest: await send(calls.rollout_image(digest)) for digest in images_of(taken)}
+        groups = [group_of(each, run.options, files) for each in taken]
+    batch = trajectories(groups, run.options.advantage, has_teacher=run.teacher is not None)
     sampled, waited_s = [*groups, *run.filtered], time.monotonic() - began
     record = recorded(run, groups, sampled, waited_s)
+    if run.teacher is not None and not run.options.imitates:
+        run.doing, asked = f"the teacher scores {len(batch)} answers", time.monotonic()
+        batch, kl = await run.teacher.score(batch, run.version)
+        record = replace(record, teacher_kl=kl, teacher_s=time.monotonic() - asked)
     run.rows = metrics.rows(record.step, sampled)
     metrics.append_rollouts(run.path, run.rows)
     run.filtered, run.stale, run.unanswered = [], 0, 0
@@ -119,9 +129,44 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
             await run.changed.wait_for(lambda: run.ready >= wanted)
 
 
+async def imitated(run: Run) -> list[Group]:
+    """The next problems, answered by the teacher. A step that is made again gets other answers."""
+    teacher, options = run.teacher, run.options
+    assert teacher is not None
+    name = teacher.name(run.version)
+
+    async def one(number: int) -> Group | None:
+        policy = SamplingTeacher(
+            client=teacher.client,
+            model=name,
+            max_tokens=options.max_tokens,
+            stop=options.stop_strings,
+            student=run.policy,
+            teacher=teacher,
+        )
+        try:
+            made = await run.environment.rollouts(number, options.answers_per_group, policy)
+        except Unanswered as error:
+            run.say(f"problem {number} is left out: {error}")
+            run.unanswered += 1
+            return None
+        run.generated_tokens += sum(rollout.tokens for rollout in made)
+        rollouts = [replace(penalised(each, options), trajectories=[policy.made[each.id]]) for each in made]
+        return Group(number=number, rollouts=rollouts)
+
+    begin = run.next_problem
+    run.next_problem += options.groups_per_step
+    made = await all_of(one(number) for number in range(begin, run.next_problem))
+    groups = [group for group in made if group is not None]
+    if not groups:
+        raise ValueError(f"none of the problems from {begin} on was answered by the teacher")
+    return groups
+
+
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:
     """The next step's record before training; `sampled` includes groups without signal."""
-    staleness = [run.version - group.oldest_version for group in groups]
+    oldest = [run.version if group.oldest_version is None else group.oldest_version for group in groups]
+    staleness = [run.version - version for version in oldest]
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     return StepRecord(
         step=run.step + 1,
@@ -155,8 +200,9 @@ async def trained(
             train(run, batch, record, steps, newer_than), draft_acceptance(run)
         )
     except BatchRefused as error:
-        # It would be refused again after each --resume. Two in a row are no matter of one batch.
-        if run.refused:
+        # It would be refused again after each --resume. Two in a row are no matter of one batch, and what a
+        # teacher said is asked for again.
+        if run.refused or ": teacher: " in error.message:
             raise
         run.refused = True
         run.say(f"nothing is learned in step {record.step}, and its answers are left out: {error}")

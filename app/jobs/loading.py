@@ -8,7 +8,7 @@ from app.client.program_options import json_object
 from app.jobs.environments.environment import Conversations, Environment, TurnEnvironment
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
 from app.jobs.options import JobOptions
-from app.jobs.rewards import load_reward
+from app.jobs.rewards import Reward, load_reward, no_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask
 from app.jobs.user_code import imported
 from trainers.settings import wrong_fields
@@ -49,7 +49,7 @@ def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironme
 
 
 def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
-    if options.prompts is None or options.reward is None:
+    if options.prompts is None:
         settings = json_object(options.task_settings, "--task-settings")
         task = ReasoningGymTask(
             options.task,
@@ -59,7 +59,10 @@ def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
             extract=options.extract,
         )
         return task, task
-    reward = load_reward(options.reward, processes=options.reward_processes, timeout_s=options.reward_timeout)
+    reward: Reward = no_reward
+    if options.reward is not None:
+        processes, timeout_s = options.reward_processes, options.reward_timeout
+        reward = load_reward(options.reward, processes=processes, timeout_s=timeout_s)
     learned = PromptFileTask(options.prompts, reward, extract=options.extract)
     if options.eval_prompts is None:
         return learned, learned

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.client.program_options import LOCAL_URL, Url, json_object
-from trainers.estimators import AdvantageEstimator
+from trainers.estimators import DISTILLING, AdvantageEstimator
 
 if TYPE_CHECKING:
     from trainers.settings import StepSettings
@@ -74,6 +74,23 @@ class JobOptions:
         str | None, typer.Option(help="ppo_clip, grpo, dapo, ...", show_default="the trainer's")
     ] = None
     loss_settings: Annotated[str, typer.Option(help="settings of --loss, as JSON")] = "{}"
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            help="a model to learn from: a vLLM server's URL, NAME@VERSION of the fleet's, or NAME@-K: K "
+            "versions behind (docs/guides/distillation.md)"
+        ),
+    ] = None
+    teacher_model: Annotated[
+        str | None, typer.Option(help="at the URL of --teacher", show_default="its first")
+    ] = None
+    teacher_top_k: Annotated[
+        int, typer.Option(min=1, help="the teacher's log-probabilities per token, for --loss jsd and others")
+    ] = 20
+    teacher_kl: Annotated[
+        float,
+        typer.Option(min=0, help="times log(teacher / policy) of a token is added to its advantage"),
+    ] = 0.0
     updates_per_step: Annotated[
         int | None, typer.Option(min=1, help="optimizer steps per batch", show_default="the trainer's")
     ] = None
@@ -171,8 +188,11 @@ class JobOptions:
             )
         if self.environment is not None and (self.prompts is not None or self.reward is not None):
             raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
-        if (self.prompts is None) != (self.reward is None):
-            raise ValueError("--prompts and --reward go together, got only one of them")
+        if self.reward is not None and self.prompts is None:
+            raise ValueError("--prompts and --reward go together, got only the latter")
+        if self.prompts is not None and self.reward is None and self.teacher is None:
+            raise ValueError("--prompts and --reward go together, unless there is a --teacher")
+        self._check_teacher()
         if self.eval_every and self.prompts is not None and self.eval_prompts is None:
             raise ValueError("--eval-every with --prompts needs held-out prompts: --eval-prompts")
         if self.metrics is not None and self.metrics.suffix != ".jsonl":
@@ -183,6 +203,30 @@ class JobOptions:
         if self.loss is None and json_object(self.loss_settings, "--loss-settings"):
             raise ValueError("--loss-settings needs --loss")
         self.step_settings()
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss reads a teacher's log-probabilities."""
+        return self.loss in DISTILLING
+
+    @property
+    def imitates(self) -> bool:
+        """Whether a teacher samples in the policy's place."""
+        return self.teacher is not None and self.loss == "sft"
+
+    def _check_teacher(self) -> None:
+        reads = self.distils or self.loss == "sft"
+        if self.teacher is None and (self.distils or self.teacher_kl or self.teacher_model):
+            raise ValueError(
+                f"--loss {'|'.join(DISTILLING)}, --teacher-kl and --teacher-model need --teacher"
+            )
+        if self.teacher is not None and reads == bool(self.teacher_kl):
+            raise ValueError(
+                f"--teacher needs --loss {', '.join(DISTILLING)} or sft, which read no advantages, or "
+                "--teacher-kl, which is a part of them"
+            )
+        if self.imitates and self.environment is not None:
+            raise ValueError("--loss sft with --teacher needs answers of one turn: leave --environment out")
 
     def step_settings(self) -> "StepSettings":
         from trainers.settings import StepSettings  # its models take 0.2 s to build

@@ -60,6 +60,11 @@ def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) 
     return reward
 
 
+async def no_reward(entry: Mapping[str, Any], answer: str, given: Mapping[str, Any]) -> float:
+    """Of prompts that a teacher alone has something to say about."""
+    return 0.0
+
+
 MAX_REWARD = 1e30
 
 

@@ -18,6 +18,7 @@ from app.jobs.metrics import Row, StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy, Unanswered
 from app.jobs.run_display import Display, RunStatus
+from app.jobs.teacher import Teacher
 
 LEFT_OUT = 50  # batches of unanswered problems, at most
 SETTLED_AT_ONCE = 1 << 20  # characters of one call
@@ -37,6 +38,7 @@ class Run:
     version: int  # the newest known to be served
     output: Display
     started: float = field(default_factory=time.monotonic)
+    teacher: Teacher | None = None
     job: str = field(default_factory=lambda: uuid.uuid4().hex)  # another one after a restart
     step: int = 0
     trained: int = 0  # the newest published step

@@ -10,6 +10,7 @@ import torch
 from tests.trainers import tiny
 from tests.trainers.learning import ANSWERS, PROMPT, on_policy, with_changes
 from tests.trainers.loss_batches import gradient, random_tokens, tokens
+from trainers.estimators import DISTILLING
 from trainers.learner import Learner
 from trainers.losses import (
     LOSSES,
@@ -19,7 +20,7 @@ from trainers.losses import (
     policy_loss,
     token_weights,
 )
-from trainers.settings import DEFAULTS, DISTILLING, Aggregation, KlEstimator, LossConfig
+from trainers.settings import DEFAULTS, Aggregation, KlEstimator, LossConfig
 from trainers.trained_policy import TrainedPolicy
 
 

@@ -25,6 +25,7 @@ from app.jobs.metrics import StepRecord
 from app.jobs.options import JobOptions
 from app.jobs.policy import Policy
 from app.jobs.run_display import Display
+from app.jobs.teacher import Teacher
 from app.jobs.trackers import Trackers
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.responses import FleetLoad, ReplicaLoad
@@ -258,6 +259,7 @@ async def run_job(
     seen: list[str] | None = None,
     held_out: int = 1 << 40,
     task: CountingTask | None = None,
+    teacher: Teacher | None = None,
 ) -> list[StepRecord]:
     """`seen`: the run's state whenever a held-out problem is asked for, and whether it samples."""
     given = ["--groups-per-step", "2", "--answers-per-group", "3", "--groups-in-flight", "2"]
@@ -266,6 +268,7 @@ async def run_job(
     async with fleet.client() as client:
         environments = (environment, CountingTask(held_out))
         run = await prepared(client, options, environments, path, Display(), time.monotonic())
+        run.teacher = teacher
         if seen is not None:
             run.held_out = Watched(environment, lambda: seen.append(f"{run.status().line()} {run.sampling}"))
         metrics.append(path, configured(run))

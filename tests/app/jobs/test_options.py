@@ -38,6 +38,14 @@ def verifiers(**settings: object) -> list[str]:
     ("given", "message"),
     [
         (["--reward", "a:b"], "go together"),
+        (["--prompts", "x.jsonl"], "go together, unless there is a --teacher"),
+        (["--loss", "jsd"], "--teacher-model need --teacher"),
+        (
+            ["--teacher", "math@1"],
+            "--teacher needs --loss forward_kl, reverse_kl, jsd or sft, .*or --teacher-kl",
+        ),
+        (["--teacher", "math@1", "--loss", "jsd", "--teacher-kl", "1"], "which read no advantages"),
+        (["--teacher", "a", "--loss", "sft", "--environment", "calculator"], "answers of one turn"),
         (["--task-settings", "[]"], "--task-settings: expected a JSON object"),
         (["--keep-best", "/x"], "needs --eval-every"),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
