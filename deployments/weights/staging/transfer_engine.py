@@ -11,7 +11,7 @@ All that may wait for a peer runs on the staging thread, while the engine decode
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.store.file_read import FileRead
 from deployments.weights.store.hub import cached, model_files, schema_of, write_model_files
 from deployments.weights.store.version_writer import RetainedVersions, VersionWriter
-from deployments.weights.store.versions import DRAFTER
+from deployments.weights.store.versions import DRAFTER, mtp_names
 from deployments.weights.wire.checkpoint_schema import Schema, join_reasons, mismatches, missing
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
 from deployments.weights.wire.digest import inspect
@@ -74,14 +74,17 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.checkpoint = str(checkpoint)
         self.updated = with_drafter(vllm_config, model)
         self.staging = make_staging(vllm_config, self.device, self.updated)
-        self.retained = RetainedVersions()
         self.version_writer = VersionWriter(write_files=partial(write_model_files, model_files(loaded)))
         # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
         self._drafter: Schema = {}  # of its own checkpoint
+        self._mtp: Set[str] = frozenset()
         if isinstance(self.updated, PolicyAndDrafter) and self.updated.own_checkpoint:
             self._add_drafter(vllm_config.speculative_config.draft_model_config)
+        elif self.schema is not None:
+            self._mtp = mtp_names(self.schema, vllm_config.model_config.get_total_num_hidden_layers())
+        self.retained = RetainedVersions(self._mtp, source)
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
         self._reading: FileRead | None = None  # what the update reads from a file
@@ -273,19 +276,21 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update.complete()
 
     def _has_drafter(self, update: StagedUpdate) -> bool:
-        """Whether the drafter's tensors came; those in the served checkpoint always do."""
+        """Whether the drafter's tensors came."""
         if not isinstance(self.updated, PolicyAndDrafter):
             return False
-        return not self.updated.own_checkpoint or any(name.startswith(DRAFTER) for name in update.offered)
+        if self.updated.own_checkpoint:
+            return any(name.startswith(DRAFTER) for name in update.offered)
+        return self.schema is None or not self._mtp.isdisjoint(update.offered)
 
     def _expected(self, update: StagedUpdate) -> Schema:
         """All tensors or all but the drafter's, without those that it takes from the policy."""
         assert self.schema is not None
-        if not self._drafter:
-            return self.schema
-        assert isinstance(self.updated, PolicyAndDrafter)
-        kept = not self._has_drafter(update)
-        optional = {name for name in self._drafter if kept or self.updated.shares(name)}
+        optional = self._mtp if self._mtp.isdisjoint(update.offered) else frozenset()
+        if self._drafter:
+            assert isinstance(self.updated, PolicyAndDrafter)
+            kept = not self._has_drafter(update)
+            optional = {name for name in self._drafter if kept or self.updated.shares(name)}
         return {name: spec for name, spec in self.schema.items() if name not in optional}
 
     def _check_shared(self, update: StagedUpdate) -> None:

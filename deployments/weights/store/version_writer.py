@@ -6,7 +6,7 @@ import json
 import shutil
 import struct
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,7 +82,8 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
     """A version with its tensors, which do not change any more. `drafter`: the number and the drafter's
-    tensors of the version that had one last, which it keeps if it has none and the store no newer one."""
+    tensors of the version that had one last, which it keeps if it has none and the store no newer one.
+    `mtp`: names of the multi-token prediction in the served checkpoint, `base`, if nothing else drafts."""
 
     version: int
     label: str | None
@@ -91,6 +92,8 @@ class CommittedVersion:
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
     drafter: _Retained | None = None
+    mtp: Set[str] = frozenset()
+    base: Path | None = None
 
 
 class VersionWriter:
@@ -118,7 +121,7 @@ class VersionWriter:
         with self._changed:
             if self.result is not None and self.result.version == version.version:
                 self.result = None  # of an earlier attempt
-            if drafter := _drafter_of(version.tensors):
+            if drafter := _drafter_of(version.tensors, version.mtp):
                 self._drafter = version.version, drafter
             self._drafter = version.drafter or self._drafter
             self._waiting = replace(version, drafter=self._drafter), store
@@ -185,18 +188,18 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     """Write a checkpoint directory with its manifest, and return it. If its writer crashed before it could
     report it, the version is there already, and stays. Raises ValueError if the tensors are not those that
     were committed, or are stored otherwise."""
-    own = _drafter_of(version.tensors)
-    kept = None if own else _with_drafter(version, store)
-    drafter = own or (version.drafter[1] if version.drafter else {})
+    kept = None if _drafter_of(version.tensors, version.mtp) else _with_drafter(version, store)
     try:
         with ExitStack() as stack:
             source = None if kept is None else stack.enter_context(store.reading(kept.version))
+            tensors = _whole(version, source)
             directory = stack.enter_context(store.writing(version.version, version.fleet_id))
-            manifest = _manifest(version, kept)
+            manifest = _manifest(version, kept, tensors)
             write_files(directory)
-            policy = {name: each for name, each in version.tensors.items() if not name.startswith(DRAFTER)}
+            drafter = _drafter_of(tensors)
+            policy = {name: each for name, each in tensors.items() if name not in drafter}
             write_safetensors(policy, directory / "model.safetensors")
-            if source is not None:
+            if source is not None and (source / DRAFTER_DIRECTORY).is_dir():
                 shutil.copytree(source / DRAFTER_DIRECTORY, directory / DRAFTER_DIRECTORY)
             elif drafter:
                 (directory / DRAFTER_DIRECTORY).mkdir(exist_ok=True)
@@ -204,7 +207,7 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
                 write_safetensors(named, directory / DRAFTER_DIRECTORY / "model.safetensors")
             (directory / MANIFEST).write_text(manifest.encode())
     except FileExistsError:
-        stored, manifest = store.manifest_of(version.version), _manifest(version, kept)
+        stored, manifest = store.manifest_of(version.version), _manifest(version, kept, tensors)
         if stored.fleet_id != manifest.fleet_id or stored.tensors != manifest.tensors:
             raise ValueError(
                 f"version {version.version} is in the store already, of {stored.owner} and with digest "
@@ -219,37 +222,49 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
     return store.path_of(version.version)
 
 
-def _drafter_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name.startswith(DRAFTER)}
+def _drafter_of(tensors: Mapping[str, torch.Tensor], mtp: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in tensors.items() if name.startswith(DRAFTER) or name in mtp}
+
+
+def _whole(version: CommittedVersion, source: Path | None) -> dict[str, torch.Tensor]:
+    """With the drafter of the version before, but for what is in a drafter's directory. `source`: that of the
+    stored version whose drafter this one has."""
+    tensors = dict(version.tensors)
+    if source is None and version.drafter is not None and not _drafter_of(tensors, version.mtp):
+        tensors |= version.drafter[1]
+    if absent := version.mtp - tensors.keys():
+        assert version.base is not None
+        tensors |= read_tensors(version.base if source is None else source, absent)
+    return tensors
 
 
 def _with_drafter(version: CommittedVersion, store: Store) -> VersionManifest | None:
-    """The newest stored version before this one, if its drafter is newer than what came with this one."""
+    """The newest stored version before this one, if its drafter is newer than what came with this one. One in
+    the served checkpoint is in every version."""
     came = -1 if version.drafter is None else version.drafter[0]
     for number in reversed([each for each in store.list() if each < version.version]):
         with suppress(OSError, ValueError):
             found = store.manifest_of(number)
             if found.fleet_id == version.fleet_id:
-                return None if found.drafter is None or found.drafter <= came else found
+                newest = number if version.mtp else found.drafter
+                return None if newest is None or newest <= came else found
     return None
 
 
-def _manifest(version: CommittedVersion, kept: VersionManifest | None) -> VersionManifest:
-    """`kept`: the stored version whose drafter this one has."""
-    digests = {name: digest(tensor.contiguous()) for name, tensor in version.tensors.items()}
-    combined = version_digest(list(digests), list(digests.values()))
+def _manifest(
+    version: CommittedVersion, kept: VersionManifest | None, tensors: Mapping[str, torch.Tensor]
+) -> VersionManifest:
+    """`kept`: the stored version whose drafter this one has. `tensors`: see `_whole`."""
+    digests = {name: digest(tensor.contiguous()) for name, tensor in tensors.items()}
+    combined = version_digest(list(version.tensors), [digests[name] for name in version.tensors])
     if version.digest not in (None, combined):
         raise ValueError(
             f"version {version.version} was committed with digest {version.digest}, and its tensors now have "
             f"{combined}"
         )
-    tensors, drafter = dict(version.tensors), None
-    if _drafter_of(tensors):
+    drafter = None if version.drafter is None else version.drafter[0]
+    if _drafter_of(version.tensors, version.mtp):
         drafter = version.version
-    elif kept is None and version.drafter is not None:
-        drafter, added = version.drafter
-        tensors |= added
-        digests |= {name: digest(tensor.contiguous()) for name, tensor in added.items()}
     stored = {
         name: StoredTensor(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -278,7 +293,8 @@ class RetainedVersions:
     one copy to the host per tensor, on a CPU a reference. `add` is called on the staging thread, the others
     on the engine's."""
 
-    def __init__(self) -> None:
+    def __init__(self, mtp: Set[str] = frozenset(), base: Path | None = None) -> None:
+        self._mtp, self._base = mtp, base  # see `CommittedVersion`
         self._arriving: _Retained | None = None
         self._committed: _Retained | None = None
         self._drafter: _Retained | None = None
@@ -295,7 +311,7 @@ class RetainedVersions:
     def commit(self) -> None:
         """What arrived replaces the retained version, also if it is not retained."""
         self._committed, self._arriving = self._arriving, None
-        if self._committed is not None and (drafter := _drafter_of(self._committed[1])):
+        if self._committed is not None and (drafter := _drafter_of(self._committed[1], self._mtp)):
             self._drafter = self._committed[0], drafter
 
     def forget(self, version: int) -> None:
@@ -319,4 +335,6 @@ class RetainedVersions:
             digest=wanted.digest,
             tensors=tensors,
             drafter=self._drafter,
+            mtp=self._mtp,
+            base=self._base,
         )

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 DRAFTER = "drafter."  # begins the names of tensors of a drafter with a checkpoint of its own
 DRAFTER_DIRECTORY = "drafter"  # in a version's: that checkpoint, in which the names do not begin so
 
+_MTP = re.compile(r"(?:model\.|language_model\.)*(?:mtp[._]|layers\.(\d+)\.)")
 _NAME = re.compile(r"v(\d{8,})")
 _PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
 
@@ -76,6 +77,13 @@ class VersionManifest:
 
 
 _MANIFESTS = TypeAdapter(VersionManifest)
+
+
+def mtp_names(names: Iterable[str], depth: int) -> frozenset[str]:
+    """The multi-token prediction of a checkpoint whose policy has `depth` layers: transformers' models leave
+    it out, and so do their publishers."""
+    found = ((name, _MTP.match(name)) for name in names)
+    return frozenset(name for name, match in found if match and int(match[1] or depth) >= depth)
 
 
 class DirectoryLock:

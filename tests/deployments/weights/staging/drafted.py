@@ -27,7 +27,7 @@ from deployments.weights.staging.drafted_model import PolicyAndDrafter, install,
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
-from deployments.weights.store.versions import DRAFTER, DRAFTER_DIRECTORY
+from deployments.weights.store.versions import DRAFTER, DRAFTER_DIRECTORY, mtp_names
 from tests.deployments.weights.staging.families import init_parallel_state, use_kernels
 from tests.deployments.weights.staging.staged_models import device_staging_without_gpu
 from tests.tiny_models import SHARED, save_tiny_llama, save_tiny_mtp
@@ -123,12 +123,15 @@ class DraftedModels:
         return config, both
 
     @torch.no_grad()
-    def stage(self, policy: str, head: str | None, *, half: bool = False) -> None:
+    def stage(self, policy: str, head: str | None, *, half: bool = False, mtp: bool = True) -> None:
         # It imports vLLM's worker for CPUs, which replaces torch's streams and events: no engine on a GPU can
         # run in such a process.
         from tests.deployments.weights.staging.memory_worker import chunks_of
 
         tensors = list(load_file(self._policies[policy] / "model.safetensors").items())
+        if not mtp:
+            left_out = mtp_names(dict(tensors), depth=2)
+            tensors = [(name, each) for name, each in tensors if name not in left_out]
         if head is not None:
             found = sorted(load_file(self._heads[head] / "model.safetensors").items())
             tensors += [(DRAFTER + name, each) for name, each in found[: len(found) // 2 if half else None]]
@@ -138,7 +141,7 @@ class DraftedModels:
                 self._staging.add(received.chunk, received.named())
         if not half:
             found_unfilled = self._staging.finalize(
-                complete=True, check_open=lambda: None, keep_drafter=head is None and not self._mtp
+                complete=True, check_open=lambda: None, keep_drafter=head is None and not (self._mtp and mtp)
             )
             assert not found_unfilled, found_unfilled
 
@@ -154,6 +157,15 @@ class DraftedModels:
         """The live parameters that are not as after loading these two."""
         return _differing(self._live, self._load(self._policies[policy], self._heads[head])[1])
 
+    def mix(self, policy: str, mtp: str) -> str:
+        """A policy with the multi-token prediction of another; returns its name."""
+        file, other = (self._policies[each] / "model.safetensors" for each in (policy, mtp))
+        drafter = {name: each for name, each in load_file(other).items() if name in mtp_names([name], 2)}
+        shutil.copytree(file.parent, self._directory / "mixed")
+        self._policies["mixed"] = self._directory / "mixed"
+        save_file(load_file(file) | drafter, self._directory / "mixed" / file.name, metadata={"format": "pt"})
+        return "mixed"
+
     def behind_at(self, stored: Path, policy: str, head: str) -> list[str]:
         """Those of an engine that starts from a stored version, with the fleet's first head configured."""
         started = self._load(stored, self._heads["x"])[1]
@@ -168,7 +180,7 @@ def _differing(live: PolicyAndDrafter, fresh: PolicyAndDrafter) -> list[str]:
 
 
 def rounds_with_mtp(directory: Path, kind: str) -> dict[str, list[str]]:
-    """As `rounds`, where every version has the drafter's tensors."""
+    """As `rounds`, where a version has the drafter's tensors or leaves them out."""
     torch.accelerator.empty_cache = lambda: None
     use_kernels("torch")
     models = DraftedModels(directory, kind, mtp=True)
@@ -180,6 +192,9 @@ def rounds_with_mtp(directory: Path, kind: str) -> dict[str, list[str]]:
     models.stage("a", None)
     models.drop()
     found["dropped"] = models.behind("c", "x")
+    models.stage("b", None, mtp=False)
+    models.swap()
+    found["policy alone"] = models.behind(models.mix("b", "c"), "x")
     return found
 
 

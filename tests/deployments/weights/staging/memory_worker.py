@@ -125,7 +125,10 @@ class MemoryWorker(CPUWorker, WorkerExtension):  # in the order in which vLLM mi
         self.rank = index
         self.vllm_config = VllmConfig()
         self.vllm_config.model_config = SimpleNamespace(
-            model=str(loaded or checkpoint), revision=None, dtype=torch.float32
+            model=str(loaded or checkpoint),
+            revision=None,
+            dtype=torch.float32,
+            get_total_num_hidden_layers=lambda: 1,
         )
         self.vllm_config.additional_config = {"checkpoint": str(checkpoint)}
         self.vllm_config.parallel_config.rank = index

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm.config import CompilationMode, VllmConfig
 
 from deployments.protocol.poll import Outcome
@@ -237,6 +238,48 @@ def test_a_version_says_whether_it_brings_a_drafter(
     state = verify(drafted)
     assert (state.outcome, state.drafter) == (Outcome.DONE, came), state.message
     drafted.engine.shutdown()
+
+
+class Mtp(Model):
+    """It has embeddings of its own, which come as the policy's."""
+
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights([(name.removeprefix("mtp."), tensor) for name, tensor in weights])
+
+
+def multi_token(*names: str) -> list[tuple[str, torch.Tensor]]:
+    return [(f"mtp.{name}", tensor) for name, tensor in weights(3.0) if name in names]
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "unused"])
+@pytest.mark.parametrize(
+    ("sent", "came", "message"),
+    [
+        (multi_token(), False, ""),
+        (multi_token("w", "b"), True, ""),
+        (multi_token("w"), None, "'mtp.b' is missing"),
+    ],
+    ids=["none", "whole", "half"],
+)
+def test_multi_token_prediction_may_be_left_out_as_a_whole(
+    tmp_path: Path,
+    drafts: bool,
+    sent: list[tuple[str, torch.Tensor]],
+    came: bool | None,
+    message: str,
+) -> None:
+    """transformers' models do not have it."""
+    save_file(dict(weights(0.0) + multi_token("w", "b")), tmp_path / "model.safetensors")
+    worker = MemoryWorker(tmp_path)
+    engine = worker.engine
+    if drafts:
+        engine.updated = PolicyAndDrafter(worker.model, Mtp(), own_checkpoint=False, shared={})
+        engine.staging = HostStaging(engine.updated, worker.vllm_config.model_config)
+    receive(worker, weights(2.0) + sent)
+    state = verify(worker)
+    assert state.message.startswith(message) and bool(state.message) == bool(message)
+    assert state.drafter == (came if drafts else None)
+    engine.shutdown()
 
 
 def test_what_policy_and_drafter_share_must_be_equal(drafted: MemoryWorker) -> None:

@@ -151,6 +151,44 @@ def test_a_drafter_that_could_not_be_stored_gives_way_to_a_newer_one_in_the_stor
     assert drafter_of(store, 3) == (2, 2.0)
 
 
+def test_multi_token_prediction_that_did_not_come_is_as_in_the_version_before(
+    store: Store, tmp_path: Path
+) -> None:
+    """The checkpoint's until one came; a replica that retains a newer one than the store has stores it."""
+    write_safetensors({"w": torch.zeros(2, 3), "mtp.d": torch.full((4,), 0.5)}, tmp_path / "m.safetensors")
+    retained = RetainedVersions(frozenset({"mtp.d"}), tmp_path)
+
+    def commit(number: int, *, drafter: bool) -> None:
+        tensors = {"w": torch.full((2, 3), float(number))}
+        arrive(retained, number, tensors | {"mtp.d": torch.full((4,), float(number))} if drafter else tensors)
+        retained.commit()
+
+    def stored(number: int) -> float:
+        version = replace(retained.committed(wanted(number)), fleet_id=None)
+        path = write_version(version, store, no_files)
+        assert write_version(version, store, no_files) == path, "another writer's is the same"
+        check_files(path, number)
+        found = load_file(path / "model.safetensors")
+        assert found["w"][0, 0].item() == number and not (path / "drafter").exists()
+        assert store.manifest_of(number).tensors.keys() == found.keys()
+        return found["mtp.d"][0].item()
+
+    commit(1, drafter=False)
+    assert stored(1) == 0.5
+    trained = {"w": torch.full((2, 3), 2.0), "mtp.d": torch.full((4,), 2.0)}
+    write_version(version_of(2, trained), store, no_files)
+    commit(3, drafter=False)
+    assert stored(3) == 2.0, "a trainer wrote version 2"
+    commit(4, drafter=True)
+    commit(5, drafter=False)
+    assert stored(5) == 4.0, "version 4 was not stored"
+    commit(6, drafter=True)
+    assert stored(6) == 6.0
+    retained.forget(6)
+    commit(7, drafter=False)
+    assert stored(7) == 6.0
+
+
 def test_a_damaged_drafter_is_found(store: Store) -> None:
     path = write_version(with_drafter(3), store, no_files)
     write_safetensors({"d": torch.zeros(4)}, path / "drafter" / "model.safetensors")

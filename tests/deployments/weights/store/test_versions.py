@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from deployments.weights.store.versions import MANIFEST, Store, StoredTensor, VersionManifest
+from deployments.weights.store.versions import (
+    MANIFEST,
+    Store,
+    StoredTensor,
+    VersionManifest,
+    mtp_names,
+)
 
 
 def manifest_of(version: int) -> VersionManifest:
@@ -162,3 +168,21 @@ def test_a_damaged_manifest_is_an_error_that_names_the_file(tmp_path: Path) -> N
         ValueError, match=r"v00000007/manifest\.json: not a manifest: version: Field required"
     ):
         store.manifest_of(7)
+
+
+def test_multi_token_prediction_is_told_by_its_name_or_by_a_layer_beyond_the_last() -> None:
+    drafters = {
+        "mtp.fc.weight",  # Qwen3.5, Qwen3-Next
+        "model.mtp_layers.0.input_proj.weight",  # MiMo
+        "model.mtp_block.0.mlp.up_proj.weight",  # Ernie
+        "model.layers.2.eh_proj.weight",  # GLM, DeepSeek
+        "model.language_model.layers.3.enorm.weight",
+    }
+    policies = {
+        "lm_head.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "model.visual.blocks.7.attn.qkv.weight",
+        "vision_tower.encoder.layers.7.mlp.fc1.weight",
+    }
+    assert mtp_names(drafters | policies, depth=2) == drafters
