@@ -114,10 +114,10 @@ def settle_groups(groups: Sequence[Mapping[str, JsonValue]]) -> Call[responses.S
 
 
 def take(
-    step: str, run: str, groups: int, max_staleness: int | None, note: str, offset: int = 0
+    step: str, run: str, groups: int, max_staleness: int | None, offset: int = 0
 ) -> Call[responses.TakenStep]:
     """The groups that a step consumes, from `offset` on; the same ones again for the same step."""
-    body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness, "note": note}
+    body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness}
     body |= {"offset": offset}
     return Call(method="POST", path="/rollouts/take", body=body, read=typed(responses.TakenStep))
 
@@ -131,16 +131,20 @@ def rollout_image(digest: str) -> Call[bytes]:
 
 
 def step(
-    trajectories: Sequence[Trajectory], settings: str | None = None, done: int | None = None
+    trajectories: Sequence[Trajectory],
+    settings: str | None = None,
+    done: int | None = None,
+    label: str | None = None,
 ) -> Call[Object]:
     """One optimizer step; `settings` is JSON of `trainers.settings.StepSettings`. Refused unless the trainer
-    has done `done` optimizer steps."""
+    has done `done` optimizer steps, or has made the step of this label, whose metrics it returns."""
     from trainers.trajectory_arrays import MEDIA_TYPE, to_bytes  # numpy is slow to import
 
+    given = {"done": None if done is None else str(done), "label": label}
     return Call(
         method="POST",
         path="/train/step",
-        query={} if done is None else {"done": str(done)},
+        query={name: value for name, value in given.items() if value is not None},
         content=to_bytes(trajectories, settings),
         headers={"content-type": MEDIA_TYPE},
         read=typed(Object),

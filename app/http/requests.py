@@ -105,8 +105,6 @@ class TakeBody(OwnBody):
     """Of which job; empty: groups that no job has begun."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Versions since the oldest token; groups above it are discarded. Null: any."""
-    note: str = Field(default="", max_length=4096)
-    """The same call again gets the first one's."""
     offset: int = Field(default=0, ge=0)
     """Of the first group in the answer. One answer has at most some million tokens, and says how many
     groups are left."""

@@ -61,7 +61,7 @@ async def take(controller: Controller, body: TakeBody) -> Response:
     The same call again gets the same groups. `step` is null while there are fewer than it asks for.
     """
     content: bytes = await _call(
-        controller, "take", body.step, body.run, body.groups, body.max_staleness, body.note, body.offset
+        controller, "take", body.step, body.run, body.groups, body.max_staleness, body.offset
     )
     return Response(content, media_type="application/json")
 

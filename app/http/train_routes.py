@@ -20,12 +20,18 @@ async def step(
     done: Annotated[
         int | None, Query(description="learn only if the trainer has done so many optimizer steps")
     ] = None,
+    label: Annotated[
+        str | None,
+        Query(
+            description="a name of the step, under which it is published: the same call again learns nothing"
+        ),
+    ] = None,
 ) -> responses.StepMetrics:
     """One optimizer step on a batch of trajectories; answers its metrics.
 
     The arrays of `application/x-safetensors` are those of `trainers/trajectory_arrays.py`.
     """
-    return await trainer.step.remote(body.trajectories, body.settings, done)
+    return await trainer.step.remote(body.trajectories, body.settings, done, label)
 
 
 @routes("POST", "/train/publish", large=True)

@@ -2,12 +2,11 @@
 
     /rollouts/take ─► /train/step ─► /train/publish ─► evaluation ─► the step's record
 
-After a kill between any two of them the next job takes the same groups for the same step, and asks the
-trainer whether it has learned from them.
+After a kill between any two of them the next job takes the same groups for the same step, whose name tells
+the trainer whether it has learned from them.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from app.jobs.run import Run
 from app.jobs.task_groups import all_of
 from app.jobs.teacher import SamplingTeacher
 from app.jobs.trackers import Trackers
-from app.jobs.training import BatchRefused, idle, train
+from app.jobs.training import BatchRefused, train
 from deployments.protocol.responses import TakenGroup
 from trainers.trajectory import Trajectory
 
@@ -61,10 +60,10 @@ async def learn_once(run: Run) -> StepRecord:
     began, tokens_before = time.monotonic(), run.generated_tokens
     run.doing = "waiting for answers"
     if run.options.imitates:
-        steps, newer_than = None, run.version
+        label = f"{run.name}/{run.step + 1}"
         groups = await imitated(run)
     else:
-        taken, steps, newer_than = await take(run)
+        taken, label = await take(run)
         send = run.policy.client.send
         files = {digest: await send(calls.rollout_image(digest)) for digest in images_of(taken)}
         groups = [group_of(each, run.options, files) for each in taken]
@@ -79,7 +78,7 @@ async def learn_once(run: Run) -> StepRecord:
     metrics.append_rollouts(run.path, run.rows)
     run.filtered, run.stale, run.unanswered = [], 0, 0
     if batch:  # else nothing to learn
-        record = await trained(run, batch, record, steps, newer_than)
+        record = await trained(run, batch, record, label)
     if record.step >= run.options.steps:
         run.sampling = False
     evaluation_began = time.monotonic()
@@ -97,15 +96,13 @@ async def learn_once(run: Run) -> StepRecord:
     )
 
 
-async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
+async def take(run: Run) -> tuple[Sequence[TakenGroup], str]:
     """What the next step learns from: what the step of a killed job has consumed, or the oldest groups; and
-    `steps` and `newer_than` of `train`."""
+    the step's name."""
     client, wanted = run.policy.client, run.options.groups_per_step
     step, staleness, waits = f"{run.name}/{run.step + 1}", run.options.max_staleness, False
     while True:
-        # `job`: the trainer may get a killed job's batch at any time, also later than this.
-        now = {"trainer_step": (await idle(client)).step, "version": run.version, "job": run.job}
-        asked = (step, run.name, wanted, staleness, json.dumps(now))
+        asked = (step, run.name, wanted, staleness)
         try:
             taken = await client.send(calls.take(*asked))
             groups, left = list(taken.groups), taken.left_groups
@@ -122,9 +119,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], int | None, int]:
         waits = waits or taken.step is None
         await run.count_ready(taken.ready_groups, waits=waits)
         if taken.step is not None:
-            then = json.loads(taken.note)
-            killed = then.get("job") != run.job
-            return groups, then["trainer_step"] if killed else None, then["version"]
+            return groups, step
         async with run.changed:
             await run.changed.wait_for(lambda: run.ready >= wanted)
 
@@ -190,15 +185,11 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
     )
 
 
-async def trained(
-    run: Run, batch: Sequence[Trajectory], record: StepRecord, steps: int | None, newer_than: int
-) -> StepRecord:
+async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, label: str) -> StepRecord:
     """The record after a step and a publish; arguments as in `train`."""
     run.doing = f"the trainer learns from {len(batch)} answers"
     try:
-        made, acceptance = await asyncio.gather(
-            train(run, batch, record, steps, newer_than), draft_acceptance(run)
-        )
+        made, acceptance = await asyncio.gather(train(run, batch, record, label), draft_acceptance(run))
     except BatchRefused as error:
         # It would be refused again after each --resume. Two in a row are no matter of one batch, and what a
         # teacher said is asked for again.

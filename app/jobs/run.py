@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +38,6 @@ class Run:
     output: Display
     started: float = field(default_factory=time.monotonic)
     teacher: Teacher | None = None
-    job: str = field(default_factory=lambda: uuid.uuid4().hex)  # another one after a restart
     step: int = 0
     trained: int = 0  # the newest published step
     refused: bool = False  # the last batch, by the trainer

@@ -2,7 +2,7 @@
 
 trainer dies      Serve starts another one, which resumes from the committed version. A step without its
                   publish is repeated. Without the version it refuses everything, and the job ends.
-router, job die   the trainer's status says what was done
+router, job die   the trainer knows its steps and publishes by their label, and does none of them again
 round aborted     publish again
 """
 
@@ -32,47 +32,31 @@ class BatchRefused(FleetError):
     """The trainer refuses to learn from a batch, and has not."""
 
 
-async def train(
-    run: Run, batch: Sequence[Trajectory], record: StepRecord, steps: int | None, newer_than: int
-) -> StepRecord:
-    """The record after a step and its publish, or after what a killed job has made of them.
-
-    Args:
-        steps: of the trainer when a job that was killed took this batch, which it may have sent.
-        newer_than: the fleet's version when this batch was taken.
+async def train(run: Run, batch: Sequence[Trajectory], record: StepRecord, label: str) -> StepRecord:
+    """The record after a step and its publish, or after what a killed job has made of them; `label` names the
+    batch.
 
     Raises:
         BatchRefused: the trainer refuses the batch.
         FleetError: the fleet refuses, another job makes steps, or something was lost `ATTEMPTS` times.
     """
-    client, label = run.policy.client, f"step {record.step}"
-    most: int | None = None  # steps that the trainer has done, if all are this run's
+    client = run.policy.client
+    most: int | None = None  # steps that the trainer has done, if all since are this run's
     for attempt in range(1, ATTEMPTS + 1):
         began = time.monotonic()
         status = await idle(client)
         if most is not None and status.step > most:
             raise FleetError(
-                f"{label}: expected a trainer after step {most}, got one after step {status.step}: another "
-                "job trains it. End one of them, and continue with --resume"
+                f"step {record.step}: expected a trainer after step {most}, got one after step "
+                f"{status.step}: another job trains it. End one of them, and continue with --resume"
             )
+        most = status.step
         try:
-            version: int | None = None
-            if steps is not None and status.step == steps + 1:
-                most = status.step
-                # A trainer that was restarted knows no figures of it.
-                metrics: dict[str, JsonValue] = {"step": status.step, **status.last_step}
-                version = _published(status, label, newer_than)
-            else:
-                if most is None:  # a killed job may have sent it, and it has not arrived
-                    most = status.step + (status.step == steps)
-                steps = status.step
-                metrics = await step(client, batch, run.step_settings, steps)
-                most = steps + 1
-            trained = time.monotonic()
-            if version is None:
-                done = metrics["step"]
-                assert isinstance(done, int), "the trainer counts its steps"
-                version = (await client.send(calls.publish(label, done))).version
+            metrics = await step(client, batch, run.step_settings, most, label)
+            trained, done = time.monotonic(), metrics["step"]
+            assert isinstance(done, int), "the trainer counts its steps"
+            most = max(most, done)  # others may have made steps since a killed job has made this one
+            version = (await client.send(calls.publish(label, most))).version
             ended = time.monotonic()
             return replace(
                 record, version=version, trainer=metrics, train_s=trained - began, publish_s=ended - trained
@@ -81,28 +65,22 @@ async def train(
             is_lost = error.status is None or error.type in REPEATED
             if not is_lost or attempt == ATTEMPTS:
                 raise
-            if error.type != "other_step" and steps is not None:
-                most = steps + 1  # it may have been made
-            run.say(f"{label}: {error}; asking the trainer whether it was done")
+            if error.type != "other_step":
+                most = max(most, status.step + 1)  # it may have been made
+            run.say(f"step {record.step}: {error}; asking the trainer whether it was done")
     raise AssertionError("unreachable")
 
 
 async def step(
-    client: AsyncFleetClient, batch: Sequence[Trajectory], settings: str | None, steps: int
+    client: AsyncFleetClient, batch: Sequence[Trajectory], settings: str | None, done: int, label: str
 ) -> dict[str, JsonValue]:
     """The metrics of a step; arguments as in `calls.step`, errors as in `train`."""
     try:
-        return await client.send(calls.step(batch, settings, steps))
+        return await client.send(calls.step(batch, settings, done, label))
     except FleetError as error:
         if error.status not in REFUSED:
             raise
         raise BatchRefused(str(error), message=error.message, status=error.status, type=error.type) from error
-
-
-def _published(status: TrainerStatus, label: str, newer_than: int) -> int | None:
-    last = status.last_round if status.adapter is None else status.last_adapter
-    is_it = last is not None and last.label == label and last.version > newer_than
-    return last.version if last is not None and is_it else None
 
 
 async def idle(client: AsyncFleetClient) -> TrainerStatus:

@@ -224,7 +224,6 @@ class TakenStep:
     """The body of `/rollouts/take`; `step` is None while there are fewer groups than it asks for."""
 
     step: str | None
-    note: str
     stale_groups: int
     ready_groups: int
     groups: Sequence[TakenGroup]

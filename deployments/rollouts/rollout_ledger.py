@@ -108,7 +108,6 @@ class Step:
     key: str
     run: str
     groups: tuple[str, ...]
-    note: str  # the trainer's own
     due: float | None
 
 
@@ -412,7 +411,6 @@ class RolloutLedger:
         run: str,
         count: int,
         max_staleness: int | None,
-        note: str,
         current: Mapping[str, int],
         now: float,
     ) -> tuple[Step | None, int]:
@@ -421,7 +419,6 @@ class RolloutLedger:
 
         Args:
             max_staleness: versions between the oldest token and the policy's current one; None: any.
-            note: kept with the step; of a step that is known, the former one stays.
             current: versions by policy; groups of other policies are stale.
 
         Raises:
@@ -446,7 +443,7 @@ class RolloutLedger:
             self._end(group, State.CONSUMED, "consumed", now)
         self._finish_step(run, now)
         names, due = tuple(each.key for each in chosen), now + self._kept_s(run)
-        taken = Step(key=step, run=run, groups=names, note=note, due=due)
+        taken = Step(key=step, run=run, groups=names, due=due)
         self._put(taken)
         if run:
             self._put(replace(self._run(run), step=step))

@@ -211,14 +211,13 @@ class RolloutStore:
         run: str,
         count: int,
         max_staleness: int | None,
-        note: str,
         offset: int,
         current: Mapping[str, int],
     ) -> bytes:
         """The JSON of what a step has consumed, with the sequences of its groups from `offset` on until they
         have `MAX_TAKEN` tokens; see `RolloutLedger.take`."""
         with self._transaction():
-            taken, stale = self._ledger.take(step, run, count, max_staleness, note, current, self._clock())
+            taken, stale = self._ledger.take(step, run, count, max_staleness, current, self._clock())
             names = () if taken is None else taken.groups[offset:]
             groups: list[dict[str, object]] = []
             tokens = 0
@@ -231,7 +230,6 @@ class RolloutStore:
             _, _, ready = self._ledger.position(run, self._clock())
         found = {
             "step": None if taken is None else step,
-            "note": "" if taken is None else taken.note,
             "stale_groups": stale,
             "ready_groups": ready,
             "groups": groups,

@@ -27,7 +27,7 @@ from deployments.weights.store.adapter_store import TENSORS, digest_of
 from trainers.lora import LoraAdapter
 
 CALL_TIMEOUT_S = 60.0
-FLEET, STEP = "fleet_id", "trainer_step"  # metadata of the safetensors file
+FLEET, STEP, LABEL = "fleet_id", "trainer_step", "label"  # metadata of the safetensors file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class LiveVersion:
     version: int
     path: Path
     step: int | None  # the trainer's step; None: others loaded the version
+    label: str | None
 
 
 class AdapterPublisher:
@@ -62,11 +63,8 @@ class AdapterPublisher:
         if not found:
             return None
         newest = max(found, key=lambda each: each.version)
-        return LiveVersion(
-            version=newest.version,
-            path=Path(newest.path),
-            step=_trainer_step(Path(newest.path) / TENSORS, self._fleet_id),
-        )
+        step, label = _origin(Path(newest.path) / TENSORS, self._fleet_id)
+        return LiveVersion(version=newest.version, path=Path(newest.path), step=step, label=label)
 
     def publish(
         self, adapter: LoraAdapter, *, step: int, base_version: int, label: str | None
@@ -80,7 +78,7 @@ class AdapterPublisher:
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = time.monotonic()
-        metadata = {FLEET: self._fleet_id, STEP: str(step)}
+        metadata = {FLEET: self._fleet_id, STEP: str(step)} | ({} if label is None else {LABEL: label})
         files = adapter.files(dtype=self._dtype, metadata=metadata)
         contents = {name: memoryview(in_host_memory(each).numpy()) for name, each in files.items()}
         directory = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
@@ -146,11 +144,13 @@ class AdapterPublisher:
         return run_sync(retried(self._controller, "adapters", limit_s=CALL_TIMEOUT_S))
 
 
-def _trainer_step(file: Path, fleet_id: str) -> int | None:
+def _origin(file: Path, fleet_id: str) -> tuple[int | None, str | None]:
+    """The trainer's step and label; None: others loaded it."""
     try:
         with safe_open(file, framework="pt") as tensors:
             metadata = tensors.metadata() or {}
     except (OSError, SafetensorError):  # being removed, because it was unloaded
-        return None
+        return None, None
     step = metadata.get(STEP, "")
-    return int(step) if step.isdecimal() and metadata.get(FLEET) == fleet_id else None
+    is_own = step.isdecimal() and metadata.get(FLEET) == fleet_id
+    return (int(step), metadata.get(LABEL)) if is_own else (None, None)

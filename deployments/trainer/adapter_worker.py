@@ -34,6 +34,7 @@ class _Published:
 
     version: int
     step: int
+    label: str | None
     values: Mapping[str, torch.Tensor]
 
 
@@ -88,6 +89,7 @@ class AdapterWorker(TrainerRank):
         return LoadedTrainer(
             version=self._base_version,
             step=self._learner.steps_done,
+            label=published.label if published is not None else None,
             parameters=sum(parameter.numel() for parameter in self._policy.parameters()),
             adapter_version=0 if published is None else published.version,
             initial=self._initial,
@@ -167,7 +169,7 @@ class AdapterWorker(TrainerRank):
                 f"version {live.version} of the adapter is live, and is not one of this trainer's settings: "
                 f"{error}; choose another 'trainer.lora.name', or unload it"
             ) from error
-        return _Published(version=live.version, step=live.step, values=values)
+        return _Published(version=live.version, step=live.step, label=live.label, values=values)
 
     def _resume(self, published: _Published | None) -> str | None:
         """Continue from the newest checkpoint, or from the live version if that is newer. Returns the

@@ -48,6 +48,7 @@ class LoadedTrainer:
     version: int  # loaded weights; 0: the configured model
     missed: str | None = None  # why the fleet serves others, and what to do; None: it serves these
     step: int  # optimizer steps done
+    label: str | None = None  # of the loaded version
     parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the model lacks of the checkpoint, in words
     adapter_version: int = 0  # the newest live one

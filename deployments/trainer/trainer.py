@@ -180,6 +180,7 @@ def count_step(entry: StepEntry, record: Record = record) -> None:
             record(STEP, float(value), source="job" if entry.run else "trainer", figure=figure)
 
 
+LABELS_KEPT = 1000
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
 
@@ -212,6 +213,10 @@ class Trainer:
         self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
         self._rounds = TrainerRounds(self._group, fleet, spec, self._loaded)
         self._step = self._loaded.step
+        self._made: dict[str, StepMetrics] = {}  # by label, the newest ones
+        if self._loaded.label is not None:
+            self._made[self._loaded.label] = {"step": self._step}
+        self._published: dict[str | None, RoundReport | AdapterReport] = {}  # by label, since the newest step
         self._adapter_version = self._loaded.adapter_version
         self._proving: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -230,14 +235,16 @@ class Trainer:
         trajectories: Sequence[JsonValue] | bytes,
         settings: Mapping[str, JsonValue] | None = None,
         done: int | None = None,
+        label: str | None = None,
     ) -> StepMetrics:
         """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`; returns its
         metrics.
 
         Args:
             settings: `trainers.settings.StepSettings` of this step; arrays have them in their metadata.
-            done: optimizer steps expected to be done; None: any number. A call that comes late, after it was
-                sent again, learns nothing.
+            done: optimizer steps expected to be done; None: any number.
+            label: the caller's name of the step, under which it publishes too. The same call again learns
+                nothing, and returns the metrics of the step that was made.
 
         Raises:
             InvalidRequest: the batch is malformed; nothing has changed.
@@ -245,7 +252,7 @@ class Trainer:
             Conflict: the trainer has an older version than the fleet.
             FleetUnavailable: a worker was lost; the trainer is being restarted.
         """
-        return await self._queue.run("step", lambda: self._learn(trajectories, settings, done))
+        return await self._queue.run("step", lambda: self._learn(trajectories, settings, done, label))
 
     async def publish(
         self, label: str | None = None, step: int | None = None, after: int | None = None
@@ -253,7 +260,8 @@ class Trainer:
         """Move the fleet to the current weights; an adapter becomes the next version of its name.
 
         Args:
-            step: optimizer steps expected to be done; None: any number.
+            step: optimizer steps expected to be done; None: any number. The same call again, with its label,
+                returns the former report.
             after: the version that is replaced; None: this trainer's. Not for adapters.
 
         Raises:
@@ -269,13 +277,19 @@ class Trainer:
 
         async def work() -> RoundReport | AdapterReport:
             self._require_done(step)
+            if step is not None and (made := self._published.get(label)) is not None:
+                return made
             if self._rounds.version == 0 and after is None:
                 check_version_0(await retried(self._controller, "fleet"), self._loaded)
             if self._lora is not None:
                 if after is not None:
                     raise InvalidRequest("after: expected none, because this trainer publishes an adapter")
-                return await self._publish_adapter(label)
-            return self._prove(await self._rounds.publish(label, after))
+                report: RoundReport | AdapterReport = await self._publish_adapter(label)
+            else:
+                report = self._prove(await self._rounds.publish(label, after))
+            if step is not None:
+                self._published[label] = report
+            return report
 
         return await self._queue.run("publish", work)
 
@@ -361,7 +375,10 @@ class Trainer:
         trajectories: Sequence[JsonValue] | bytes,
         settings: Mapping[str, JsonValue] | None,
         done: int | None,
+        label: str | None,
     ) -> StepMetrics:
+        if label is not None and (made := self._made.get(label)) is not None:
+            return made
         self._require_done(done)
         await self._rounds.outcome()
         self._rounds.require_committed()
@@ -372,6 +389,11 @@ class Trainer:
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"
         self._step, self._last_step = int(step), metrics
+        self._published.clear()
+        if label is not None:
+            self._made[label] = metrics
+            if len(self._made) > LABELS_KEPT:
+                del self._made[next(iter(self._made))]
         self._add(StepEntry(run="", step=self._step, values=metrics))
         return metrics
 
@@ -386,6 +408,8 @@ class Trainer:
             return settled
         await retried(self._controller, "rollback_source", version)
         await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
+        self._made.clear()
+        self._published.clear()
         return self._prove(await self._rounds.replace(label))
 
     def _prove(self, report: RoundReport) -> RoundReport:

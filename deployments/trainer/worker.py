@@ -285,6 +285,7 @@ class TrainerWorker(TrainerRank):
             version=version,
             missed=missed,
             step=self._learner.steps_done,
+            label=self._store.manifest_of(version).label if version else None,
             parameters=sum(parameter.numel() for parameter in self._policy.model.parameters()),
             untrained=untrained,
             fleet_id=self._fleet_id,

@@ -83,7 +83,7 @@ async def rollouts(client: httpx.Client, top_k: int) -> list[Trajectory]:
         await asyncio.gather(*map(ask, range(1, PROMPTS)))
     for number in range(PROMPTS):
         succeeded(client.post(f"/rollouts/{name}-{number}/reward", json={"reward": number % 2}))
-    taken = FleetClient(client).send(calls.take(name, "", PROMPTS, None, ""))
+    taken = FleetClient(client).send(calls.take(name, "", PROMPTS, None))
     assert not taken.left_groups
     sequences = [dict(each) for group in taken.groups for one in group.rollouts for each in one.sequences]
     for number, sequence in enumerate(sequences):

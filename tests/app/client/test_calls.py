@@ -58,6 +58,7 @@ async def test_the_trainers_calls_are_typed() -> None:
     trainer = FakeTrainer()
     async with fleet(FakeController(), trainer) as made:
         assert await made.send(calls.step([TRAJECTORY])) == {"loss": 0.5}
+        assert await made.send(calls.step([], done=2, label="step 3")) == {"loss": 0.25}
         assert await made.send(calls.publish("step 1")) == report(2, 4, "step 1")
         assert await made.send(calls.publish()) == report(2, 4)
         with pytest.raises(FleetError, match="continue from version 3"):

@@ -53,8 +53,14 @@ class FakeTrainer:
         self.received: list[Any] = []
 
     async def step(
-        self, batch: Sequence[JsonValue] | bytes, settings: Mapping[str, JsonValue] | None, done: int | None
+        self,
+        batch: Sequence[JsonValue] | bytes,
+        settings: Mapping[str, JsonValue] | None,
+        done: int | None,
+        label: str | None,
     ) -> dict[str, float]:
+        if label == "step 3":
+            return {"loss": 0.25}
         if done not in (None, 3):
             raise OtherStep(f"expected a trainer after step {done}, got one after step 3", {"actual": 3})
         self.received.append(batch if settings is None else (batch, settings))

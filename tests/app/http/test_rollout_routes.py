@@ -26,7 +26,7 @@ from tests.deployments.routed_fleet import Fleet
 NAMES = ("operator", "ann", "bob")
 OPERATOR, ANN, BOB = ({"authorization": f"Bearer {name * 8}"} for name in NAMES)
 CHAT = "/v1/chat/completions"
-NOTHING = {"step": None, "note": "", "ready_groups": 0, "groups": [], "left_groups": 0}
+NOTHING = {"step": None, "ready_groups": 0, "groups": [], "left_groups": 0}
 LIMITS = RolloutLimits(max_rollouts=9, max_tokens=1000, max_gib=1.0, group_timeout_s=60, keep_s=60)
 
 
@@ -121,14 +121,14 @@ async def test_an_agent_is_learned_from(scene: Scene) -> None:
     assert await scene.take() == {**NOTHING, "stale_groups": 0}
     assert (await scene.post("a/reward", reward=1)).json() == {"status": "rewarded"}
     assert (await scene.post("a/reward", reward=1)).status_code == 200
-    taken = await scene.take(max_staleness=0, note="mine")
+    taken = await scene.take(max_staleness=0)
     ((rollout,),) = (group["rollouts"] for group in taken["groups"])
     (sequence,) = rollout["sequences"]
     assert (sequence["prompt_token_ids"], sequence["token_ids"]) == ([1, 2], [3, 4, 5, 6, 7])
     assert sequence["loss_mask"] == [True, True, False, True, True]
     assert sequence["logprobs"] == [-3.0, -4.0, 0.0, -6.0, -7.0]
     assert sequence["weight_versions"][1] == {"version": 7, "start": 3, "end": 5}
-    assert taken["note"] == "mine" and await scene.take() == taken
+    assert await scene.take() == taken
     counts = (await scene.client.get("/rollouts", headers=OPERATOR)).json()
     assert counts["states"]["consumed"] == 1 and counts["ends"] == {"consumed": 1}
     refused(await scene.post("a/reward", reward=2), 409, "'a' is consumed")
@@ -152,8 +152,8 @@ async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> No
         await send(calls.settle_groups(groups))
     where = await send(calls.run_position("r"))
     assert where == RunPosition(next=3, open=["r.1"], ready=1, ends={"unanswered": 1})
-    taken = await send(calls.take("r/1", "r", 1, 0, "note"))
-    assert (taken.step, taken.note, taken.stale_groups, taken.ready_groups) == ("r/1", "note", 0, 0)
+    taken = await send(calls.take("r/1", "r", 1, 0))
+    assert (taken.step, taken.stale_groups, taken.ready_groups) == ("r/1", 0, 0)
     ((rollout,),) = (group.rollouts for group in taken.groups)
     assert (rollout.id, rollout.reward, rollout.info) == ("a", 0.5, "text")
     assert rollout.sequences[0]["token_ids"] == [2]

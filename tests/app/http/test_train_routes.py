@@ -148,7 +148,7 @@ async def test_without_a_trainer_every_route_says_so() -> None:
 
 async def test_step_whose_loss_is_not_finite_is_answered_with_null() -> None:
     class Diverged(FakeTrainer):
-        async def step(self, batch: object, settings: object, done: int | None) -> dict[str, float]:
+        async def step(self, *given: object) -> dict[str, float]:
             return {"loss": float("nan"), "grad_norm": float("inf"), "skipped": True}
 
         async def status(self) -> TrainerStatus:

@@ -68,14 +68,15 @@ class FakeFleet:
         self.missed: str | None = None
         self.batches: list[list[Trajectory]] = []
         self.settings: list[str | None] = []  # that came with batches
-        self.labels: list[str] = []
+        self.labels: list[str] = []  # of versions, without the run's name
+        self.made: dict[str, dict[str, float]] = {}  # steps, by label
+        self.published: dict[str, int] = {}  # since the newest step, by label
         self.abort_next = False
         self.same = False
         self.steps = 3
         self.metrics: dict[str, float] = {"loss": 0.5}  # of each step
         self.restarts = 0  # steps in which the trainer dies
         self.dies_before_publishing = 0  # rounds: its successor resumes from the step before
-        self.restarted = False  # the trainer, which knows neither the figures of its last step nor its round
         self.busy = 0  # answers of its status after a lost one in which it still does what it was asked for
         self.loses: dict[str, int] = {}  # step or publish -> answers that are lost after it was done
         self.reports: list[dict[str, Any]] = []  # of steps, for the page
@@ -105,8 +106,6 @@ class FakeFleet:
             case "/v1/models":
                 return httpx.Response(200, json={"data": [{"id": "tiny"}]})
             case "/train/status":
-                known = self.labels and not self.restarted
-                done = [asdict(report(self.version, self.version, self.labels[-1]))] if known else []
                 self.busy, doing = max(0, self.busy - 1), "step" if self.busy else self.beside
                 steps = self.steps - 1 if doing == "step" else self.steps
                 current = {
@@ -114,8 +113,6 @@ class FakeFleet:
                     "version": self.version if self.trainer_version is None else self.trainer_version,
                     "missed": self.missed,
                     "doing": doing,
-                    "last_step": {} if self.restarted else {**self.metrics, "step": steps},
-                    "last_round": done[0] if done else None,
                 }
                 return httpx.Response(200, json=asdict(STATUS) | current)
             case "/v1/chat/completions":
@@ -138,31 +135,39 @@ class FakeFleet:
                     self.restarts -= 1
                     self.steps = max(0, self.steps - 1)  # the trainer resumes from an older version
                     return refusal(503, "fleet_unavailable", "another one is being started")
-                if int(request.url.params.get("done", self.steps)) != self.steps:
+                label = request.url.params["label"]
+                if label in self.made:
+                    return httpx.Response(200, json=self.made[label])
+                if int(request.url.params["done"]) != self.steps:
                     return refusal(409, "other_step", f"got one after step {self.steps}")
                 if self.refused_batches:
                     self.refused_batches -= 1
                     return refusal(400, "invalid_request", "a log-probability is infinite")
-                self.restarted = False
                 self.batches.append(from_bytes(request.content))
                 self.settings.append(settings_of(request.content))
                 self.steps += not self.metrics.get("skipped")
+                self.made[label] = {**self.metrics, "step": self.steps}
+                self.published.clear()
                 self.lose("step", request)
-                return httpx.Response(200, json={**self.metrics, "step": self.steps})
+                return httpx.Response(200, json=self.made[label])
             case "/train/publish":
-                if self.dies_before_publishing and json.loads(request.content).get("step") == self.steps:
+                asked = json.loads(request.content)
+                if self.dies_before_publishing and asked.get("step") == self.steps:
                     self.dies_before_publishing -= 1
+                    self.made.popitem()
                     self.steps -= 1
                     return refusal(503, "fleet_unavailable", "another one is being started")
-                if json.loads(request.content).get("step", self.steps) != self.steps:
+                if asked.get("step", self.steps) != self.steps:
                     return refusal(409, "other_step", f"got one after step {self.steps}")
                 if self.abort_next:
                     self.abort_next = False
                     return refusal(409, "round_aborted", "x")
-                self.version += 1
-                self.labels.append(json.loads(request.content)["label"])
+                if (label := asked["label"]) not in self.published:
+                    self.version += 1
+                    self.labels.append(label.rpartition("/")[2])
+                    self.published[label] = self.version
                 self.lose("publish", request)
-                return httpx.Response(200, json=asdict(report(self.version, self.version)))
+                return httpx.Response(200, json=asdict(report(self.published[label], self.published[label])))
             case "/train/report":
                 if self.refuses_reports:
                     return refusal(404, "not_found", "no such route")
@@ -171,6 +176,11 @@ class FakeFleet:
                 self.reports.append(json.loads(request.content))
                 return httpx.Response(200, json={"status": "reported"})
         return httpx.Response(404)
+
+    def restart(self) -> None:
+        """The trainer knows the label of its version, and no figures."""
+        self.made = {label: {"step": self.steps} for label in [*self.made][-1:]}
+        self.published.clear()
 
     def lose(self, call: str, request: httpx.Request) -> None:
         if self.loses.get(call):
@@ -194,7 +204,7 @@ class FakeFleet:
                     self.store.settle(groups)
                 case "take":
                     take = TakeBody.model_validate_json(content)
-                    asked = (take.step, take.run, take.groups, take.max_staleness, take.note, take.offset)
+                    asked = (take.step, take.run, take.groups, take.max_staleness, take.offset)
                     current = {"": self.version, "math": self.version}
                     return httpx.Response(200, content=self.store.take(*asked, current))
                 case run:

@@ -34,7 +34,7 @@ async def test_every_step_is_trained_published_and_recorded(tmp_path: Path) -> N
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3")
     assert [record.step for record in records] == [1, 2, 3]
     assert [record.version for record in records] == [5, 6, 7]
-    assert fleet.labels == ["step 1", "step 2", "step 3"]
+    assert fleet.labels == ["1", "2", "3"]
     assert records[0].reward == 2.0 and records[0].groups_with_signal == 2
     assert all(record.staleness_max <= 2 for record in records)
     (batch, *_) = fleet.batches
@@ -61,16 +61,13 @@ class AdaptingFleet(FakeFleet):
     async def answer(self, request: httpx.Request) -> httpx.Response:
         match request.url.path:
             case "/train/status":
-                last = asdict(adapter_report(self.version, self.labels[-1])) if self.labels else None
-                current = {"step": self.steps, "doing": None, "last_round": None, "last_adapter": last}
+                current = {"step": self.steps, "doing": None, "last_round": None}
                 status = asdict(STATUS) | current | {"adapter": "math", "adapter_version": self.version}
                 return httpx.Response(200, json=status)
-            case "/train/publish":
+            case "/train/publish" if (label := json.loads(request.content)["label"]) == "start":
                 self.version += 1
-                self.labels.append(json.loads(request.content)["label"])
-                if self.labels[-1] != "start":
-                    self.lose("publish", request)
-                return httpx.Response(200, json=asdict(adapter_report(self.version, self.labels[-1])))
+                self.labels.append(label)
+                return httpx.Response(200, json=asdict(adapter_report(self.version, label)))
         return await super().answer(request)
 
     def completion(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +83,7 @@ async def test_a_trainer_of_an_adapter_learns_from_the_adapters_own_answers(tmp_
     fleet.loses["publish"] = 1
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--max-staleness", "0")
     assert fleet.asked == {"math"}
-    assert fleet.labels == ["start", "step 1", "step 2", "step 3"]
+    assert fleet.labels == ["start", "1", "2", "3"]
     assert [record.version for record in records] == [2, 3, 4]
     assert all(record.staleness_max == 0 for record in records)
     versions = [{span.version for each in batch for span in each.weight_versions} for batch in fleet.batches]

@@ -22,7 +22,7 @@ async def test_what_was_done_before_its_answer_was_lost_is_not_done_again(
     fleet = FakeFleet()
     fleet.loses[call] = 1
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
-    assert len(fleet.batches) == 2 and fleet.labels == ["step 1", "step 2"]
+    assert len(fleet.batches) == 2 and fleet.labels == ["1", "2"]
     assert [record.version for record in records] == [5, 6]
     assert capsys.readouterr().out.count("asking the trainer whether it was done") == 1
 
@@ -71,7 +71,7 @@ async def test_a_step_lost_before_its_round_is_repeated(
     fleet.dies_before_publishing = 1
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
     assert len(fleet.batches) == 3 and fleet.batches[0] == fleet.batches[1]
-    assert fleet.labels == ["step 1", "step 2"] and [record.version for record in records] == [5, 6]
+    assert fleet.labels == ["1", "2"] and [record.version for record in records] == [5, 6]
     assert [record.trainer["step"] for record in records] == [4, 5]
     out = capsys.readouterr().out
     assert "step 1: POST /train/publish: 409: got one after step 3; asking the trainer" in out
@@ -86,7 +86,7 @@ async def test_a_trainer_that_comes_back_older_is_noticed(
         is_new = True
 
         async def answer(self, request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/train/step" and self.labels == ["step 1"] and self.is_new:
+            if request.url.path == "/train/step" and self.labels == ["1"] and self.is_new:
                 self.steps, self.is_new = self.steps - 1, False
             return await super().answer(request)
 
@@ -209,7 +209,7 @@ async def test_a_job_that_was_killed_in_a_step_learns_from_each_problem_once(
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "4", "--resume")
     assert [record.step for record in records] == [1, 2, 3, 4]
     assert len(fleet.batches) == 4, "one batch a step, and none twice"
-    assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"]
+    assert fleet.labels == ["1", "2", "3", "4"]
     assert [record.version for record in records] == [5, 6, 7, 8]
     before, resumed, after, _ = records
     assert resumed.trainer["loss"] == 0.5 and resumed.reward_std > 0.0 and resumed.groups == 2
@@ -241,21 +241,25 @@ async def test_a_killed_jobs_step_may_arrive_while_the_next_job_takes_its_batch(
     assert [record.trainer["step"] for record in records] == [4, 5]
 
 
-async def test_a_run_goes_on_after_another_one_has_trained(tmp_path: Path) -> None:
-    """Its newest batch was taken before that, and nobody has learned from it."""
-    fleet = KillingFleet("/train/step", done=False)
-    with pytest.raises(Killed):
-        await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2")
-    await run_job(fleet, tmp_path / "other.jsonl", "--steps", "3")
-    records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "2", "--resume")
-    assert [record.trainer["step"] for record in records] == [4, 8] and len(fleet.batches) == 5
+@pytest.mark.parametrize("done", [True, False])
+async def test_a_run_goes_on_after_another_one_has_trained(done: bool, tmp_path: Path) -> None:
+    """Its newest batch was taken before that, and learned from or not."""
+    for others in (1, 3):
+        fleet, path = KillingFleet("/train/step", done=done), tmp_path / f"{others}.jsonl"
+        with pytest.raises(Killed):
+            await run_job(fleet, path, "--steps", "3")
+        await run_job(fleet, tmp_path / f"beside-{others}.jsonl", "--steps", f"{others}")
+        records = await run_job(fleet, path, "--steps", "3", "--resume")
+        second = 5 if done else 5 + others
+        assert [record.trainer["step"] for record in records] == [4, second, 6 + others]
+        assert len(fleet.batches) == 3 + others, "one batch a step, and none twice"
 
 
 async def test_a_job_and_its_trainer_may_be_killed_together(tmp_path: Path) -> None:
     fleet = KillingFleet("/train/publish", done=True)
     with pytest.raises(Killed):
         await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3")
-    fleet.restarted = True
+    fleet.restart()
     records = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "3", "--resume")
     assert [record.step for record in records] == [1, 2, 3] and len(fleet.batches) == 3
     assert [record.trainer["step"] for record in records] == [4, 5, 6]
@@ -316,7 +320,7 @@ async def test_a_job_that_is_killed_at_any_moment_learns_from_each_problem_once(
                 await run_job(fleet, path, "--steps", "4", *resume)
         assert lives > 1
         assert [record.step for record in metrics.records(path)] == [1, 2, 3, 4]
-        assert fleet.labels == ["step 1", "step 2", "step 3", "step 4"] and len(fleet.batches) == 4
+        assert fleet.labels == ["1", "2", "3", "4"] and len(fleet.batches) == 4
         assert_all_accounted_for(fleet, path, steps=4)
 
 

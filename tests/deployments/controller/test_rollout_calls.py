@@ -23,7 +23,7 @@ async def play(fleet: Fleet, rollout: str, version: int, adapter: str | None = N
 
 
 async def take(fleet: Fleet, max_staleness: int) -> Any:
-    return json.loads(await fleet.controller.rollouts("take", "step", "", 1, max_staleness, "", 0))
+    return json.loads(await fleet.controller.rollouts("take", "step", "", 1, max_staleness, 0))
 
 
 async def test_staleness_is_counted_from_the_committed_version(tmp_path: Path) -> None:

@@ -176,8 +176,10 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
     spec: TrainerSpec, controller: RemoteController
 ) -> None:
     async with running(spec, controller) as trainer:
-        await trainer.step(BATCH)
-        await trainer.publish(None)
+        step = await trainer.step(BATCH, done=0, label="run/1")
+        report = await trainer.publish("run/1", 1)
+        assert await trainer.step(BATCH, done=0, label="run/1") == step, "a call that comes twice"
+        assert await trainer.publish("run/1", 1) == report
         await until_stored(trainer, 1)
         (pid,) = await trainer.process_ids()
         os.kill(pid, signal.SIGKILL)
@@ -187,9 +189,10 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
             await trainer.check_health()
     async with running(spec, controller) as trainer:
         assert ((status := await trainer.status()).version, status.step) == (1, 1)
+        assert await trainer.step(BATCH, done=1, label="run/1") == {"step": 1}
         with pytest.raises(OtherStep, match="expected a trainer after step 2, got one after step 1"):
             await trainer.publish("step 2", 2)  # which died with the worker
-        assert (await trainer.publish("step 1", 1)).label == "step 1"
+        assert (await trainer.publish("run/1", 1)).version == 2
         pids = await trainer.process_ids()
         assert all(exists(pid) for pid in pids)
     await until_gone(pids)
@@ -200,8 +203,8 @@ async def test_a_trainer_without_the_committed_version_does_nothing_until_it_is_
 ) -> None:
     async with running(spec, controller) as trainer:
         for version in (1, 2):
-            await trainer.step(BATCH)
-            await trainer.publish(None)
+            await trainer.step(BATCH, label=f"run/{version}")
+            await trainer.publish(f"run/{version}")
             await until_stored(trainer, version)
     (controller.directory / "store" / "v00000002" / "model.safetensors").write_bytes(b"")
     async with running(spec, controller) as trainer:
@@ -214,8 +217,8 @@ async def test_a_trainer_without_the_committed_version_does_nothing_until_it_is_
                 await refused
             assert raised.value.message == missed
         assert (await trainer.rollback(1)).version == 3
-        await trainer.step(BATCH)
-        assert (await trainer.publish(None)).version == 4
+        await trainer.step(BATCH, label="run/2")  # which the rollback has undone
+        assert (await trainer.publish("run/2", 2)).version == 4
         status = await trainer.status()
         assert (status.version, status.step, status.missed) == (4, 2, None)
 

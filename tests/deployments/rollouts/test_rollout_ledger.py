@@ -51,17 +51,17 @@ def played(*rollouts: str, ledger: RolloutLedger | None = None, **options: Any) 
 
 def taken(ledger: RolloutLedger, step: str, count: int = 1, now: float = 0, **options: Any) -> list[str]:
     """The groups that a step gets."""
-    given = {"run": "", "max_staleness": None, "note": "", "current": {}} | options
+    given = {"run": "", "max_staleness": None, "current": {}} | options
     step_taken, _ = ledger.take(step, count=count, now=now, **given)
     return [] if step_taken is None else list(step_taken.groups)
 
 
 def test_a_rollout_is_consumed_by_one_step_which_gets_it_again() -> None:
     ledger = played("a", "b")
-    assert taken(ledger, "step 1", note="first") == ["~a"] and ledger.state("a") is State.CONSUMED
+    assert taken(ledger, "step 1") == ["~a"] and ledger.state("a") is State.CONSUMED
     assert taken(ledger, "step 2") == ["~b"]
-    again, _ = ledger.take("step 1", "", 5, None, "second", {}, 5)
-    assert again is not None and (again.groups, again.note) == (("~a",), "first")
+    again, _ = ledger.take("step 1", "", 5, None, {}, 5)
+    assert again is not None and again.groups == ("~a",)
     assert taken(ledger, "step 3") == []
     assert ledger.counts(5)[1] == {"consumed": 2}
     with pytest.raises(Conflict, match="step 'step 1' is of the run '', got 'r'"):

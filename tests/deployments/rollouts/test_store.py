@@ -44,10 +44,8 @@ def again(store: RolloutStore, directory: Path, clock: Clock) -> RolloutStore:
     return RolloutStore(directory, LIMITS, FLEET, clock=clock)
 
 
-def taken(
-    store: RolloutStore, step: str = "step", count: int = 1, run: str = "", note: str = "", offset: int = 0
-) -> Any:
-    return json.loads(store.take(step, run, count, None, note, offset, {}))
+def taken(store: RolloutStore, step: str = "step", count: int = 1, run: str = "", offset: int = 0) -> Any:
+    return json.loads(store.take(step, run, count, None, offset, {}))
 
 
 def played(store: RolloutStore, *rollouts: str) -> None:
@@ -60,8 +58,8 @@ def played(store: RolloutStore, *rollouts: str) -> None:
 
 def test_a_trainer_gets_the_tokens_that_were_captured(store: RolloutStore) -> None:
     played(store, "a")
-    found = taken(store, note="mine")
-    assert (found["step"], found["note"], found["stale_groups"]) == ("step", "mine", 0)
+    found = taken(store)
+    assert (found["step"], found["stale_groups"]) == ("step", 0)
     ((rollout,),) = ([*group["rollouts"]] for group in found["groups"])
     (sequence,) = rollout["sequences"]
     assert (rollout["id"], rollout["reward"]) == ("a", 0.5)
@@ -278,7 +276,7 @@ def test_a_conversations_experts_are_those_of_the_turn_that_sampled_after_them(s
     store.append("", [("b", captured("2", [1, 2, 3], [4]))])
     for each in ("a", "b"):
         store.reward(each, "", 1.0)
-    taken = json.loads(store.take("s", "", 2, None, "", 0, {"": 3}))
+    taken = json.loads(store.take("s", "", 2, None, 0, {"": 3}))
     (first, rewritten), (without,) = (each["rollouts"][0]["sequences"] for each in taken["groups"])
     del first["turns"]
     (read,) = parse_trajectories([{**first, "advantage": 1.0}], vocabulary_size=9, max_length=9)

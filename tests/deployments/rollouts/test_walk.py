@@ -27,11 +27,11 @@ LATER = {
 class Walk:
     def __init__(self, seed: int) -> None:
         self.drawn = random.Random(seed)
-        self.now, self.calls, self.steps, self.begun = 0.0, 0, 0, 0
+        self.now, self.steps, self.begun = 0.0, 0, 0
         self.ledger = RolloutLedger(LIMITS)
         self.disk: dict[tuple[str, str], Record] = {}
         self.lives: dict[str, int] = {}  # id -> which of its lives
-        self.told: dict[str, set[str]] = {}  # a step's note -> the lives that it learns from
+        self.told: dict[str, set[str]] = {}  # step -> the lives that it learns from
         self.learned: list[str] = []
         self.before: dict[str, State] = {}
 
@@ -149,13 +149,11 @@ class Walk:
         """A new step, or one that was lost after it had asked, perhaps with another trainer's name."""
         run, count, back = self.drawn.choice(["", "r"]), self.drawn.choice([1, 1, 2]), self.drawn.randrange(3)
         self.steps += back == 0
-        self.calls += 1
-        note, found = f"{self.calls}", []
+        name, found = f"s{self.steps - back}", []
         _, _, ready = self.ledger.position(run, self.now)
 
         def ask() -> None:
-            name = f"s{self.steps - back}"
-            found.append(self.ledger.take(name, run, count, None, note, {}, self.now)[0])
+            found.append(self.ledger.take(name, run, count, None, {}, self.now)[0])
 
         if not self.call(ask, undone=self.undone()):
             return
@@ -165,11 +163,11 @@ class Walk:
         told = [[each.key for each in self.ledger.rewarded(key)] for key in taken.groups]
         assert all(told), "a group without a reward"
         lives = {f"{each} {self.lives[each]}" for each in chain(*told)}
-        if taken.note == note:
+        if self.ledger.position(run, self.now)[2] < ready:  # it has consumed them now
             assert len(taken.groups) == count <= ready
-            self.told[note] = lives
+            self.told[name] = lives
             self.learned += lives
-        assert self.told[taken.note] == lives, "the same step has the same answer"
+        assert self.told[name] == lives, "the same step has the same answer"
 
     # -- invariants ---------------------------------------------------------------------------
 
