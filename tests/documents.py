@@ -73,6 +73,7 @@ COMMANDS_ELSEWHERE: Mapping[str, str] = {
     "make serve": "tests/fleet/test_launched.py starts a fleet so; tests/test_documents.py checks the file",
     ".venv/bin/slipstream rl --environment verifiers ": "tests/clients/test_verifiers_job.py",
     "vf-eval ": "tests/clients/test_verifiers.py",
+    "slipstream rl --prompts problems.jsonl --reward http": "tests/app/jobs/test_judge.py",
     ".venv/bin/vllm serve ": "benchmarks/servers.py starts one",
     "npm install --prefix agents ": "tests/clients/test_agents.py",
     "ANTHROPIC_BASE_URL=": "the same",

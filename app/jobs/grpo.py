@@ -188,7 +188,7 @@ def connected(options: JobOptions, out: Display) -> AsyncFleetClient:
 
 def configured(run: Run) -> Configuration:
     options = asdict(run.options)
-    for name in ("url", "teacher"):
+    for name in ("url", "teacher", "reward"):
         if "://" in str(options[name]):
             options[name], _ = without_credentials(options[name])
     prompts = run.options.prompts

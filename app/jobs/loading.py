@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from app.client.program_options import json_object
 from app.jobs.environments.environment import Conversations, Environment, TurnEnvironment
 from app.jobs.environments.verifiers import Verifiers, VerifiersSettings
+from app.jobs.judge import Judge
 from app.jobs.options import JobOptions
 from app.jobs.rewards import Reward, load_reward, no_reward
 from app.jobs.tasks import PromptFileTask, ReasoningGymTask
@@ -48,6 +49,19 @@ def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironme
     return made
 
 
+def _reward(options: JobOptions, path: str) -> Reward:
+    timeout_s = options.reward_timeout
+    if "://" not in path:
+        return load_reward(path, processes=options.reward_processes, timeout_s=timeout_s)
+    try:
+        rubric = None if options.rubric is None else options.rubric.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--rubric: expected a text that can be read, got {options.rubric}: {error}"
+        ) from error
+    return Judge.connect(path, rubric, timeout_s)
+
+
 def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
     if options.prompts is None:
         settings = json_object(options.task_settings, "--task-settings")
@@ -61,8 +75,7 @@ def _single_turn(options: JobOptions) -> tuple[Environment, Environment]:
         return task, task
     reward: Reward = no_reward
     if options.reward is not None:
-        processes, timeout_s = options.reward_processes, options.reward_timeout
-        reward = load_reward(options.reward, processes=processes, timeout_s=timeout_s)
+        reward = _reward(options, options.reward)
     learned = PromptFileTask(options.prompts, reward, extract=options.extract)
     if options.eval_prompts is None:
         return learned, learned

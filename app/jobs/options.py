@@ -110,7 +110,14 @@ class JobOptions:
         typer.Option(help="a JSON Lines file with 'prompt' or 'messages', instead of --task"),
     ] = None
     reward: Annotated[
-        str | None, typer.Option(help="package.module:function(entry, answer) -> float, for --prompts")
+        str | None,
+        typer.Option(
+            help="for --prompts: package.module:function(entry, answer) -> float, or the URL of a judge"
+        ),
+    ] = None
+    rubric: Annotated[
+        Path | None,
+        typer.Option(help="what a chat model at the URL of --reward is told; without it: a reward model"),
     ] = None
     reward_processes: Annotated[
         int, typer.Option(min=1, help="of a --reward that is not async; 1 keeps the order of answers")
@@ -192,6 +199,8 @@ class JobOptions:
             raise ValueError("--prompts and --reward go together, got only the latter")
         if self.prompts is not None and self.reward is None and self.teacher is None:
             raise ValueError("--prompts and --reward go together, unless there is a --teacher")
+        if self.rubric is not None and "://" not in (self.reward or ""):
+            raise ValueError("--rubric needs the URL of a chat model: --reward http://HOST:PORT")
         self._check_teacher()
         if self.eval_every and self.prompts is not None and self.eval_prompts is None:
             raise ValueError("--eval-every with --prompts needs held-out prompts: --eval-prompts")
