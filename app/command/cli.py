@@ -39,9 +39,7 @@ cli = typer.Typer(
     rich_markup_mode=None,  # twice as fast
     pretty_exceptions_enable=False,  # would print local variables, such as tokens
 )
-settings = typer.Typer(
-    help="Check or show a configuration file. Describe the settings.", no_args_is_help=True
-)
+settings = typer.Typer(help="Check or show a configuration file.", no_args_is_help=True)
 cli.add_typer(settings, name="config")
 drafter = typer.Typer(help="Write a drafter that the trainer can train.", no_args_is_help=True)
 cli.add_typer(drafter, name="drafter")
@@ -115,14 +113,6 @@ def show_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
     from app.command import deploy as deployment
 
     deployment.show(file)
-
-
-@settings.command("schema")
-def show_schema() -> None:
-    """The JSON schema of the settings under `args`."""
-    from app.command import deploy as deployment
-
-    deployment.schema()
 
 
 @drafter.command("new")

@@ -5,7 +5,6 @@ Serve restarts an application when its `args` change. Live settings therefore mo
 restart the fleet, one replica after another.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -172,7 +171,3 @@ def show(path: Path) -> None:
     with reported(ValueError):
         file = read_serve_file(path)
     print(yaml.safe_dump(file.config.model_dump(mode="json"), sort_keys=False), end="")
-
-
-def schema() -> None:
-    print(json.dumps(AppConfig.model_json_schema(), indent=2))

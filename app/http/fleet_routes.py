@@ -137,16 +137,12 @@ async def finish_session(
 
 
 @routes("GET", "/metrics", response_class=PlainTextResponse)
-async def metrics(
-    controller: Controller,
-    scrape: Scraper,
-    with_serve: Annotated[bool, Query(alias="all", description="Serve's metrics too, a megabyte")] = False,
-) -> Response:
+async def metrics(controller: Controller, scrape: Scraper) -> Response:
     """Metrics of the fleet, and vLLM's of each replica, in Prometheus' text format."""
     fleet: responses.FleetStatus = await controller.fleet.remote()
     rounds: list[RoundReport] = await controller.rounds.remote()
     # Thousands of lines per replica would block the event loop, which streams responses.
-    text = await asyncio.to_thread(exposition, fleet, rounds, await scrape(()), with_serve=with_serve)
+    text = await asyncio.to_thread(exposition, fleet, rounds, await scrape(()))
     return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -5,7 +5,6 @@ node for our processes (`deployments.serve.instruments`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -18,17 +17,14 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import ACCEPTED, DRAFTED, FleetStatus, ReplicaLoad
 from deployments.router.scrape import Scraped
 
-OWN, SERVE = "ray_slipstream_", "ray_serve_"
+OWN = "ray_slipstream_"
 Read = Callable[[str], Iterable[Metric]]
 _KEPT_LABELS = {"WorkerId": "process"}
 _RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "JobId"}  # the same everywhere, or long
 
 
-def exposition(
-    fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped, *, with_serve: bool = False
-) -> str:
-    """Merge all sources. A source that did not respond has `slipstream_..._metrics_up` 0. `with_serve` adds
-    Serve's own, a megabyte."""
+def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped) -> str:
+    """Merge all sources. A source that did not respond has `slipstream_..._metrics_up` 0."""
     families = _Families()
     _fleet(families, fleet)
     _last_round(families, rounds)
@@ -37,7 +33,7 @@ def exposition(
         up = families.merge(scraped.replicas.get(name), replica=name)
         families.gauge("replica_metrics_up", "1 if the replica's own metrics are here", up, replica=name)
     for name, text in scraped.nodes.items():
-        up = families.merge(text, read=partial(_of_node, prefixes=(OWN, SERVE) if with_serve else (OWN,)))
+        up = families.merge(text, read=_of_node)
         families.gauge("node_metrics_up", "1 if the metrics of this node's processes are here", up, node=name)
     registry = CollectorRegistry()
     registry.register(families)
@@ -113,17 +109,16 @@ class _Families(Collector):
         return True
 
 
-def _of_node(text: str, prefixes: tuple[str, ...]) -> Iterator[Metric]:
-    """Families of an agent's metrics, a megabyte, with these prefixes; ours without Ray's prefix."""
-    starts = tuple(f"{start}{prefix}" for prefix in prefixes for start in ("", "# HELP ", "# TYPE "))
+def _of_node(text: str) -> Iterator[Metric]:
+    """Our families of an agent's metrics, a megabyte, without Ray's prefix."""
+    starts = tuple(f"{start}{OWN}" for start in ("", "# HELP ", "# TYPE "))
     wanted = "".join(line for line in text.splitlines(keepends=True) if line.startswith(starts))
     for family in text_string_to_metric_families(wanted):
-        if family.name.startswith(OWN):
-            family.name = family.name.removeprefix("ray_")
-            family.samples = [
-                Sample(s.name.removeprefix("ray_"), _own_labels(s.labels), s.value, s.timestamp)
-                for s in family.samples
-            ]
+        family.name = family.name.removeprefix("ray_")
+        family.samples = [
+            Sample(s.name.removeprefix("ray_"), _own_labels(s.labels), s.value, s.timestamp)
+            for s in family.samples
+        ]
         yield family
 
 

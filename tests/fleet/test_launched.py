@@ -398,7 +398,6 @@ def test_a_scrape_has_what_every_process_counts_and_is_small(launched: Launched)
             until(lambda: counted <= scraped(client).keys(), SEEN_S, "what the processes count")
         assert counted <= scraped(client).keys()
         assert len(client.get("/metrics").content) < 200_000
-        assert "ray_serve_" in client.get("/metrics", params={"all": "1"}).text
 
 
 def test_requests_come_to_no_other_cluster_of_the_host(launched: Launched) -> None:

@@ -44,9 +44,9 @@ def of_a_node(replica: str) -> str:
     )
 
 
-def families(scraped: Scraped, *, with_serve: bool = False) -> Mapping[str, Any]:
+def families(scraped: Scraped) -> Mapping[str, Any]:
     """By name; a name that comes twice would make two families."""
-    text = exposition(FLEET, [report(1, 3)], scraped, with_serve=with_serve)
+    text = exposition(FLEET, [report(1, 3)], scraped)
     found = list(text_string_to_metric_families(text))
     assert len({family.name for family in found}) == len(found)
     return {family.name: family for family in found}
@@ -82,7 +82,7 @@ def test_histograms_are_intact() -> None:
         assert (count, round(total, 1)) == (3.0, 3.8)
 
 
-def test_our_own_counts_are_named_without_ray_and_serves_come_on_request() -> None:
+def test_our_own_counts_are_named_without_ray_and_serves_are_left_out() -> None:
     nodes = {"n1": of_a_node("a"), "n2": of_a_node("b"), "n3": None}
     found = families(Scraped(nodes=nodes))
     own = found["slipstream_router_requests"]
@@ -93,9 +93,6 @@ def test_our_own_counts_are_named_without_ray_and_serves_come_on_request() -> No
     ]
     assert {sample.name for sample in found["slipstream_round_seconds"].samples} == set(ROUND.series)
     assert "ray_serve_request_count" not in found and "ray_node_disk_usage" not in found
-    found = families(Scraped(nodes=nodes), with_serve=True)
-    assert values(found["ray_serve_request_count"], "replica") == {("a",): 4.0, ("b",): 4.0}
-    assert "ray_node_disk_usage" not in found and "slipstream_router_requests" in found
     up = values(found["slipstream_node_metrics_up"], "node")
     assert up == {("n1",): 1.0, ("n2",): 1.0, ("n3",): 0.0}
 
