@@ -79,9 +79,7 @@ class TokenBatch:
         )
 
 
-def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> list[list[int]]:
-    if not share_prompts:
-        return [[index] for index in range(len(trajectories))]
+def same_prompts(trajectories: Sequence[Trajectory]) -> list[list[int]]:
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index, trajectory in enumerate(trajectories):
         groups.setdefault((trajectory.prompt_token_ids, trajectory.images), []).append(index)
@@ -90,7 +88,8 @@ def same_prompts(trajectories: Sequence[Trajectory], *, share_prompts: bool) -> 
 
 def plan_rows(trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool) -> list[Row]:
     rows: list[Row] = []
-    for members in same_prompts(trajectories, share_prompts=share_prompts):
+    alone = [[index] for index in range(len(trajectories))]
+    for members in same_prompts(trajectories) if share_prompts else alone:
         prompt = trajectories[members[0]].prompt_token_ids
         longest = max(len(trajectories[index].token_ids) for index in members)
         slots = max(1, (token_budget - len(prompt)) // longest)

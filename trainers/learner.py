@@ -140,10 +140,10 @@ class Learner:
         if self.policy.is_packed:
             from trainers.packed_lines import pack, plan_lines  # imports in a second, for GPUs only
 
-            plan = plan_lines(trajectories, token_budget=budget, share_prompts=self.config.share_prompts)
+            plan = plan_lines(trajectories, token_budget=budget)
             lay_out = partial(pack, token_budget=budget)
         else:
-            shares = self.config.share_prompts and self.policy.can_share_prompts
+            shares = self.policy.can_share_prompts
             plan = plan_micro_batches(trajectories, token_budget=budget, share_prompts=shares)
             lay_out = partial(collate)
         pad, device = self.policy.pad_token_id, self.policy.device

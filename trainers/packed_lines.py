@@ -49,13 +49,11 @@ class _Line:
         return rest
 
 
-def plan_lines(
-    trajectories: Sequence[Trajectory], *, token_budget: int, share_prompts: bool = True
-) -> list[list[Row]]:
+def plan_lines(trajectories: Sequence[Trajectory], *, token_budget: int) -> list[list[Row]]:
     """Micro-batches of one line of at most `token_budget` tokens. A longer trajectory is alone; prompts are
     repeated if their completions need several lines."""
     groups = []
-    for members in same_prompts(trajectories, share_prompts=share_prompts):
+    for members in same_prompts(trajectories):
         completions = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)
         groups.append((len(trajectories[members[0]].prompt_token_ids), completions))
     groups.sort(key=lambda group: -group[0] - sum(length for length, _ in group[1]))

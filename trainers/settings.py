@@ -213,9 +213,6 @@ class LearnerConfig(_Settings):
     """Tokens that go through the model at once, padding included; bounds activation memory."""
     updates_per_step: PositiveInt = 1
     """Optimizer steps on one batch. Clipping has no effect on the first."""
-    share_prompts: bool = True
-    """Answers to one prompt stand in one row, which reads the prompt once, if the model's attention takes
-    such a mask."""
 
 
 class StepSettings(_Settings):
@@ -316,10 +313,6 @@ class TrainerConfig(LearnerConfig):
     """Of torch, and of an adapter's first weights."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
     """What Ray reserves for a rank with device `cuda`."""
-    cpu_threads: PositiveInt | None = None
-    """Of each rank. None: all cores."""
-    start_timeout_s: PositiveFloat = 600.0
-    """How long the ranks may take to start and to load the model."""
     step_timeout_s: PositiveFloat = 600.0
     """How long a step, a save or a rollback may take."""
 

@@ -48,8 +48,6 @@ class RolloutLimits(BaseModel):
     max_rollouts: PositiveInt = 20_000
     """Rollouts that are kept. Above that those that have ended are forgotten, the oldest first; then what has
     waited for its job for longer than `keep_s`; if there is none, new ones get 503."""
-    max_tokens: PositiveInt = 1 << 20
-    """Tokens of one rollout, those of forks included; above that: 413."""
     max_gib: PositiveFloat = 16.0
     """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
     user_share: float = Field(default=0.25, gt=0, le=1)

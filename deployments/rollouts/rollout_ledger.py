@@ -32,6 +32,7 @@ from deployments.protocol.errors import (
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
 RUN_KEPT_S = 30 * 86400.0
+MAX_TOKENS = 1 << 20  # of one rollout, forks included: an answer of `/rollouts/take` has about as many
 ALONE = "~"  # begins the group of a rollout without one; no id has it
 TOKEN_BYTES, TURN_BYTES = 40, 2048  # on disk, at most: with a reward for each token, and ids of 128 letters
 
@@ -275,7 +276,7 @@ class RolloutLedger:
         Raises:
             NotFound, Conflict: as `open`; or another answer to the request is kept, which this one does not
                 replace: its client must not get this one.
-            PayloadTooLarge: the rollout would have more than `max_tokens`.
+            PayloadTooLarge: the rollout would have more than `MAX_TOKENS`.
         """
         rollout = self._of(rollout_id, owner)
         turns = self._turns_of(rollout)
@@ -313,10 +314,9 @@ class RolloutLedger:
             version=new.version,
         )
         tokens = rollout.tokens + added.stored - (0 if former is None else former.stored)
-        if tokens > self._limits.max_tokens:
+        if tokens > MAX_TOKENS:
             raise PayloadTooLarge(
-                f"rollout {rollout_id!r}: expected at most {self._limits.max_tokens} tokens "
-                f"('rollouts.max_tokens'), got {tokens}"
+                f"rollout {rollout_id!r}: expected at most {MAX_TOKENS} tokens, got {tokens}"
             )
         self._put(added)
         turns_now, routed = max(rollout.turns, number + 1), max(rollout.routed_bytes, new.routed_bytes)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from deployments.trainer.worker import TrainerWorker
 
 PING_TIMEOUT_S = 20.0  # below Serve's own limit: the reason is known when it replaces the trainer
+START_TIMEOUT_S = 1800.0  # includes the download of a model
 STRAGGLER_S = 10.0  # after one rank failed, the others may block in a collective forever
 
 logger = serve_logger()
@@ -103,9 +104,9 @@ class WorkerGroup:
         )
         try:
             # An exiting worker group may still hold the GPUs.
-            async with asyncio.timeout(spec.config.start_timeout_s):
+            async with asyncio.timeout(START_TIMEOUT_S):
                 address = await group._workers[0].call.remote({}, "rendezvous_address")
-            loaded = await group.call("load", address, timeout_s=spec.config.start_timeout_s)
+            loaded = await group.call("load", address, timeout_s=START_TIMEOUT_S)
         except BaseException:  # a cancelled start must not leave workers behind
             group.kill()
             raise
@@ -195,9 +196,7 @@ class WorkerGroup:
 
 
 def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
-    threads = spec.config.cpu_threads
-    if threads is None:
-        threads = os.cpu_count() or 1
+    threads = max(1, (os.cpu_count() or 1) // (spec.config.world_size if spec.device == "cpu" else 1))
     # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, and torch.set_num_threads would not
     # apply to every thread.
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}

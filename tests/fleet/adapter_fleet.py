@@ -46,7 +46,7 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
     changes = {
         "engine": {"extra": {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": 8}},
         "weights": {"transport": TRANSPORT, "commit": "rolling", "kv_cache": "keep", "chunk_bytes": 1 << 16},
-        "trainer": {"strategy": "fsdp2", "world_size": RANKS, "cpu_threads": 1},
+        "trainer": {"strategy": "fsdp2", "world_size": RANKS},
         "rollouts": {},
         "security": {"checkpoint_roots": [str(each) for each in roots]},
     }

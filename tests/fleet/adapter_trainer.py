@@ -54,9 +54,7 @@ class AdapterTrainer:
 @contextmanager
 def adapter_trainer(adapted: Adapted) -> Iterator[AdapterTrainer]:
     spec = TrainerSpec(
-        config=TrainerConfig(
-            optimizer=OptimizerConfig(learning_rate=LEARNING_RATE), lora=LORA, cpu_threads=1
-        ),
+        config=TrainerConfig(optimizer=OptimizerConfig(learning_rate=LEARNING_RATE), lora=LORA),
         model=str(adapted.fleet.checkpoint),
         device="cpu",
         store_dir=str(adapted.fleet.store),

@@ -93,7 +93,7 @@ def main(directory: Path) -> None:
     batch = [trajectory(seen, good), trajectory(seen, picture(64, 64, seed=1)), trajectory([5, PAD, 6])]
     check_images(batch, reader)
     tower = [parameter.clone() for parameter in policy.model.get_encoder("image").parameters()]
-    metrics = Learner(policy, LearnerConfig(share_prompts=True)).step(batch)
+    metrics = Learner(policy, LearnerConfig()).step(batch)
     assert metrics["grad_norm"] and not metrics["skipped"]
     assert all(map(torch.equal, tower, policy.model.get_encoder("image").parameters())), "frozen"
     trained = TrainedPolicy.load(model, vision="trained")

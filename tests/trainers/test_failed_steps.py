@@ -10,9 +10,7 @@ from trainers.learner import Learner, OutOfMemory
 from trainers.settings import LearnerConfig, LoraConfig, OptimizerConfig
 from trainers.trained_policy import TrainedPolicy
 
-CONFIG = LearnerConfig(
-    optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=6, share_prompts=False
-)
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), max_tokens_per_microbatch=6)
 
 
 class Failing:

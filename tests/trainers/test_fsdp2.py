@@ -22,9 +22,7 @@ from trainers.settings import DrafterConfig, LearnerConfig, LoraConfig, Optimize
 from trainers.sources import MTP, ParameterSource
 from trainers.trained_policy import TrainedPolicy
 
-CONFIG = LearnerConfig(
-    optimizer=OptimizerConfig(learning_rate=1e-3), max_tokens_per_microbatch=8, share_prompts=False
-)
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-3), max_tokens_per_microbatch=8)
 BATCH = [
     tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0, version=4),
     tiny.trajectory((3, 4), (7, 1), advantage=-1.0, version=3),

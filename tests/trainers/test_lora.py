@@ -18,7 +18,6 @@ pytestmark = pytest.mark.timeout(300)
 LEARNING = LearnerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=3),
     max_tokens_per_microbatch=8,
-    share_prompts=False,
 )
 LORA = LoraConfig(name="math", rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))
 

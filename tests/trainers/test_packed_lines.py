@@ -65,15 +65,12 @@ def test_a_prompt_stands_once_before_its_answers() -> None:
 
 @pytest.mark.slow
 @settings(deadline=None)  # other processes share the cores
-@given(BATCHES, st.integers(1, 100), st.booleans())
-def test_every_trajectory_is_planned_once_and_budgets_hold(
-    batch: list[Trajectory], budget: int, share: bool
-) -> None:
-    plan = plan_lines(batch, token_budget=budget, share_prompts=share)
+@given(BATCHES, st.integers(1, 100))
+def test_every_trajectory_is_planned_once_and_budgets_hold(batch: list[Trajectory], budget: int) -> None:
+    plan = plan_lines(batch, token_budget=budget)
     assert Counter(i for rows in plan for row in rows for i in row) == Counter(range(len(batch)))
     for rows in plan:
         assert all(len({batch[i].prompt_token_ids for i in row}) == 1 for row in rows)
-        assert share or all(len(row) == 1 for row in rows)
         prompts = sum(len(batch[row[0]].prompt_token_ids) for row in rows)
         tokens = prompts + sum(len(batch[i].token_ids) for row in rows for i in row)
         assert tokens <= budget or sum(map(len, rows)) == 1

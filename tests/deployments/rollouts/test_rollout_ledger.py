@@ -292,8 +292,8 @@ def test_bounds() -> None:
         ledger.open(request(f"a{number}"), 0)
     with pytest.raises(FleetUnavailable, match="6 rollouts are kept"):
         ledger.open(request("b"), 0)
-    with pytest.raises(PayloadTooLarge, match="at most 100 tokens"):
-        ledger.append("a0", "", new_turn(prompt="p" * 100))
+    with pytest.raises(PayloadTooLarge, match="at most 1048576 tokens"):
+        ledger.append("a0", "", new_turn(prompt="p" * (1 << 20)))
 
 
 def test_one_users_rollouts_leave_room_for_those_of_others() -> None:
@@ -322,7 +322,7 @@ def test_one_users_rollouts_leave_room_for_those_of_others() -> None:
 
 
 def test_a_user_whose_rollouts_are_too_large_gets_no_more_turns_until_some_are_discarded() -> None:
-    ledger = RolloutLedger(LIMITS.model_copy(update={"max_tokens": 1 << 20}))
+    ledger = RolloutLedger(LIMITS)
     for name in ("a", "b"):
         ledger.open(request(name, owner="ann"), 0)
     ledger.append("a", "ann", new_turn(prompt="p" * 90_000))

@@ -132,7 +132,7 @@ def test_a_full_disk_refuses_the_call_and_nothing_of_it_stays(store: RolloutStor
 
 
 def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clock: Clock) -> None:
-    limits = LIMITS.model_copy(update={"max_gib": 1 / 1024, "max_rollouts": 9999, "max_tokens": 1 << 20})
+    limits = LIMITS.model_copy(update={"max_gib": 1 / 1024, "max_rollouts": 9999})
     with closing(RolloutStore(tmp_path, limits, FLEET, clock=clock)) as small:
 
         def fill() -> list[str]:
@@ -163,9 +163,7 @@ def test_a_users_rollouts_take_no_more_of_the_disk_than_is_counted(store: Rollou
         )
 
     for turns, tokens in ((60, 1), (1, 50_000)):
-        store._ledger._limits = LIMITS.model_copy(
-            update={"max_tokens": 1 << 20, "user_share": 1.0, "max_gib": 9}
-        )
+        store._ledger._limits = LIMITS.model_copy(update={"user_share": 1.0, "max_gib": 9})
         before, owner, name = size(), f"{turns:0>32}", f"{turns:->128}"
         store.open(request(name, owner=owner, group=name))
         for turn in range(turns):

@@ -22,7 +22,7 @@ from trainers.trained_policy import TrainedPolicy
 
 pytestmark = pytest.mark.slow  # optimizer steps
 
-CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), share_prompts=False)
+CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4))
 BATCH = [
     tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
     tiny.trajectory((3, 4), (7, 1), advantage=-1.0),

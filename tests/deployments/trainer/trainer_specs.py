@@ -23,7 +23,7 @@ def trainer_spec(
         device=device,
         chunk_bytes=chunk_bytes,
         native=False,
-        config=TrainerConfig(cpu_threads=1) if config is None else config,
+        config=TrainerConfig() if config is None else config,
     )
 
 
