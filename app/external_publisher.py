@@ -86,12 +86,9 @@ class Publisher:
         self.close()
 
     def publish(self) -> RoundReport:
-        """Make the model's parameters the fleet's next version; returns the round's report.
-
-        Raises:
-            FleetError: the fleet does not respond, or refused and keeps its version. If the text says that
-                the round may be committed, nothing answered for `timeout_s` after its last call was lost.
-        """
+        """Make the model's parameters the fleet's next version. Raises FleetError: the fleet refused and
+        keeps its version, or did not respond; if the text says that the round may be committed, nothing
+        answered for `timeout_s` after its last call was lost."""
         self._source.begin()
         self._client.take_finishing()  # of a publish that Ctrl-C ended
         lost: FleetError | None = None
@@ -109,7 +106,6 @@ class Publisher:
         return outcome(self._fleet, finishing, self._timeout_s, lost)
 
     def close(self) -> None:
-        """Disconnect the replicas and free this end's resources."""
         try:
             self._fleet.send(calls.disconnect())
         finally:
@@ -118,7 +114,6 @@ class Publisher:
 
 
 def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSource:
-    """Every tensor of a checkpoint: the model's own, and the others from the directory."""
     if checkpoint is None:
         return ParameterSource(model)
     base = BaseCheckpoint(checkpoint)
@@ -131,8 +126,8 @@ def outcome(
     fleet: FleetClient, opened: FleetStatus, limit_s: float, lost: FleetError | None = None
 ) -> RoundReport:
     """The report of a round that was to be committed. `opened`: the fleet's status while it was open. `lost`:
-    what the call that commits it raised. Raises FleetError: the round was aborted, the fleet has no record of
-    it, or does not say within `limit_s`."""
+    what the committing call raised. Raises FleetError: it was aborted, the fleet has no record of it, or
+    does not say within `limit_s`."""
     assert opened.round is not None, "a round was open"
     round_id, until = opened.round.round_id, time.monotonic() + limit_s
     while True:
@@ -152,8 +147,6 @@ def outcome(
 
 
 class _Client(HTTPVLLMWeightSyncClient):
-    """vLLM's client over ours, which sends the fleet's token."""
-
     def __init__(self, fleet: FleetClient) -> None:
         super().__init__(str(fleet.http.base_url))
         self._fleet = fleet
@@ -161,12 +154,12 @@ class _Client(HTTPVLLMWeightSyncClient):
         self._finishing: FleetStatus | None = None
 
     def take_finishing(self) -> FleetStatus | None:
-        """The fleet's status before the call that commits the round; None: it was not made."""
+        """The fleet's status before the call that commits; None: it was not made."""
         taken, self._finishing = self._finishing, None
         return taken
 
     def abort(self) -> None:
-        """Give up the round, unless its commit was asked for: the fleet would wait for its lease to end."""
+        """Unless its commit was asked for. The fleet would wait for the lease to end."""
         opened, self._opened = self._opened, None
         if opened is not None and opened.round is not None:
             with suppress(FleetError):  # it has ended, or nothing answers: the lease ends

@@ -109,7 +109,7 @@ def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
 
 
 def require_hosts(args: AppConfig, model: str, count: int, http: tuple[str, int] | None = None) -> None:
-    """Raises ConfigError: `count` hosts cannot be one fleet. `http`: where Serve listens on each."""
+    """Raises ConfigError. `http`: where Serve listens on each host."""
     if count == 1:
         return
     if args.weights.transport == "shm":
@@ -127,7 +127,7 @@ def require_hosts(args: AppConfig, model: str, count: int, http: tuple[str, int]
 
 
 def check_proxy(host: str | None, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError on IPv6: HAProxy reaches routers over IPv4 only, and would respond 500."""
+    """HAProxy reaches routers over IPv4 only, and would respond 500."""
     if host is not None and ":" in host and environment.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         raise ConfigError(
             f"'http_options.host': expected an IPv4 address, which HAProxy serves, got {host!r}; or "
@@ -153,7 +153,7 @@ def _controller(args: AppConfig) -> Application:
 
 
 def slot_plan(args: AppConfig) -> SlotPlan | None:
-    """GPUs that replicas and trainer share, named after the state directory; None if not colocated."""
+    """Named after the state directory; None if not colocated."""
     if args.placement is not Placement.COLOCATED or args.trainer is None:
         return None
     digest = hashlib.sha256(str(args.state_dir).encode()).hexdigest()[:12]
@@ -218,7 +218,6 @@ def _size(args: AppConfig) -> dict[str, Any]:
 
 
 def _is_deployed() -> bool:
-    """Whether this configuration replaces that of a live fleet."""
     if not ray.is_initialized():
         return False
     return any(ROLLOUT in application.deployments for application in serve.status().applications.values())
@@ -283,12 +282,9 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
 
 
 def executor(config: AppConfig) -> dict[str, str]:
-    """vLLM's `distributed_executor_backend`; empty: vLLM chooses.
-
-    On a CPU vLLM chooses "mp" to bind threads to cores. Unbound, engine and worker busy-wait for each other
-    for up to a second (`SpinCondition` in vllm/distributed/device_communicators/shm_broadcast.py; cost in
-    `benchmarks/RESULTS.md`).
-    """
+    """vLLM's `distributed_executor_backend`; empty: vLLM chooses, on a CPU "mp", to bind threads to cores.
+    Unbound, engine and worker busy-wait for each other for up to a second (`SpinCondition` in
+    vllm/distributed/device_communicators/shm_broadcast.py)."""
     if config.engine.world_size > 1:
         # Inside a placement group vLLM would take Ray's workers.
         return {"distributed_executor_backend": "mp"}
@@ -322,10 +318,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
 
 
 def _engine_resources(args: AppConfig) -> dict[str, object]:
-    """Ray's resources for a replica, and the environment of its processes.
-
-    Must not depend on the number of replicas: Serve restarts all of them on a change.
-    """
+    """Must not depend on the number of replicas: Serve restarts all of them on a change."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

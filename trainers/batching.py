@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from trainers.images import ImageInputs
 
-Row = tuple[int, ...]  # indices of trajectories that share a prompt
+Row = tuple[int, ...]  # trajectories that share a prompt
 UNKNOWN_VERSION = -1
 
 
@@ -63,7 +63,7 @@ class TokenBatch:
         reference: torch.Tensor | None,
         others: torch.Tensor | None = None,
     ) -> LearnedTokens:
-        """The input of a loss. `old` None: the first update of a step."""
+        """`old` None: the first update of a step."""
         old = logprobs.detach() if old is None else old
         return LearnedTokens(
             logprobs=logprobs,
@@ -126,7 +126,7 @@ def plan_micro_batches(
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
     """The micro-batches of one rank, and whether each counts. A sharded model gathers in every pass, so ranks
-    get equally many; fillers do not count."""
+    get equally many."""
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
     filler = min(plan, key=len)
@@ -233,7 +233,7 @@ def _routed(
     positions: int,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Of a shared prompt those that its last completion got. Raises ValueError: of two models."""
+    """Of a shared prompt those of its last completion. Raises ValueError: of two models."""
     shapes = {(each.layers, each.top_k) for each in (one.routed_experts for one in completions) if each}
     if len(shapes) > 1:
         raise ValueError(
@@ -254,7 +254,6 @@ def _routed(
 
 
 def _per_token(completion: Trajectory, values: Any, dtype: torch.dtype) -> torch.Tensor:
-    """One value, or one per token, as [tokens]."""
     return torch.tensor(values, dtype=dtype).expand(len(completion.token_ids))
 
 

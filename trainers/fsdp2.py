@@ -37,9 +37,8 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
 def model_class(
     config: PreTrainedConfig, *, sees: bool = False
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that loads a checkpoint; of vision-language models the language part, if transformers has
-    one and the model need not see (`sees`). Raises ValueError: transformers has none, and the checkpoint
-    brings none."""
+    """The class that loads a checkpoint; of vision-language models the language part, if transformers has one
+    and the model need not see (`sees`). Raises ValueError."""
     causal, seeing = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     if sees and type(config) not in seeing:
         raise ValueError(f"'vision': expected a vision-language model, got {config.model_type!r}")
@@ -56,7 +55,7 @@ def model_class(
 
 
 def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: Any) -> PreTrainedModel:
-    """The model on the meta device; `options` go to `from_config`."""
+    """On the meta device."""
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config).from_config(
@@ -66,9 +65,8 @@ def empty_model(directory: Path, *, trust_remote_code: bool = False, **options: 
 
 
 def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype | None) -> None:
-    """Shard a model on the meta device in place. Parameters are gathered in `compute_dtype` (None: their
-    own); gradients are reduced in float32. Raises ValueError without a list of layers, or if a rank would
-    have no expert of a layer."""
+    """In place, on the meta device. Parameters are gathered in `compute_dtype`; gradients are reduced in
+    float32. Raises ValueError without a list of layers, or if a rank would have no expert of a layer."""
     _check_experts(model, mesh.size())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     # fully_shard changes the classes, by whose names transformers finds conversions.
@@ -85,11 +83,8 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
-    """Read this rank's shards and whole buffers onto the mesh's device; returns missing names.
-
-    `distributed_config` of `from_pretrained` cannot reduce in float32, and needs a plan that some families
-    lack.
-    """
+    """Read this rank's shards and whole buffers; returns missing names. `distributed_config` of
+    `from_pretrained` cannot reduce in float32, and needs a plan that some families lack."""
     files, _ = _get_resolved_checkpoint_files(
         str(directory),
         variant=None,

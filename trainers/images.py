@@ -34,8 +34,6 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInputs:
-    """What the images of a batch add to a model's inputs."""
-
     # On the CPU: a step has all of its batches at once.
     pixel_values: torch.Tensor  # float32 [patches of all images, values of a patch]
     image_grid_thw: torch.Tensor  # int64 [images, 3]
@@ -52,8 +50,7 @@ class Placed:
 
 
 class ImageReader:
-    """Reads images for a model. Raises ValueError if it is of a family with other inputs, or if its directory
-    has no image processor, or another model's."""
+    """Raises ValueError for a family with other inputs, or without an image processor of its own."""
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self._rope_index = getattr(model.base_model, "get_rope_index", None)
@@ -85,7 +82,6 @@ class ImageReader:
         return self._read[content]
 
     def forget(self) -> None:
-        """Frees the patches of the images that were read."""
         self._read.clear()
 
     def place(self, trajectory: Trajectory) -> Placed:
@@ -119,7 +115,7 @@ class ImageReader:
         return Placed(images=trajectory.images, image_of=image_of, positions=positions[:, 0])
 
     def add(self, batch: TokenBatch, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """The batch with the images of its trajectories; itself if they have none. Raises as `place`."""
+        """Raises as `place`."""
         members = batch.owners[batch.owners >= 0].unique()
         placed = [self.place(trajectories[index]) for index in members.tolist()]
         files = list(dict.fromkeys(file for each in placed for file in each.images))
@@ -149,7 +145,7 @@ class ImageReader:
 
 
 def check_images(trajectories: Sequence[Trajectory], reader: ImageReader | None) -> None:
-    """Raises one ValueError for all images that the model cannot learn from."""
+    """Raises one ValueError for all images."""
     found = []
     if reader is not None:
         reader.forget()  # what a refused batch has left

@@ -45,8 +45,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def prepare_layers(model: PreTrainedModel, kept: Checkpointing, *, compiled: bool) -> bool:
-    """Checkpoint and compile each layer; returns whether checkpointing needs train(). Raises ValueError if
-    the model supports neither."""
+    """Checkpoint and compile each layer; returns whether checkpointing needs train(). Raises ValueError."""
     by_compiler = compiled and kept == "selective"
     if compiled:
         for layer in decoder_layers(model):

@@ -23,14 +23,12 @@ _MicroBatch = tuple[TokenBatch, bool, torch.Tensor | None]
 
 
 class OutOfMemory(RuntimeError):
-    """A micro-batch did not fit. The text has sizes and the state of the step."""
+    """The text has sizes and the state of the step."""
 
 
 class Learner:
-    """A policy and its optimizer. Raises ValueError if the loss cannot be loaded.
-
-    Each rank processes its share of the micro-batches; all must call `step` with the same trajectories.
-    """
+    """A policy and its optimizer. Each rank processes its share of the micro-batches; all must call `step`
+    with the same trajectories. Raises ValueError if the loss cannot be loaded."""
 
     def __init__(
         self,
@@ -43,14 +41,14 @@ class Learner:
         assert has_penalty == (reference is not None), "a KL penalty needs a reference, and nothing else does"
         self.policy = policy
         self._deployed = config
-        self.config = config  # current step
+        self.config = config
         self.steps_done = 0
         self.reference = reference
         self._loss = load_loss(config.loss)
         self._published: int | None = None  # the version that the policy was after `_published_step`
         self._published_step: int | None = None
-        self._tokens_at_once = 0  # current micro-batch
-        self._fitted_tokens = 0  # largest micro-batch that fit
+        self._tokens_at_once = 0
+        self._fitted_tokens = 0
         # AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. Updates set its learning rate.
         groups: list[dict[str, Any]] = [{"params": policy.parameters()}]
         if (drafter := policy.drafter) is not None:
@@ -65,7 +63,7 @@ class Learner:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
     def apply(self, settings: StepSettings) -> None:
-        """Use these settings from the next step on. Raises ValueError and changes nothing."""
+        """From the next step on. Raises ValueError and changes nothing."""
         config = settings.applied(self._deployed)
         if config == self.config:
             return
@@ -87,10 +85,8 @@ class Learner:
         """Run `updates_per_step` optimizer steps on these trajectories.
 
         An update whose loss or gradient is not finite ends the step without it; metrics are of the update
-        before. `skipped`: there is none, and the step does not count.
-
-        Raises:
-            OutOfMemory: the failed update changed nothing.
+        before. `skipped`: there is none, and the step does not count. Raises OutOfMemory: the failed update
+        changed nothing.
         """
         assert any(trajectory.learned_tokens for trajectory in trajectories), "there is something to learn"
         started = time.perf_counter()
@@ -123,7 +119,7 @@ class Learner:
         return found
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """Continue the current weights after `steps_done` steps, with the moments or with zeros."""
+        """With the moments or with zeros."""
         if not keep_moments:
             self.optimizer.state.clear()
         self.steps_done = steps_done
@@ -252,7 +248,7 @@ class Learner:
 
 
 def learning_rate_at(step: int, config: OptimizerConfig) -> float:
-    """The learning rate of step 0, 1, ...: a linear warm-up, then the schedule."""
+    """Of step 0, 1, ...: a linear warm-up, then the schedule."""
     total, warmup = config.total_steps, config.warmup_steps
     factor = 1.0
     if step < warmup:

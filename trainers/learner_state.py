@@ -15,7 +15,7 @@ NamedMoments = dict[str, dict[str, torch.Tensor]]  # moment -> parameter -> tens
 def named_moments(
     policy: TrainedPolicy, state: Mapping[torch.Tensor, Mapping[str, torch.Tensor]]
 ) -> NamedMoments:
-    """AdamW's moments in `state`, not copied."""
+    """Not copied."""
     moments: NamedMoments = {}
     for name, parameter in policy.named_parameters():
         for kind, tensor in state.get(parameter, {}).items():
@@ -27,7 +27,6 @@ def named_moments(
 def empty_moments(
     policy: TrainedPolicy, names: Collection[str]
 ) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-    """AdamW's state before the first step."""
     return {
         parameter: {
             STEPS: torch.zeros((), device=parameter.device),
@@ -40,8 +39,8 @@ def empty_moments(
 
 
 def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Tensors that a cast to `wire_dtype` (None: no cast) may change, and all of an adapter, which the store
-    does not have. Not copied."""
+    """Tensors that a cast to `wire_dtype` may change, and all of an adapter, which the store does not have.
+    Not copied."""
     return {
         name: tensor.detach()
         for name, tensor in policy.trained().items()

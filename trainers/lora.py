@@ -27,11 +27,9 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 
 
 class LoraAdapter:
-    """The adapter of a model, which alone is trained. Raises ValueError if no linear layer has a name in
-    `target_modules`.
-
-    Create it before the first forward pass of a sharded model, with the same `seed` on all ranks.
-    """
+    """The adapter of a model, which alone is trained. Create it before the first forward pass of a sharded
+    model, with the same `seed` on all ranks. Raises ValueError if no linear layer has a name in
+    `target_modules`."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         # Imports in seconds.
@@ -67,7 +65,7 @@ class LoraAdapter:
         return list(dict.fromkeys(names))
 
     def base_state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
-        """The base's state under its own names; `keep_vars` as in `state_dict`."""
+        """The base's state under its own names."""
         state = self._model.state_dict(keep_vars=keep_vars)
         return {
             name.replace(_WRAPPED, "."): tensor
@@ -82,7 +80,7 @@ class LoraAdapter:
         return None if layer is None else layer.get_delta_weight(_NAME)
 
     def reset(self) -> None:
-        """Restore the initial values, the same on all ranks."""
+        """The same on all ranks."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(self._seed)
             for layer in self._layers.values():
@@ -107,8 +105,8 @@ class LoraAdapter:
     def files(
         self, *, dtype: torch.dtype | None = None, metadata: Mapping[str, str] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Bytes of peft's two files by name, uint8 [size] on the tensors' device; equal for equal tensors.
-        `dtype` None: float32."""
+        """Bytes of peft's two files, uint8 [size] on the tensors' device; equal for equal tensors. `dtype`
+        None: float32."""
         return {
             CONFIG: _as_tensor(json.dumps(self._written(), indent=2, sort_keys=True).encode()),
             TENSORS: safetensors_file(
@@ -124,7 +122,7 @@ class LoraAdapter:
                 os.fsync(file.fileno())
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The tensors of an adapter with these settings. Raises ValueError for others."""
+        """Raises ValueError for other settings."""
         written = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         own = self._written()
         for key in ("r", "lora_alpha", "target_modules"):
@@ -154,7 +152,7 @@ class LoraAdapter:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, bool]:
-    """Linear layers by name, and whether each is in the decoder."""
+    """And whether each is in the decoder."""
     decoder = {id(module) for module in model.get_decoder().modules()}
     return {
         name: id(module) in decoder
@@ -179,12 +177,8 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...] | None) -> list[str
 def safetensors_file(
     tensors: Mapping[str, torch.Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str]
 ) -> torch.Tensor:
-    """A safetensors file, uint8 [size], of tensors of one device. On a GPU it is written there, and complete
-    on return.
-
-    `safetensors.torch.save` orders metadata randomly, so ranks would differ. Format:
-    https://github.com/huggingface/safetensors.
-    """
+    """A safetensors file, uint8 [size], of tensors of one device, complete on return.
+    `safetensors.torch.save` orders metadata randomly, so ranks would differ."""
     names = sorted(tensors)
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     end = 0

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 
 def attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """An attribute of the text part, else of the whole model; `default` if neither has one value."""
+    """Of the text part, else of the whole; `default` if neither has one value."""
     for part in (config.get_text_config(), config):
         with suppress(RuntimeError):  # it differs between layers (Gemma 4)
             value = getattr(part, name, None)
@@ -17,7 +17,7 @@ def attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
 
 
 def needed(config: PreTrainedConfig, name: str) -> Any:
-    """As `attribute`. Raises ValueError if there is none."""
+    """Raises ValueError if there is none."""
     value = attribute(config, name)
     if value is None:
         raise ValueError(f"expected a model whose configuration has {name!r}, got {config.model_type!r}")
@@ -25,12 +25,11 @@ def needed(config: PreTrainedConfig, name: str) -> Any:
 
 
 def vocabulary_size(config: PreTrainedConfig) -> int:
-    """Raises ValueError if the configuration has none."""
     return int(needed(config, "vocab_size"))
 
 
 def max_length(config: PreTrainedConfig) -> int | None:
-    """The longest sequence, in tokens; None: any length (Mamba, ALiBi)."""
+    """In tokens; None: any length (Mamba, ALiBi)."""
     positions = int(attribute(config, "max_position_embeddings", 0))
     return positions if positions > 0 else None
 
@@ -41,7 +40,7 @@ def pad_token_id(config: PreTrainedConfig) -> int:
 
 
 def end_token_ids(config: PreTrainedConfig) -> list[int]:
-    """The tokens that end an answer, in order."""
+    """In order."""
     ends = attribute(config, "eos_token_id", [])
     return sorted(set(ends if isinstance(ends, list) else [ends]))
 

@@ -82,7 +82,6 @@ class OutputHead:
     def _in_parts(
         self, chosen: _Function, positions: torch.Tensor, targets: torch.Tensor, **inputs: Any
     ) -> torch.Tensor:
-        """The output layer returns log-probabilities of some positions at a time."""
         head = self._model.get_output_embeddings()
         forward = head.forward
 
@@ -148,7 +147,7 @@ def in_parts(part: _Function, hidden: torch.Tensor, targets: torch.Tensor, at_on
 
 
 def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """Logits [M, V] of M positions, in the model's dtype."""
+    """[M, V], in the model's dtype."""
     head = model.get_output_embeddings()
     chosen: list[bool] = []
     if head is None:
@@ -168,7 +167,7 @@ def logits_at(model: PreTrainedModel, positions: torch.Tensor, **inputs: Any) ->
 
 @contextmanager
 def replaced(layer: torch.nn.Module, forward: _Forward) -> Iterator[None]:
-    """Replace the layer's forward; hooks, such as FSDP2's, still run."""
+    """Hooks, such as FSDP2's, still run."""
     attributes = vars(layer)
     before = attributes.get("forward")  # it may be wrapped
     attributes["forward"] = forward

@@ -70,7 +70,7 @@ def plan_lines(trajectories: Sequence[Trajectory], *, token_budget: int) -> list
 
 
 def line_length(tokens: int, *, token_budget: int) -> int:
-    """The padded length: a multiple of an eighth of the budget."""
+    """A multiple of an eighth of the budget."""
     step = _BLOCK * math.ceil(token_budget / (_BLOCK * _LENGTHS))
     return step * math.ceil(tokens / step)
 
@@ -128,13 +128,12 @@ def pack(
 
 
 def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
-    """FlexAttention's mask of a line. `prompts` and `completions` are int [L], -1 for none; L is a multiple
-    of 128."""
+    """`prompts` and `completions` are int [L], -1 for none; L is a multiple of 128."""
     return _block_mask(_mask(prompts, completions), torch.arange(len(prompts), device=prompts.device))
 
 
 def only_keys(mask: BlockMask, kept: torch.Tensor) -> BlockMask:
-    """A line's mask with fewer keys. `kept` is bool [L]; the others are seen by themselves only."""
+    """`kept` is bool [L]; the others are seen by themselves only."""
     attends = mask.mask_mod
 
     def restricted(
@@ -174,7 +173,7 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mask(prompts: torch.Tensor, completions: torch.Tensor) -> _MaskMod:
-    """A `mask_mod`. Padding attends to padding: a softmax over nothing is NaN."""
+    """Padding attends to padding: a softmax over nothing is NaN."""
 
     def attends(
         _batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor

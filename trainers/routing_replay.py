@@ -29,7 +29,7 @@ class _Block:
 
 
 class RoutingReplay:
-    """The routers of one model. Costs nothing before the first batch with a choice of experts."""
+    """Costs nothing before the first batch with a choice of experts."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -48,7 +48,7 @@ class RoutingReplay:
         return found
 
     def check(self, trajectories: Sequence[Trajectory]) -> None:
-        """Raises ValueError: what is to be replayed is not of this model."""
+        """Raises ValueError."""
         for number, trajectory in enumerate(trajectories):
             if (routed := trajectory.routed_experts) is None:
                 continue
@@ -64,7 +64,7 @@ class RoutingReplay:
 
     def use(self, chosen: torch.Tensor | None) -> None:
         """What the passes from here on replay: int16 [R * L, layers, top_k], -1 where a router chooses
-        itself; None: all choose themselves."""
+        itself."""
         self._chosen = chosen
         if chosen is not None and not self._installed:
             for block in self._blocks:
@@ -85,8 +85,6 @@ class RoutingReplay:
 
 
 class _Replaced(TorchFunctionMode):
-    """Replaces the result of `topk` over `experts` scores of each of these tokens."""
-
     def __init__(self, chosen: torch.Tensor, experts: int) -> None:
         super().__init__()
         self._chosen, self._experts = chosen, experts

@@ -1,8 +1,6 @@
-"""A model's parameters with the names and shapes of its checkpoint, which vLLM loads.
-
-transformers 5 fuses experts and renames modules. Layers are converted back one at a time, unless the result
-is a view of the model's memory.
-"""
+"""A model's parameters with the names and shapes of its checkpoint, which vLLM loads. transformers 5 fuses
+experts and renames modules: layers are converted back one at a time, unless the result is a view of the
+model's memory."""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +36,7 @@ class View:
 
 
 def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> list[View] | None:
-    """Views of a layer's checkpoint tensors, in the order of `convert`; None if one is computed. Reads dtypes
-    and shapes of `state`."""
+    """Views of a layer's checkpoint tensors; None if one is computed. Reads dtypes and shapes of `state`."""
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
     tracer = _SkipCopies()
@@ -80,8 +77,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-DRAFTER = "drafter."  # prefix of the published names of a drafter with a checkpoint of its own
-MTP = "mtp."  # of one in the model's checkpoint
+DRAFTER = "drafter."  # of a drafter with a checkpoint of its own
+MTP = "mtp."  # of one in the model's
 DRAFTERS = (DRAFTER, MTP)
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
@@ -142,7 +139,7 @@ class ParameterSource:
         return next(iter(self._model.parameters())).device
 
     def specs(self) -> list[ParameterSpec]:
-        """What an iteration yields, in order; gathers nothing."""
+        """In order; gathers nothing."""
         own = [spec for layer in self._layers for spec, _ in layer.parts]
         beside = [(name, tensor, self._wire_dtype(tensor)) for name, tensor in self._drafter.items()]
         beside += [(name, tensor, tensor.dtype) for name, tensor in self._frozen.items()]
@@ -260,8 +257,7 @@ def check_complete(
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    """Second names of parameters, by the whole model's configuration: the text part's may differ
-    (Qwen3-VL)."""
+    """By the whole model's configuration: the text part's may differ (Qwen3-VL)."""
     return frozenset(model.all_tied_weights_keys)
 
 
@@ -270,13 +266,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def names_without_aliases(model: PreTrainedModel, state: Iterable[str] | None = None) -> list[str]:
-    """Names of the state that the checkpoint has, perhaps after conversion."""
     left_out = tied_names(model) | frozenset(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return [name for name in (model.state_dict() if state is None else state) if name not in left_out]
 
 
 def layer_groups(names: list[str]) -> list[list[str]]:
-    """Names by layer, in order; a name outside of layers is its own group."""
     groups: dict[str, list[str]] = {}
     for name in names:
         match = _LAYER.match(name)
@@ -289,8 +283,8 @@ def load_parameters(
     values: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Copy tensors, whole or sharded like the model, into it; `state` is without an adapter. Raises
-    ValueError and changes nothing if one is missing or has another shape."""
+    """Whole or sharded like the model; `state` is without an adapter. Raises ValueError and changes nothing
+    if one is missing or has another shape."""
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [

@@ -20,8 +20,8 @@ _MAXIMA = ("staleness", "difference")
 
 
 class StepTotals:
-    """Sums and maxima of an update, on the device. `is_published`: the policy is version `published`, so
-    differences from rollouts are the engines'."""
+    """On the device. `is_published`: the policy is version `published`, so differences from rollouts are the
+    engines'."""
 
     def __init__(
         self, config: LossConfig, *, published: int | None, is_published: bool, device: torch.device
@@ -42,7 +42,7 @@ class StepTotals:
         clipped: torch.Tensor | None,
         constrained: torch.Tensor,
     ) -> None:
-        """Add a micro-batch; `loss` is 0-d, the others are [M]."""
+        """`loss` is 0-d, the others are [M]."""
         none = torch.zeros_like(tokens.logprobs)
         importance = importance_weights(tokens, self._config)
         kl = k3(tokens.rollout_logprobs, tokens.old_logprobs)
@@ -78,7 +78,7 @@ class StepTotals:
             self._maxima = torch.maximum(self._maxima, largest)
 
     def metrics(self) -> Metrics:
-        """Means over tokens, reduced over ranks; metrics without tokens are left out."""
+        """Means over tokens, reduced over ranks."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
             dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX)

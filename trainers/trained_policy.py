@@ -28,11 +28,8 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in get_arg
 
 
 class TrainedPolicy:
-    """A Hugging Face causal language model, and its directory.
-
-    Log-probabilities are at temperature 1, as vLLM's (`logprobs_mode: raw_logprobs`); rollouts must sample
-    so.
-    """
+    """A Hugging Face causal language model. Log-probabilities are at temperature 1, as vLLM's
+    (`logprobs_mode: raw_logprobs`); rollouts must sample so."""
 
     def __init__(
         self,
@@ -139,7 +136,7 @@ class TrainedPolicy:
 
     @property
     def can_share_prompts(self) -> bool:
-        """Whether attention accepts a mask per row, see `trainers.batching`."""
+        """Whether attention accepts a mask per row."""
         return self._attention == "sdpa" and model_config.attends_to_all(self.model.config)
 
     @property
@@ -151,15 +148,14 @@ class TrainedPolicy:
         return str(self.model.config.get_text_config()._attn_implementation)
 
     def adapt(self, config: LoraConfig, *, seed: int) -> LoraAdapter:
-        """Train an adapter only; call it before the first forward pass."""
+        """Call it before the first forward pass."""
         self.adapter = LoraAdapter(self.model, config, seed=seed)
         if self._compiled:
             with_input_gradients(self.model)
         return self.adapter
 
     def attach_drafter(self, config: DrafterConfig) -> "TrainedDrafter":
-        """Train a drafter as well; call it before the first forward pass. Raises ValueError if it is none
-        of this model."""
+        """Call it before the first forward pass. Raises ValueError."""
         from trainers.drafter import TrainedDrafter  # imports in a second
 
         self.drafter = TrainedDrafter(
@@ -168,7 +164,7 @@ class TrainedPolicy:
         return self.drafter
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """The state of what is trained, by name, with the drafter's."""
+        """What is trained, by name, with the drafter's."""
         drafter = {} if self.drafter is None else self.drafter.tensors()
         if self.adapter is not None:
             return dict(self.adapter.tensors()) | drafter
@@ -176,7 +172,6 @@ class TrainedPolicy:
         return {name: state[name] for name in names_without_aliases(self.model)} | drafter
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The model's, an adapter's among them, and the drafter's."""
         yield from self.model.named_parameters()
         if self.drafter is not None:
             yield from self.drafter.named_parameters()
@@ -213,7 +208,7 @@ class TrainedPolicy:
         return torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None)
 
     def load_weights(self, directory: Path) -> None:
-        """Copy another checkpoint of this model in place; an adapter starts from zero. Raises ValueError and
+        """Another checkpoint of this model, in place; an adapter starts from zero. Raises ValueError and
         changes nothing for another model."""
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:

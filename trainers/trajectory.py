@@ -17,7 +17,7 @@ Number: TypeAlias = Annotated[float, Strict()]
 
 
 def _image_file(value: Any) -> Any:
-    """The bytes of base64 or of a data URL, as JSON has them."""
+    """Base64 or a data URL, as JSON has them."""
     if not isinstance(value, str):
         return value
     try:
@@ -77,10 +77,8 @@ class TeacherLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A sampled completion and its advantage.
-
-    A conversation is one trajectory; tokens of users and tools are in `token_ids`, and masked.
-    """
+    """A sampled completion and its advantage. A conversation is one trajectory; tokens of users and tools are
+    in `token_ids`, and masked."""
 
     prompt_token_ids: tuple[Integer, ...]
     token_ids: tuple[Integer, ...]
@@ -99,8 +97,8 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], *, sampled: bool = True) -> Self:
-        """Read the JSON form, with lists. `sampled` False: `logprobs` and `advantage` may be missing. Raises
-        ValueError, which names the field."""
+        """`sampled` False: `logprobs` and `advantage` may be missing. Raises ValueError, which names the
+        field."""
         if not sampled:
             tokens = entry.get("token_ids")
             count = len(tokens) if isinstance(tokens, Sequence) else 0
@@ -128,7 +126,7 @@ def _reader() -> TypeAdapter[Trajectory]:
 def parse_trajectories(
     entries: Any, *, vocabulary_size: int, max_length: int | None, sampled: bool = True
 ) -> list[Trajectory]:
-    """Read and check trajectories or their JSON. Raises one ValueError for all problems."""
+    """Trajectories or their JSON. Raises one ValueError for all problems."""
     if not isinstance(entries, Sequence) or isinstance(entries, str) or len(entries) == 0:
         raise ValueError(f"trajectories must be a non-empty list, got {_describe(entries)}")
     trajectories, found = [], []

@@ -53,7 +53,7 @@ _OPTIONAL["teacher_logprobs"] = "floats"
 
 
 def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) -> bytes:
-    """Arrays of a batch; fractions become float32. `settings` is JSON of `StepSettings`."""
+    """Fractions become float32. `settings` is JSON of `StepSettings`."""
     lengths = [len(each.token_ids) for each in trajectories]
     arrays: dict[str, Array] = {
         "prompt_lengths": np.array([len(each.prompt_token_ids) for each in trajectories], np.int32),
@@ -96,7 +96,7 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
 
 
 def settings_of(content: bytes) -> str | None:
-    """The settings in the metadata. Raises ValueError."""
+    """In the metadata. Raises ValueError."""
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     try:
         found: str | None = json.loads(header).get("__metadata__", {}).get(SETTINGS)
@@ -106,8 +106,7 @@ def settings_of(content: bytes) -> str | None:
 
 
 def from_bytes(content: bytes, *, sampled: bool = True) -> list[Trajectory]:
-    """The trajectories; `parse_trajectories` checks them. `sampled` as in `Trajectory.from_json`. Raises
-    ValueError."""
+    """`parse_trajectories` checks them; `sampled` as in `Trajectory.from_json`. Raises ValueError."""
     try:
         arrays: Mapping[str, Array] = load(content)
     except KeyError as error:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-QUIET_S = 10.0  # longest time without a line
-REDRAWN_S = 1.0  # the same in a terminal
+QUIET_S = 10.0
+REDRAWN_S = 1.0  # in a terminal
 _CLEAR = "\r\x1b[2K"  # from the first column: Ctrl-C has printed ^C
 
 
@@ -19,11 +19,8 @@ def _redraws(out: TextIO) -> bool:
 
 
 def tell(line: str, to: TextIO | None = None, *, for_now: bool = False) -> None:
-    """Print a line; `to` None: to stdout. Its reader may be gone: Ctrl-C ends a `| tee` too.
-
-    Args:
-        for_now: in a terminal the next line replaces it.
-    """
+    """Print a line, to stdout unless `to` is given. Its reader may be gone: Ctrl-C ends a `| tee` too.
+    `for_now`: in a terminal the next line replaces it."""
     out, end = sys.stdout if to is None else to, "\n"
     if _redraws(out):
         if for_now:  # a line that wraps could not be cleared
@@ -44,7 +41,6 @@ def announced(
 
     Args:
         quiet_s: between two lines; a terminal has one, which is redrawn.
-        to: None: stdout.
         ask: called before each line; returns the progress, empty if unknown.
 
     Yields:

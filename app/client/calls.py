@@ -74,7 +74,7 @@ def scale(replicas: int | Literal["auto"]) -> Call[responses.SizeStatus]:
 
 
 def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[responses.Status]:
-    """Stop generating; `mode` None is the fleet's default for running requests."""
+    """`mode` None: the fleet's default for running requests."""
     query = {} if mode is None else {"mode": mode}
     return Call(method="POST", path="/pause", query=query, read=typed(responses.Status))
 
@@ -101,14 +101,13 @@ def run_position(run: str) -> Call[responses.RunPosition]:
 
 
 def begin_groups(run: str, number: int, count: int) -> Call[responses.Status]:
-    """Open so many groups from RUN.NUMBER on."""
     body = {"run": run, "number": number, "count": count}
     return Call(method="POST", path="/rollouts/begin", body=body, read=typed(responses.Status))
 
 
 def settle_groups(groups: Sequence[Mapping[str, JsonValue]]) -> Call[responses.Status]:
     """Close groups. Each is a `group`, the `rollouts` that are learned from (`id`, `reward`, `info`), and a
-    `reason`, if there are none."""
+    `reason` if there are none."""
     body = {"groups": list(groups)}
     return Call(method="POST", path="/rollouts/settle", body=body, read=typed(responses.Status))
 
@@ -123,7 +122,6 @@ def take(
 
 
 def rollout_image(digest: str) -> Call[bytes]:
-    """The file of an image of a rollout."""
     return Call(method="GET", path=f"/rollouts/images/{quote(digest, safe='')}", read=lambda body, _: body)
 
 
@@ -155,8 +153,8 @@ def step(
 def publish(
     label: str | None = None, step: int | None = None, after: int | None = None
 ) -> Call[RoundReport | responses.AdapterReport]:
-    """Publish the trainer's weights or adapter. Refused unless it has done `step` optimizer steps, and unless
-    its own version, or `after`, is committed."""
+    """The trainer's weights or adapter. Refused unless it has done `step` optimizer steps, and unless its own
+    version, or `after`, is committed."""
     given = {"label": label, "step": step, "after": after}
     body = {name: value for name, value in given.items() if value is not None}
     read = typed(RoundReport | responses.AdapterReport)
@@ -172,7 +170,7 @@ def report_step(
 
 
 def save(path: str | None = None) -> Call[responses.SavedCheckpoint]:
-    """Write a checkpoint; `path` None: the trainer chooses a directory on its host."""
+    """`path` None: the trainer chooses a directory on its host."""
     body = {} if path is None else {"path": path}
     read = typed(responses.SavedCheckpoint)
     return Call(method="POST", path="/train/save", body=body, read=read, repeatable=False)
@@ -196,7 +194,7 @@ def tokenize(model: str, prompt: str) -> Call[list[int]]:
 
 
 def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[list[int]]:
-    """Token ids of a conversation, with the generation prompt."""
+    """With the generation prompt."""
     body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
     read = _then(typed(_Tokens), lambda made: made.tokens)
     return Call(method="POST", path="/tokenize", body=body, read=read)

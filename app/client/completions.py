@@ -33,7 +33,7 @@ class Answer:
 
     @property
     def aborted(self) -> bool:
-        """Cut off by an update, a pause or `/abort_requests`."""
+        """By an update, a pause or `/abort_requests`."""
         return self.finish_reason == "abort"
 
     def trajectory(self, prompt_token_ids: Sequence[int], advantage: float | tuple[float, ...]) -> Trajectory:
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def trained_versions(self) -> Sequence[VersionSpan]:
-        """Version spans of the trained part; an adapter has one version."""
+        """An adapter has one version."""
         if self.adapter is None:
             return self.weight_versions
         version = int(self.adapter.rpartition("@")[2])
@@ -91,13 +91,13 @@ def complete(
 
 
 def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Call[Completion]:
-    """A chat completion; `body` is vLLM's."""
+    """`body` is vLLM's."""
     sent = {} if headers is None else headers
     return Call(method="POST", path="/v1/chat/completions", body=body, headers=sent, read=read_completion)
 
 
 def join(pieces: Iterable[Completion]) -> Answer:
-    """Join the pieces of a stream. Raises ValueError: there are none."""
+    """The pieces of a stream. Raises ValueError: there are none."""
     answers = [answer for piece in pieces for answer in piece.answers]
     if not answers:
         raise ValueError("expected at least one piece of an answer, got none")
@@ -114,12 +114,8 @@ def join(pieces: Iterable[Completion]) -> Answer:
 
 
 def read_completion(content: bytes, headers: Mapping[str, str]) -> Completion:
-    """Parse the body of a completion, or one event of its stream.
-
-    Raises:
-        ValueError, KeyError, TypeError: not a completion.
-        FleetError: the event reports a failure.
-    """
+    """A completion, or one event of its stream. Raises ValueError, KeyError or TypeError (not a completion)
+    or FleetError (the event reports a failure)."""
     data: dict[str, Any] = json.loads(content)
     if "error" in data:
         raise FleetError(f"the request failed in the middle of its answer: {data['error']}")

@@ -17,10 +17,10 @@ import httpx
 
 T = TypeVar("T")
 RETRY_PAUSE_S = 1.0
-POOL_SIZE = 4  # connections, about
+POOL_SIZE = 4  # connections
 KEPT_S = 60.0  # for idle connections; Serve closes them after 90
 MAX_SHOWN = 1000  # characters of a response in a message
-Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body, or one event of a stream, and the headers
+Reader = Callable[[bytes, Mapping[str, str]], T]  # a body or one event of a stream, and headers
 
 
 class FleetError(RuntimeError):
@@ -41,13 +41,11 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
-    """A request to the fleet, and how its response is read."""
-
     method: str
     path: str
     read: Reader[T]
     body: Mapping[str, Any] | None = None
-    content: bytes | None = None  # instead of JSON; `headers` has its type
+    content: bytes | None = None  # instead of JSON
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = True  # may be sent again if the response was lost
@@ -90,8 +88,8 @@ class FleetClient:
 
 
 class _Pools(httpx.AsyncBaseTransport):
-    """Connection pools, used in turn. One of httpcore's looks at each of its connections whenever a request
-    begins or ends: where there are many that costs more than the requests (benchmarks/RESULTS.md)."""
+    """Used in turn: one of httpcore's looks at each of its connections whenever a request begins or ends,
+    which costs more than the requests where there are many (benchmarks/RESULTS.md)."""
 
     def __init__(self, count: int, *, verify: bool) -> None:
         certificates = httpx.create_ssl_context(verify, trust_env=False)
@@ -127,7 +125,7 @@ class AsyncFleetClient:
         self._patience_s = patience_s
         self._retry_pause_s = retry_pause_s
         self._say = say
-        self._waiting: set[asyncio.Task[Any] | None] = set()  # tasks whose calls are retried
+        self._waiting: set[asyncio.Task[Any] | None] = set()
 
     @classmethod
     def connect(
@@ -193,8 +191,7 @@ class AsyncFleetClient:
         self._waiting.add(asyncio.current_task())
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Each server-sent event that holds an object. Raises FleetError: the fleet refused, or the stream
-        ended with an error."""
+        """Each server-sent event that holds an object. Raises FleetError."""
         try:
             async with self.http.stream(**call.arguments()) as answer:
                 if not answer.is_success:

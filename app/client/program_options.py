@@ -21,19 +21,14 @@ Url = Annotated[str, typer.Option(envvar="SLIPSTREAM_URL", help="the fleet's add
 
 
 def print_any_text() -> None:
-    """Print escapes of what standard output's encoding lacks: a model's answer has any character."""
+    """A model's answer may have characters that the output's encoding lacks."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def parse(kind: type[T], arguments: Sequence[str] | None = None, name: str | None = None) -> T:
-    """Parse options; `arguments` None: of this process. `@ FILE` reads options from a TOML file; the command
-    line wins. `name` is the program's in its help.
-
-    Raises:
-        SystemExit: a wrong option (2), or `--help` (0).
-        ValueError: a wrong file.
-    """
+    """`arguments` None: of this process. `@ FILE` reads options from a TOML file; the command line wins.
+    Raises SystemExit (a wrong option: 2, `--help`: 0) or ValueError (a wrong file)."""
     parsed: list[T] = []
     from_files, given = _with_files(kind, sys.argv[1:] if arguments is None else arguments)
 
@@ -66,7 +61,7 @@ def _with_files(kind: type[Any], arguments: Sequence[str]) -> tuple[dict[str, An
 
 
 def read_file(kind: type[Any], path: str) -> dict[str, Any]:
-    """Options of a TOML file, as text; a table becomes JSON. Raises ValueError."""
+    """As text; a table becomes JSON. Raises ValueError."""
     try:
         with open(path, "rb") as stream:
             content = tomllib.load(stream)

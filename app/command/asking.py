@@ -31,11 +31,7 @@ Ask = Callable[[FleetClient], T]
 
 def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
     """Send a call that changes the fleet, without a deadline, and print the response: a round as a table in a
-    terminal, else JSON.
-
-    Args:
-        announcement: for a call that publishes: printed with the progress of the round.
-    """
+    terminal, else JSON. `announcement`: for a call that publishes, printed with the round's progress."""
     watched: AbstractContextManager[Any] = nullcontext()
     if announcement is not None:
         watched = announced(announcement, to=sys.stderr, ask=partial(_round_progress, url))
@@ -74,7 +70,7 @@ def show_status(url: str, *, as_json: bool, watch: bool) -> None:
 
 
 def tokens_per_s(before: FleetLoad, now: FleetLoad) -> dict[str, float]:
-    """Per replica, without those whose engine restarted meanwhile."""
+    """Without replicas whose engine restarted meanwhile."""
     made = {
         name: now.replicas[name].generated_tokens - before.replicas[name].generated_tokens
         for name in before.replicas.keys() & now.replicas.keys()
@@ -119,7 +115,7 @@ def _show(url: str, document: Ask[object], table: Ask[RenderableType], *, as_jso
 
 
 def _draw(frames: Iterable[RenderableType]) -> None:
-    """Redraw in place; without a terminal print frame below frame."""
+    """In place; without a terminal frame below frame."""
     console = tables.console()
     if not console.is_terminal:
         for frame in frames:
@@ -147,7 +143,7 @@ def frames(
 
 @contextmanager
 def connected(url: str, timeout_s: float | None) -> Iterator[FleetClient]:
-    """A client of the fleet. A FleetError of the block becomes a sentence and exit status 1."""
+    """A FleetError of the block becomes a sentence and exit status 1."""
     try:
         with FleetClient.connect(url, token_from(), timeout_s=timeout_s) as fleet:
             yield fleet

@@ -16,12 +16,7 @@ from app.command.tables import console
 
 
 def talk(url: str, model: str | None, system: str | None, sampling: Mapping[str, float]) -> None:
-    """Read prompts until end of input or Ctrl-C.
-
-    Args:
-        model: None: the fleet's.
-        sampling: vLLM's parameters.
-    """
+    """Read prompts until end of input or Ctrl-C."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     try:
         with connected(url, ANSWER_S) as fleet:
@@ -49,7 +44,6 @@ def _prompts() -> Iterator[str]:
 
 
 async def _answer(url: str, request: Mapping[str, object]) -> Answer:
-    """Stream the answer to stdout; returns all of it."""
     pieces: list[Completion] = []
     async with AsyncFleetClient.connect(url, token_from()) as fleet:
         async for piece in fleet.stream(chat({**request, "stream": True, "return_token_ids": True})):

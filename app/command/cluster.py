@@ -6,7 +6,6 @@ Every process inherits a mark in its environment, by which `stop` finds it. Ray 
 - Fate sharing is incomplete: 25 s after SIGKILL of `ray start --block` two agents still ran.
 - `ray.init(address="local")` does not set every port, so two fleets collide at 52365, and installs a SIGTERM
 handler.
-- None of them sets HAProxy's files and ports (`_proxy`).
 """
 
 import errno
@@ -42,7 +41,7 @@ _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "F
 
 
 class ClusterError(RuntimeError):
-    """The cluster did not start or exited; the text has the remedy."""
+    """The text has the remedy."""
 
 
 def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Client:
@@ -52,12 +51,8 @@ def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Clie
 
 
 class Cluster:
-    """A Ray cluster that somebody has started.
-
-    Args:
-        address: URL of its dashboard.
-        environment: has RAY_AUTH_TOKEN, if the cluster expects one.
-    """
+    """A Ray cluster that somebody has started. `address`: of its dashboard; `environment` has RAY_AUTH_TOKEN,
+    if it expects one."""
 
     def __init__(self, address: str, environment: Mapping[str, str]) -> None:
         self.address = address
@@ -67,8 +62,7 @@ class Cluster:
         """Raises ClusterError if the cluster will not come back."""
 
     def deploy(self, document: Mapping[str, Any]) -> None:
-        """Deploy a Serve config. Retries while Serve's proxy misses its own startup deadline. Raises
-        ClusterError."""
+        """Retries while Serve's proxy misses its own startup deadline. Raises ClusterError."""
         deadline_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:
@@ -92,7 +86,7 @@ class Cluster:
         return answer.raise_for_status().json()
 
     def applications(self) -> set[str]:
-        """Names of the Serve applications. Raises ClusterError: there is no Ray cluster."""
+        """Names. Raises ClusterError: there is no Ray cluster."""
         try:
             return set(self.details()["applications"])
         except httpx.HTTPError as error:
@@ -102,7 +96,7 @@ class Cluster:
             ) from error
 
     def undeploy(self, timeout_s: float) -> None:
-        """Shut replicas down gracefully; `stop` kills what remains."""
+        """Gracefully; `stop` kills what remains."""
         try:
             self._client.delete(APPLICATIONS, timeout=timeout_s)
         except httpx.HTTPError as error:
@@ -113,12 +107,7 @@ class Cluster:
 
 
 class LocalCluster(Cluster):
-    """One head node on this machine.
-
-    Args:
-        dashboard_port: on 127.0.0.1, for job submission. All other ports are free ones.
-        environment: of every process of the cluster.
-    """
+    """One head node on this machine. `dashboard_port` is on 127.0.0.1; all other ports are free ones."""
 
     def __init__(self, *, dashboard_port: int, environment: Mapping[str, str]) -> None:
         super().__init__(f"http://127.0.0.1:{dashboard_port}", environment)
@@ -130,7 +119,7 @@ class LocalCluster(Cluster):
         self._head: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the head node and wait until it accepts deployments. Raises ClusterError."""
+        """Returns once it accepts deployments. Raises ClusterError."""
         require_free_port(self._dashboard_port, "Ray's dashboard")
         began = started = time.monotonic()
         self._start_head()
@@ -161,7 +150,7 @@ class LocalCluster(Cluster):
             )
 
     def require_alive(self) -> None:
-        """Raises ClusterError, with the end of the log, if the head node has exited."""
+        """Raises ClusterError, with the end of the log."""
         if self._head_has_ended():
             raise ClusterError(f"Ray has stopped (logs: {self.directory}):\n{self._end_of_log()}")
 
@@ -172,7 +161,7 @@ class LocalCluster(Cluster):
         return (self.directory / RAY_LOG).read_text("utf-8", "replace")[-2000:].strip()
 
     def stop(self) -> None:
-        """Stop every process of this cluster, in any state. Logs stay."""
+        """Every process, in any state. Logs stay."""
         self.close()
         if self._head is not None and self._head.poll() is None:
             self._head.terminate()
@@ -235,13 +224,11 @@ _TRIES = 1000
 
 class PortBlock:
     """Adjacent ports for one fleet; the first stays bound until `close`, so no other fleet takes the block.
+    Raises OSError: none is free.
 
     Serve's defaults are the same for every cluster of a machine, and its proxies share a port (SO_REUSEPORT):
     a fleet whose router stalled was seen to answer with another fleet's weights. Serve and HAProxy bind late;
     by then a Ray worker could hold a port of the system's range.
-
-    Raises:
-        OSError: no block is free.
     """
 
     def __init__(self) -> None:
@@ -257,7 +244,6 @@ class PortBlock:
 
 
 def _claimed() -> tuple[socket.socket, int]:
-    """The bound socket and the first port of a block whose named ports are free."""
     for _ in range(_TRIES):
         first = random.randrange(_FIRST, _END, _SIZE)
         with ExitStack() as probes:
@@ -279,8 +265,7 @@ def has_haproxy() -> bool:
 
 
 def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
-    """Environment for HAProxy with files and ports of its own. Serve's Python proxy costs 0.5 ms per streamed
-    token."""
+    """HAProxy's files and ports. Serve's Python proxy costs 0.5 ms per streamed token."""
     if not has_haproxy():
         return {}
     files = directory / "haproxy"
@@ -301,7 +286,7 @@ def _proxy(directory: Path, ports: PortBlock) -> dict[str, str]:
 
 
 def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
-    """Raises ClusterError, with port and purpose, if the port cannot be bound."""
+    """Raises ClusterError if the port cannot be bound."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -315,7 +300,7 @@ def require_free_port(port: int, purpose: str, host: str = "127.0.0.1") -> None:
 
 
 def require_no_listener(host: str, port: int) -> None:
-    """Raises ClusterError if a program listens at the port of another host, where Serve would not start."""
+    """Raises ClusterError: Serve would not start there."""
     with suppress(OSError):
         socket.create_connection((host, port), _CONNECT_S).close()
         raise ClusterError(

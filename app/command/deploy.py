@@ -31,7 +31,7 @@ DEPLOYMENTS: Mapping[str, str] = {"router": "router", "weights": "controller"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeFile:
-    """A checked Serve config: `document` for Serve, and what we read from it."""
+    """`document` is for Serve."""
 
     document: dict[str, Any]
     application: str
@@ -44,13 +44,13 @@ class ServeFile:
         return self.url_on("::1" if self.host == "::" else "127.0.0.1")
 
     def url_on(self, this: str) -> str:
-        """Where it serves if the proxies of a host, whose address is `this`, listen on all addresses."""
+        """If proxies listen on all addresses, `this` is the host's."""
         host = this if self.host in ("0.0.0.0", "::") else self.host
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 def read_serve_file(path: Path) -> ServeFile:
-    """Raises ConfigError: unreadable, not YAML, not one application, wrong settings, or a missing token."""
+    """Raises ConfigError."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -101,7 +101,7 @@ def _application(path: Path, document: Any) -> dict[str, Any]:
 
 
 def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
-    """Move live settings of an application to `user_config`; `config` is its checked `args`."""
+    """Move live settings to `user_config`; `config` is the checked `args`."""
     args = {**application["args"]}
     own = {each["name"]: dict(each) for each in application.get("deployments") or ()}
     for section, names in LIVE.items():
@@ -121,7 +121,7 @@ def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
 
 
 def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Settings that restart the fleet, from the divided `args` before and after."""
+    """From the divided `args` before and after."""
     names: list[str] = []
     for section in sorted({*deployed, *wanted}):
         old, new = deployed.get(section), wanted.get(section)
@@ -133,7 +133,7 @@ def restarting(deployed: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[s
 
 
 def deploy(config: Path, dashboard: str) -> None:
-    """Send a config file to Serve, at its dashboard's URL, and print which settings restart the fleet."""
+    """`dashboard`: its URL. Prints which settings restart the fleet."""
     with reported(ValueError):
         file = read_serve_file(config)
         try:

@@ -36,8 +36,6 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Limits and programs of this machine."""
-
     open_files: int  # hard limit
     shared_memory_bytes: int  # free bytes of /dev/shm
     has_compiler: bool  # C++
@@ -91,7 +89,7 @@ def examine(config: Path) -> None:
 
 
 def require_gpus(config: AppConfig) -> None:
-    """Raises ConfigError or NotEnough without the needed GPUs or driver."""
+    """Raises ConfigError or NotEnough."""
     if config.device is not Device.CUDA:
         return
     if shutil.which("nvidia-smi") is None and Path("/dev/nvidiactl").exists():
@@ -102,11 +100,7 @@ def require_gpus(config: AppConfig) -> None:
 
 
 def problems(config: AppConfig, host: Host, version_bytes: int = 0) -> Iterator[str]:
-    """One sentence, with the remedy, per reason why the configuration cannot work here.
-
-    Args:
-        version_bytes: size of one published version; 0: unknown.
-    """
+    """One sentence, with the remedy, per reason. `version_bytes` 0: unknown."""
     if host.open_files < MIN_FILES:
         yield (
             f"expected a hard limit of {MIN_FILES} open files or more, got {host.open_files}: raise it "
@@ -166,14 +160,13 @@ def adapted(config: AppConfig, host: Host, address: str = "127.0.0.1") -> tuple[
 
 
 def local_addresses(environment: Mapping[str, str]) -> str:
-    """NO_PROXY with the loopback addresses."""
     names = (environment.get("NO_PROXY") or environment.get("no_proxy") or "").split(",")
     return ",".join(dict.fromkeys([name for name in names if name] + list(_LOCAL)))
 
 
 def version_bytes(config: AppConfig) -> int:
     """Size of one published version; 0 unless the model is a local directory of safetensors. Raises
-    ValueError: there is no such model, or a file of it cannot be read."""
+    ValueError."""
     from deployments.weights.store.checkpoint_files import read_header  # imports numpy (0.1 s)
 
     sizes: dict[str, int] = {}
@@ -189,7 +182,6 @@ def version_bytes(config: AppConfig) -> int:
 
 
 def use_all_files() -> None:
-    """Raise the soft limit of open files to what Ray advises."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -197,8 +189,7 @@ def use_all_files() -> None:
 
 
 def use_a_home() -> str | None:
-    """Set HOME and LOGNAME where missing; returns a line for the user, or None. Raises NotEnough: the
-    directory belongs to another user."""
+    """Set HOME and LOGNAME where missing; returns a line for the user, or None. Raises NotEnough."""
     try:
         getpass.getuser()
     except (KeyError, OSError):  # a container's user without an entry in /etc/passwd

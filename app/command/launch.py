@@ -48,7 +48,7 @@ class ApplicationStatus:
 
 
 def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
-    """One application in Serve's REST status (GET /api/serve/applications/)."""
+    """Of Serve's REST status (GET /api/serve/applications/)."""
     found = details.get("applications", {}).get(application)
     if found is None:
         return ApplicationStatus(status="NOT_STARTED", message="")
@@ -86,7 +86,7 @@ class Stop(Exception):
 
 
 def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Environment of every process of the fleet; the user's variables win."""
+    """Of every process of the fleet; the user's variables win."""
     defaults = {
         "RAY_AUTH_MODE": "disabled",  # else a token in the home directory enables it
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -105,8 +105,8 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 
 
 def serve(config: Path, dashboard_port: int, address: str | None = None) -> None:
-    """Serve a config file until a signal. `address`: the dashboard's URL of a Ray cluster that runs, and goes
-    on running; None: a cluster of this machine."""
+    """Until a signal. `address`: the dashboard of a Ray cluster that goes on running; None: a cluster of this
+    machine."""
     for number in stop_signals():
         signal.signal(number, _raise_stop)
     with reported(ClusterError, NotEnough, ValueError), suppress(Stop):
@@ -154,7 +154,6 @@ def join(file: ServeFile, address: str) -> None:
 
 
 def _serve(cluster: Cluster, file: ServeFile, url: str, began: float) -> None:
-    """Deploy, and follow what happens until a signal, after which Serve is shut down."""
     try:
         with announced(f"Starting {file.config.engine.first_replicas} replicas of {file.config.model}"):
             cluster.deploy(file.document)
@@ -167,7 +166,7 @@ def _serve(cluster: Cluster, file: ServeFile, url: str, began: float) -> None:
 
 
 def why_not_started(message: str) -> str:
-    """Serve's message, without the stack for an error that the user can fix."""
+    """Without the stack for an error that the user can fix."""
     end = without_frames(message)
     for error in (ConfigError, JournalError):
         _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")
@@ -214,7 +213,7 @@ def _stop_serve(cluster: Cluster, store: Store, say: Callable[[str], None]) -> N
 def await_writes(
     store: Store, say: Callable[[str], None], pause: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait for writes to the store; the trainer's last version may be on no other disk."""
+    """The trainer's last version may be on no other disk."""
     left_s, before = WRITE_S, False
     while ((written := store.being_written()) or before) and left_s > 0:
         if written:

@@ -43,7 +43,6 @@ def build_for(config: str) -> str:
 
 
 def choose(venv: Path, config: Path) -> str:
-    """The packages of an existing environment; else those that the configuration needs."""
     if (venv / BUILD_FILE).is_file():
         return (venv / BUILD_FILE).read_text(encoding="utf-8").strip()
     return build_for(config.read_text(encoding="utf-8")) if config.is_file() else CPU
@@ -68,11 +67,7 @@ def check(build: str, config: Path | None, ask: AskGpus) -> None:
 
 
 def check_gpus(answer: str) -> None:
-    """Raises NotEnough: no GPU, an old GPU, or an old driver.
-
-    Args:
-        answer: nvidia-smi's output, one line per GPU.
-    """
+    """Raises NotEnough. `answer`: nvidia-smi's output, one line per GPU."""
     gpus = [line.split(",") for line in answer.splitlines() if line.strip()]
     if not gpus:
         raise NotEnough("'device: cuda' needs an NVIDIA GPU, and nvidia-smi names none on this machine")
@@ -93,12 +88,7 @@ def check_gpus(answer: str) -> None:
 
 
 def count_gpus(answer: str, visible: str | None) -> int:
-    """GPUs that a process may use.
-
-    Args:
-        answer: nvidia-smi's output, one line per GPU.
-        visible: CUDA_VISIBLE_DEVICES, or None.
-    """
+    """Those that a process may use; `visible`: CUDA_VISIBLE_DEVICES."""
     every = sum(bool(line.strip()) for line in answer.splitlines())
     if visible is None:
         return every
@@ -106,7 +96,7 @@ def count_gpus(answer: str, visible: str | None) -> int:
 
 
 def ask_gpus() -> str:
-    """nvidia-smi's output. Raises NotEnough."""
+    """Raises NotEnough."""
     program = shutil.which("nvidia-smi")
     if program is None:
         raise NotEnough(
@@ -133,11 +123,7 @@ UV_NAMES = {
 
 
 def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """pip's configuration as variables of uv, which does not read it; without those already set.
-
-    Args:
-        pip_config: output of `pip config list`.
-    """
+    """pip's configuration (`pip config list`) as variables of uv, which does not read it."""
     found: dict[str, str] = {}
     for section in ("global", "install", ":env:"):  # later ones win
         for name, value in re.findall(rf"^{section}\.([\w-]+)=(.*)$", pip_config, re.MULTILINE):

@@ -21,7 +21,6 @@ _SESSION = "session_latest"  # Ray's link to its directory, whose name starts wi
 
 
 def new_run(mark: str, root: Path = CLUSTER_DIRECTORY) -> Path:
-    """Make a directory for a run and remove those of old runs."""
     directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     (directory / _MARK_FILE).write_text(mark)
     for old in runs(root)[KEPT_RUNS:]:
@@ -37,7 +36,7 @@ def runs(root: Path = CLUSTER_DIRECTORY) -> list[Path]:
 
 
 def _is_run(directory: Path) -> bool:
-    """Whether `serve` made this directory: the user may have others of such a name."""
+    """The user may have other directories of such a name."""
     with suppress(FileNotFoundError):  # removed by another one that starts
         return directory.stat().st_uid == os.getuid() and any(
             os.path.lexists(directory / name) for name in (_MARK_FILE, _SESSION, RAY_LOG)
@@ -50,7 +49,6 @@ def logs_of(run: Path) -> Path:
 
 
 def keep_logs_only(run: Path) -> None:
-    """Remove everything but logs; the whole directory if there are none."""
     for path in [*run.iterdir(), *run.glob("session_*/*")]:
         if path.is_symlink() or path.name == "logs" or path.suffix == ".log":
             continue
@@ -63,7 +61,6 @@ def keep_logs_only(run: Path) -> None:
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Ids of other live processes that inherited this mark."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():

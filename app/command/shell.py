@@ -11,7 +11,7 @@ import typer
 
 @contextmanager
 def reported(*kinds: type[Exception]) -> Iterator[None]:
-    """An error of these kinds becomes a sentence and exit status 1. ConfigError is a ValueError."""
+    """An error of these kinds becomes a sentence and exit status 1."""
     try:
         yield
     except kinds as error:
@@ -20,7 +20,6 @@ def reported(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def ticks(repeat: bool, period_s: float) -> Iterator[None]:
-    """One tick, or one per period until Ctrl-C."""
     yield
     while repeat:
         time.sleep(period_s)
@@ -28,6 +27,6 @@ def ticks(repeat: bool, period_s: float) -> Iterator[None]:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Signals that stop a command; SIGHUP stays ignored under `nohup`."""
+    """SIGHUP stays ignored under `nohup`."""
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     return numbers[: 2 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else 3]

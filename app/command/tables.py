@@ -60,8 +60,6 @@ def table(rows: Sequence[T], *columns: Column[T]) -> Table:
 def fleet(
     status: FleetStatus, loads: Mapping[str, ReplicaLoad], tokens_per_s: Mapping[str, float]
 ) -> RenderableType:
-    """A summary, and one row per replica."""
-
     def loaded(show: Callable[[ReplicaLoad], str]) -> Callable[[MemberStatus], str]:
         return lambda member: show(loads[member.replica_id]) if member.replica_id in loads else NONE
 
@@ -115,14 +113,14 @@ def _open_round(current: RoundStatus) -> str:
 
 
 def sent(current: RoundStatus) -> str:
-    """Progress of a round that reads its weights from files; empty for any other."""
+    """Progress of a round that reads its weights from files."""
     if current.file_bytes is None:
         return ""
     return f", {decimal(current.sent_bytes)} of {decimal(current.file_bytes)}"
 
 
 def rounds(reports: Sequence[RoundReport]) -> RenderableType:
-    """One row per round: its duration, the parts that add up to it, and the longest gap of a replica."""
+    """A duration, the parts that add up to it, and the longest gap of a replica."""
     if not reports:
         return Text("no round has ended")
 

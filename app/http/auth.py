@@ -23,7 +23,7 @@ from app.settings.security import Tokens, TokenSource, is_loopback, read_token_f
 from deployments.host.logs import serve_logger
 from deployments.protocol.errors import Conflict, SlipstreamError
 
-FILE_PERIOD_S = 5.0  # between checks of a token file
+FILE_PERIOD_S = 5.0
 SERVE_TIMEOUT_S = 30.0
 OPERATORS_ROUTES = frozenset({"/server_info"})  # forwarded, but shows the engine's settings
 READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -32,7 +32,7 @@ logger = serve_logger()
 
 class Access(Enum):
     OPEN = auto()
-    USER = auto()  # a user's or an operator's token
+    USER = auto()
     OPERATOR = auto()
 
 
@@ -63,12 +63,8 @@ class Guard:
         )
 
     def check(self, request: Request, access: Access) -> None:
-        """Check the token.
-
-        Raises:
-            Unauthorized: the token is missing or unknown.
-            Forbidden: a user's token on an operator's route, or a request from another web page.
-        """
+        """Raises Unauthorized (the token is missing or unknown) or Forbidden (a user's token on an operator's
+        route, or a request from another web page)."""
         if access is Access.OPERATOR and request.method not in READING:
             self._refuse_other_pages(request)
         if not self.asks(access):
@@ -114,7 +110,7 @@ class _Known:
         self._file = source.file
         self._whose = whose
         self._digests = [_digest(token) for token in source.tokens]
-        self._problem = ""  # of the last reading
+        self._problem = ""
         self._next_check = time.monotonic() + FILE_PERIOD_S
 
     def __bool__(self) -> bool:
@@ -168,7 +164,6 @@ def _digest(token: str) -> bytes:
 
 
 def _is_address(host: str) -> bool:
-    """True for an IP address or localhost, False for a DNS name."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name == "localhost" or bool(ipaddress.ip_address(name))
@@ -181,8 +176,8 @@ class Exposed(Conflict):
 
 
 def listening_address() -> tuple[str, int] | None:
-    """Address and port of Serve's proxies, asked from Serve: a deployment cannot change them. None if Serve
-    does not listen. Blocks."""
+    """Of Serve's proxies, asked from Serve: a deployment cannot change them. None if Serve does not listen.
+    Blocks."""
     try:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:  # Serve is not running
@@ -195,10 +190,8 @@ def listening_address() -> tuple[str, int] | None:
 
 
 async def require_guarded(*, has_token: bool) -> None:
-    """Raise `Exposed` if other hosts can reach Serve and there is no operator token.
-
-    The router checks again because Serve may have started after the application was built.
-    """
+    """Raise `Exposed` if other hosts can reach Serve and there is no operator token. Serve may have started
+    after the application was built."""
     address = None if has_token else await asyncio.to_thread(listening_address)
     if address is not None and not is_loopback(address[0]):
         raise Exposed(

@@ -66,8 +66,7 @@ class DirectoryPublisher:
         """Publish the weights in a directory, or at a URL, as the next version.
 
         Raises:
-            InvalidRequest: the directory is outside the roots, incomplete, of another model, has NaNs or is
-                damaged.
+            InvalidRequest: the directory is outside the roots, incomplete, damaged, or of another model.
             Conflict: another publisher holds the lease, or the weights are offloaded.
             RoundAborted: files changed meanwhile, replicas read different bytes, or a disk hangs.
             TransferAborted: controller or lease was lost; try again.
@@ -187,13 +186,8 @@ class DiskThread:
         self._running = False
 
     async def run(self, work: Callable[[], T], what: str) -> T:
-        """Run `work`.
-
-        Raises:
-            InvalidRequest: it raised ValueError or OSError.
-            RoundAborted: the deadline passed.
-            Conflict: an earlier call still hangs.
-        """
+        """Raises InvalidRequest (`work` raised ValueError or OSError), RoundAborted (the deadline passed) or
+        Conflict (an earlier call still hangs)."""
         if self._running:
             raise errors.Conflict(f"{what}: a disk has not answered since an earlier call")
         self._running = True

@@ -69,7 +69,7 @@ for module in (fleet_routes, weight_routes, engine_routes, train_routes, rollout
 
 
 class Ingress:
-    """Deployment class of the router. `trainer` is None for an external trainer."""
+    """`trainer` is None for an external trainer."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -98,7 +98,7 @@ class Ingress:
         )
 
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
-        """Serve's hook for new settings of the section `router`."""
+        """Serve's hook for live settings."""
         self._router.limits = replace(self._limits, **settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -120,7 +120,6 @@ def build_app(
     allow_pickled_ipc: bool = False,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The router's application. `trainer` is None for an external trainer."""
     passed_on = _PassedOn(router, guard)
     app = FastAPI(
         title="Slipstream",
@@ -147,12 +146,9 @@ def build_app(
 
 
 class _PassedOn:
-    """Forwards vLLM's routes to a replica; 404 or 405 for all others.
-
-    Checks the token first: without one a caller cannot tell which routes exist.
-
-    A request for one of our own routes arrives here if its method is HEAD or not allowed.
-    """
+    """Forwards vLLM's routes to a replica; 404 or 405 for all others, after the token is checked: without one
+    a caller cannot tell which routes exist. A request for a route of ours arrives here if its method is
+    HEAD or not allowed."""
 
     def __init__(self, router: ASGIApp, guard: Guard) -> None:
         self._router = router
@@ -209,7 +205,6 @@ async def answer_wrong_request(request: Request, error: Exception) -> Response:
 
 
 async def answer_disconnected(request: Request, error: Exception) -> Response:
-    """The client left before its request had arrived."""
     return Response(status_code=499)
 
 

@@ -104,7 +104,7 @@ def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
 
 
 def read_handles(text: object) -> JsonValue:
-    """Unpickle base64 text with CUDA IPC handles to JSON types. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if not isinstance(text, str):
         raise InvalidRequest(f"{FIELD}: expected base64 text, got {type(text).__name__}")
     try:

@@ -79,7 +79,7 @@ def _passed(path: str, operation: Document, asks: Callable[[Access], bool]) -> D
 
 
 async def fetch(router: ASGIApp, timeout_s: float = FETCH_TIMEOUT_S) -> Document | None:
-    """The document of a replica's vLLM server; None if no replica responds in time."""
+    """None if no replica responds in time."""
     client = httpx.AsyncClient(transport=httpx.ASGITransport(router), base_url="http://fleet")
     try:
         async with asyncio.timeout(timeout_s), client:

@@ -46,7 +46,7 @@ LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE, DRAFTED, ACCEPTED)
 
 
 def load_of(text: str) -> ReplicaLoad | None:
-    """The load of a replica, summed over its engines; None: the text cannot be parsed."""
+    """Summed over its engines; None: the text cannot be parsed."""
     found: dict[str, list[float]] = {name: [] for name in LOAD}
     versions: dict[str, dict[int, float]] = {DRAFTED: {}, ACCEPTED: {}}
     try:
@@ -91,8 +91,7 @@ class _Families(Collector):
         family.add_metric([*labels.values()], value)
 
     def merge(self, text: str | None, read: Read = text_string_to_metric_families, **labels: str) -> bool:
-        """Add another process's families with these labels; returns False if they conflict or cannot be
-        parsed."""
+        """Returns False if they conflict or cannot be parsed."""
         if text is None:
             return False
         try:

@@ -27,7 +27,7 @@ class GuardedRoute(APIRoute):
     """One method of one path.
 
     Args:
-        large: use the body limit of forwarded requests instead of one MiB.
+        large: the body limit of forwarded requests instead of one MiB.
         binary: the handler gets a body of this media type as bytes.
         head: a GET route also answers HEAD.
         repeatable: a call whose answer was lost may be sent again.
@@ -88,7 +88,7 @@ class GuardedRoute(APIRoute):
 
 
 class Routes(list[GuardedRoute]):
-    """The routes of a module; called, it decorates a handler. The arguments are those of `GuardedRoute`."""
+    """Called, it decorates a handler; arguments as `GuardedRoute`."""
 
     def __call__(self, method: str, path: str, **options: Any) -> Callable[[Handler], Handler]:
         def added(handler: Handler) -> Handler:
@@ -99,7 +99,7 @@ class Routes(list[GuardedRoute]):
 
 
 def of_app(name: str) -> Any:
-    """Makes a parameter of a handler an attribute of `app.state`, which `ingress.build_app` sets."""
+    """A parameter of a handler from `app.state`, which `ingress.build_app` sets."""
 
     async def found(request: Request) -> Any:
         return getattr(request.app.state, name)
@@ -141,7 +141,6 @@ class _Read(Request):
 
 
 def explain(error: RequestValidationError, route: GuardedRoute) -> str:
-    """One clause per wrong field: what was expected, what came."""
     by_field: dict[str, list[Any]] = {}
     for detail in error.errors():
         # The rest of a location is an index, or pydantic's name for a union member.

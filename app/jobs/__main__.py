@@ -15,7 +15,7 @@ ANSWER_S = 10.0
 
 
 def require_fleet(url: str) -> None:
-    """Raises ValueError: there is no fleet, or no replica of it serves."""
+    """Raises ValueError."""
     from app.client import calls  # slow to import, but faster than the job
     from app.client.connection import FleetClient, FleetError, token_from
 
@@ -29,7 +29,6 @@ def require_fleet(url: str) -> None:
 
 
 def run(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
-    """The exit status; arguments as in `parse`."""
     began = time.monotonic()
     print_any_text()
     try:

@@ -15,14 +15,14 @@ from app.jobs.task_groups import all_of
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     version: int
-    problems: int  # answered
-    reward: float  # mean over rollouts
+    problems: int
+    reward: float
     pass_at: dict[int, float]  # k -> share of problems solved in k attempts
     reward_std: float = 0.0
     reward_by_source: Mapping[str, float] = field(default_factory=dict)
     cut_fraction: float = 0.0
     answer_tokens_mean: float = 0.0
-    kept_in: str | None = None  # a directory, if it was the best so far
+    kept_in: str | None = None  # if it was the best so far
 
     def line(self) -> str:
         shares = "  ".join(f"pass@{k} {value:.3f}" for k, value in self.pass_at.items())
@@ -32,10 +32,8 @@ class Evaluation:
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """The unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k).
-
-    Chen et al. 2021, https://arxiv.org/abs/2107.03374, section 2.1.
-    """
+    """The unbiased estimate, 1 - C(n - c, k) / C(n, k): Chen et al. 2021, https://arxiv.org/abs/2107.03374,
+    section 2.1."""
     assert 0 <= solved <= attempts and 1 <= k <= attempts
     return 1.0 - comb(attempts - solved, k) / comb(attempts, k)
 
@@ -71,7 +69,6 @@ async def evaluate(
 
 
 def summarized(answered: Sequence[Sequence[Rollout]], version: int, solved_from: float) -> Evaluation:
-    """k are powers of two, and the number of rollouts."""
     counts = [(len(made), sum(rollout.reward >= solved_from for rollout in made)) for made in answered]
     most = min(made for made, _ in counts)
     ks = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})

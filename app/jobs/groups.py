@@ -1,5 +1,3 @@
-"""Rollouts and groups of them, as environments make them and as the fleet's ledger lends them."""
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +19,9 @@ class Rollout:
 
     Attributes:
         id: in the fleet's ledger, if it was captured.
-        text: for logs.
-        tokens: sampled ones.
         cut: whether an answer ended at `max_tokens`.
-        source: the data set or environment.
         penalty: added to the reward before advantages.
-        trajectories: as the ledger has them, without advantages; empty before it is taken.
+        trajectories: without advantages; empty before it is taken.
     """
 
     id: str = ""
@@ -47,8 +42,6 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Rollouts of one problem."""
-
     number: int
     rollouts: Sequence[Rollout]
 
@@ -75,13 +68,12 @@ class Group:
 
 
 def images_of(taken: Sequence[TakenGroup]) -> list[str]:
-    """Digests of the images of groups, each one once."""
+    """Digests, each one once."""
     sequences = (each for group in taken for rollout in group.rollouts for each in rollout.sequences)
     return list(dict.fromkeys(digest for sequence in sequences for digest in sequence.get("images", ())))
 
 
 def group_of(taken: TakenGroup, options: JobOptions, images: Mapping[str, bytes]) -> Group:
-    """`images` has the files of `images_of`."""
     number = int(taken.group.rpartition(".")[2])
     return Group(number=number, rollouts=[_rollout(each, options, images) for each in taken.rollouts])
 
@@ -120,7 +112,6 @@ def penalised(rollout: Rollout, options: JobOptions) -> Rollout:
 
 
 def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Fields that records of steps and evaluations share."""
     rewards = [rollout.reward for rollout in rollouts]
     by_source: dict[str, list[float]] = {}
     for rollout in rollouts:

@@ -111,7 +111,7 @@ async def prepared(
 
 @contextmanager
 def only_job(url: str) -> Iterator[None]:
-    """Claim the fleet among this host's jobs; Linux frees the name with the process. Raises ValueError."""
+    """Claim the fleet among this host's jobs. Raises ValueError."""
     name = b"\0slipstream-rl-" + sha256(without_credentials(url)[0].encode()).digest()
     with socket.socket(socket.AF_UNIX) as held:
         try:
@@ -134,14 +134,13 @@ async def loop(run: Run, trackers: Trackers) -> None:
 
 
 async def show_status(run: Run) -> None:
-    """Runs until cancelled."""
     while True:
         run.output.status(run.status())
         await asyncio.sleep(STATUS_CHECK_S)
 
 
 async def main(options: JobOptions, began: float) -> None:
-    """Run the job; `began` is the start of its process, on the monotonic clock."""
+    """`began`: the start of its process, on the monotonic clock."""
     end_on_signals()
     with announced("RL job: loading the task", STATUS_S):
         learned, held_out = load_environments(options)
@@ -207,8 +206,8 @@ JOB_OPTIONS = ("url", "steps", "metrics", "log", "dry_run", "resume")
 
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
-    """What else differs from the run's last start. Raises ValueError if the problems do: the fleet's ledger
-    has only their numbers."""
+    """What else differs from the run's last start. Raises ValueError if the problems do: the ledger has only
+    their numbers."""
     found = {
         name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
         for name, value in now.options.items()

@@ -31,7 +31,7 @@ SHOWN = 3  # rollouts of a step on the page
 
 
 async def learn(run: Run, trackers: Trackers) -> None:
-    """Step after step until the wanted number is done; the page learns of one beside the next."""
+    """Step after step; the page learns of one beside the next."""
     last: list[tuple[StepRecord, Sequence[Row]]] = []
     while run.step < run.options.steps:
         record, *_ = await all_of([learn_once(run), *(show(run, *each) for each in last)])
@@ -211,7 +211,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, lab
 
 
 async def draft_acceptance(run: Run) -> float | None:
-    """The share of drafted tokens that were accepted since the fleet's version is live."""
+    """The share of drafted tokens that were accepted since the version is live."""
     try:
         load = await run.policy.client.send(calls.load(), patient=False)
     except FleetError:
@@ -221,7 +221,6 @@ async def draft_acceptance(run: Run) -> float | None:
 
 
 async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:
-    """The evaluation, if one is due; keeps the best version."""
     step, every = record.step, run.options.eval_every
     if every == 0 or (step % every and step != run.options.steps):
         return None
@@ -251,7 +250,6 @@ async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:
 
 
 async def keep(run: Run, best: Evaluation, step: int) -> str | None:
-    """Save the version below `--keep-best`; returns the directory."""
     if run.options.keep_best is None:
         return None
     # The time: a killed job may have left a part of this version.

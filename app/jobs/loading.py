@@ -18,7 +18,7 @@ BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
 
 
 def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
-    """The environments of training and of evaluation. Raises ValueError."""
+    """For training and for evaluation. Raises ValueError."""
     options.check()
     if options.environment is None:
         return _single_turn(options)
@@ -37,7 +37,7 @@ def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
 
 
 def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironment:
-    """An environment by name or import path; `settings` are arguments of its factory."""
+    """By name or import path; `settings` are arguments of its factory."""
     expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
     factory = imported(BUILT_IN.get(path, path), "--environment", expected)
     try:

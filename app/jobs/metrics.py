@@ -25,23 +25,23 @@ SHOWN = 60  # characters of an answer in the log; the record has all of it
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     step: int
-    reward: float  # mean over the batch
-    version: int  # served after the step
+    reward: float
+    version: int
     staleness_mean: float  # versions behind, over groups
     staleness_max: int
     groups: int
-    groups_with_signal: int  # whose rewards differ
-    groups_dropped: int  # too stale
+    groups_with_signal: int
+    groups_dropped: int
     answer_tokens_mean: float
     step_s: float
-    wait_s: float  # time until there were enough fresh groups
-    elapsed_s: float  # time since the run began
-    next_problem: int  # all before it have begun
+    wait_s: float  # until there were enough fresh groups
+    elapsed_s: float
+    next_problem: int
     seed: int
-    example: str  # one answer
-    trainer: Mapping[str, JsonValue] = field(default_factory=dict)  # its metrics; empty: nothing to learn
-    groups_filtered: int = 0  # left out by --dynamic-sampling
-    unanswered: int = 0  # problems
+    example: str
+    trainer: Mapping[str, JsonValue] = field(default_factory=dict)  # empty: nothing to learn
+    groups_filtered: int = 0
+    unanswered: int = 0
     reward_std: float = 0.0
     reward_by_source: Mapping[str, float] = field(default_factory=dict)
     cut_fraction: float = 0.0
@@ -55,7 +55,7 @@ class StepRecord:
     evaluation_s: float = 0.0
     ended: float = 0.0  # seconds since 1970
     evaluation: Evaluation | None = None
-    draft_acceptance: float | None = None  # of the version before; None: nothing is drafted, or not known
+    draft_acceptance: float | None = None  # None: nothing is drafted, or not known
 
     @property
     def left_out(self) -> Mapping[str, int]:
@@ -69,7 +69,6 @@ class StepRecord:
         return sum(self.left_out.values()) / max(1, asked)
 
     def line(self, steps: int, left_s: float | None) -> str:
-        """For a person, with the total of steps and the time left."""
         loss = self.trainer.get("loss", 0.0)
         shown = "none" if loss is None else f"{loss:+.4f}"  # None: skipped
         return (
@@ -124,15 +123,15 @@ def _short(text: str) -> str:
 class Configuration:
     """The first line of a record, and one after each --resume."""
 
-    options: Mapping[str, JsonValue]  # without tokens
-    model: str  # or the adapter
-    version: int  # version when the job began
+    options: Mapping[str, JsonValue]
+    model: str
+    version: int
     began: float  # seconds since 1970
-    run_id: str = ""  # the same after each --resume
-    prompts_digest: str | None = None  # of the file of --prompts
+    run_id: str = ""  # the same after --resume
+    prompts_digest: str | None = None
 
 
-_CONFIGURATION = '{"options":'  # the start of its line
+_CONFIGURATION = '{"options":'
 _RECORD = TypeAdapter(StepRecord)
 _CONFIGURATIONS = TypeAdapter(Configuration)
 BLOCK = 1 << 16
@@ -180,7 +179,6 @@ def claimed(path: Path, resume: bool) -> Iterator[None]:
 
 
 def append(path: Path, record: "StepRecord | Configuration") -> None:
-    """Write a line over a truncated last one."""
     _append(path, [asdict(record)], durable=True)
 
 
@@ -195,7 +193,7 @@ def _append(path: Path, lines: Iterable[Mapping[str, Any]], *, durable: bool = F
 
 
 def _end_of_lines(stream: BinaryIO) -> int:
-    """The end of the last complete line; a killed job leaves a truncated one."""
+    """A killed job leaves a truncated one."""
     end = stream.seek(0, os.SEEK_END)
     while end > 0:
         begin = stream.seek(max(0, end - BLOCK))
@@ -239,12 +237,10 @@ def sample(row: Row, max_text: int = 2000) -> RolloutSample:
 
 
 def append_rollouts(path: Path, made: Sequence[Row]) -> None:
-    """A repeated step has its rollouts twice."""
     _append(path.with_suffix(ROLLOUTS), made)
 
 
 def records(path: Path) -> list[StepRecord]:
-    """All complete lines."""
     read = []
     for number, line in enumerate(_lines(path), start=1):
         if line.startswith(_CONFIGURATION):
@@ -257,7 +253,6 @@ def records(path: Path) -> list[StepRecord]:
 
 
 def last_configuration(path: Path) -> Configuration | None:
-    """The last start of a run; None: its record does not say."""
     lines = [line for line in _lines(path) if line.startswith(_CONFIGURATION)]
     return _CONFIGURATIONS.validate_json(lines[-1]) if lines else None
 

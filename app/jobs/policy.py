@@ -11,8 +11,8 @@ from app.client.completions import Answer, Completion
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.rollouts import GROUP_HEADER, ID_HEADER, REQUEST_HEADER
 
-ATTEMPTS = 3  # attempts per request
-VERSION_TIMEOUT_S = "120"  # limit for a replica to reach a version
+ATTEMPTS = 3
+VERSION_TIMEOUT_S = "120"  # for a replica to reach a version
 # Log-probabilities must be the policy's. All settings are explicit, because vLLM takes
 # defaults from the model's generation_config.json.
 DISTRIBUTION = {
@@ -39,8 +39,6 @@ class Policy:
     """The model, sampled with `DISTRIBUTION`.
 
     Args:
-        max_tokens: per completion.
-        is_adapter: whether `model` is an adapter.
         version: of completions; None: any.
         group: in the fleet's ledger; None: answers are not captured.
     """
@@ -54,12 +52,12 @@ class Policy:
     group: str | None = None
 
     def attempt(self) -> str:
-        """A name for an attempt at a problem: its rollout's."""
+        """A rollout's name."""
         return f"{self.group or 'evaluation'}.{uuid.uuid4().hex[:16]}"
 
     async def chat(self, messages: Sequence[Mapping[str, str]], attempts: Sequence[str]) -> Sequence[Answer]:
-        """An answer to one conversation for each attempt. Raises as `sample`; Unanswered also for a
-        conversation that exceeds the model's context."""
+        """An answer to one conversation for each attempt. Raises as `sample`; Unanswered also for one that
+        exceeds the model's context."""
         body = self._sampling() | {"model": self.name, "messages": list(messages), "n": len(attempts)}
         try:
             answers = (await self.forward(completions.chat(body), "", ",".join(attempts))).answers
@@ -78,8 +76,8 @@ class Policy:
         return (await self.forward(call, attempt, attempt)).answer
 
     async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
-        """The answer to a request, at the policy's version; `session`: may be empty; `attempt`: several have
-        commas between them. Raises as `sample`."""
+        """A request at the policy's version. `session` may be empty; `attempt`: several have commas between
+        them. Raises as `sample`."""
         headers = self._headers(attempt) | ({"x-session-id": session} if session else {})
         call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)
@@ -89,7 +87,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """The model in requests; an adapter's version is a part of it."""
+        """In requests; an adapter's version is a part of it."""
         pinned = self.is_adapter and self.version is not None
         return f"{self.model}@{self.version}" if pinned else self.model
 
@@ -98,7 +96,7 @@ class Policy:
         return {**limits, **DISTRIBUTION, "return_token_ids": True}
 
     def _headers(self, attempt: str) -> dict[str, str]:
-        """Of one request: sent again it has the same ones, and its answer replaces the former."""
+        """A request that is sent again has the same ones, and its answer replaces the former."""
         headers = {}
         if self.group is not None:
             headers = {ID_HEADER: attempt, GROUP_HEADER: self.group, REQUEST_HEADER: uuid.uuid4().hex}
@@ -108,16 +106,14 @@ class Policy:
 
 
 def is_too_long(error: FleetError) -> bool:
-    """Whether a prompt exceeds the context, by vLLM's words: every wrong request is a 400."""
+    """By vLLM's words: every wrong request is a 400."""
     words = ("maximum context length", "maximum model length", "max_tokens must be at least 1, got 0")
     return error.status == 400 and any(each in error.message for each in words)
 
 
 async def sample(client: AsyncFleetClient, call: Call[Completion], version: int | None = None) -> Completion:
-    """A completion without aborted answers, of this version (None: any).
-
-    `in_flight: abort`, a pause or `/abort_requests` abort answers. All are then sampled again: finished ones
-    are mostly short.
+    """A completion without aborted answers, of this version (None: any). If one was aborted (`in_flight:
+    abort`, a pause, `/abort_requests`) all are sampled again: finished ones are mostly short.
 
     Raises:
         Unanswered: the last attempt was aborted, or the fleet refuses this request for good.
@@ -144,7 +140,6 @@ async def sample(client: AsyncFleetClient, call: Call[Completion], version: int 
 
 
 def require_complete(completion: Completion) -> None:
-    """Raises FleetError for a missing part."""
     if not completion.answers:
         raise FleetError("the fleet's answer has no choices")
     for answer in completion.answers:

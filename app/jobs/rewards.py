@@ -24,22 +24,19 @@ from app.jobs.policy import Unanswered
 from app.jobs.user_code import blamed, imported
 from deployments.host.fork_server.server import die_with
 
-# Arguments that a function may take by name. messages: the conversation with the whole answer; token_ids:
-# the answer's; finish_reason: vLLM's
+# Arguments that a function may take by name
 DETAILS = ("messages", "token_ids", "finish_reason")
-# (one line of the prompt file; the graded part of the answer; DETAILS by name) -> the reward
+# (a line of the prompt file, the graded part of the answer, DETAILS by name) -> the reward
 Reward = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable[float]]
 TIMEOUT_S = 600.0
-EXIT_S = 1.0  # limit from the end of its pipe to its exit
+EXIT_S = 1.0  # from the end of its pipe to its exit
 
 
 def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) -> Reward:
-    """A reward by its import path, `package.module:function`. It raises ValueError when the function raises
-    or returns no finite number, and Unanswered when it takes too long.
+    """A reward by its import path. It raises ValueError when the function raises or returns no finite number,
+    and Unanswered when it takes longer than `timeout_s`.
 
-    Args:
-        processes: of a function that is not `async def`; they start on demand.
-        timeout_s: for one answer.
+    `processes`: of a function that is not `async def`.
     """
     function = imported(path, "--reward")
     signature = inspect.signature(function)
@@ -69,8 +66,8 @@ MAX_REWARD = 1e30
 
 
 def checked(reward: Any, source: str) -> float:
-    """The reward as a number; a scalar of numpy or torch is one. Raises ValueError if it is not finite, or
-    not as a float32, which advantages are."""
+    """The reward as a number; a scalar of numpy or torch is one. Raises ValueError if it is not finite as a
+    float32, which advantages are."""
     value = reward
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
@@ -88,7 +85,6 @@ async def awaited(
     answer: str,
     details: Mapping[str, Any],
 ) -> float:
-    """Raises Unanswered: it took too long."""
     try:
         async with asyncio.timeout(timeout_s):
             with blamed("the reward"):
@@ -100,7 +96,7 @@ async def awaited(
 
 class RewardPool:
     def __init__(self, path: str, processes: int, timeout_s: float) -> None:
-        self._idle = asyncio.LifoQueue[RewardProcess]()  # the last one has run already
+        self._idle = asyncio.LifoQueue[RewardProcess]()  # it has run already
         for _ in range(processes):
             self._idle.put_nowait(RewardProcess(path, timeout_s))
 
@@ -113,7 +109,7 @@ class RewardPool:
 
 
 class RewardProcess:
-    """A process that starts with the first answer, and again after it was killed."""
+    """Starts with the first answer, and again after it was killed."""
 
     def __init__(self, path: str, timeout_s: float) -> None:
         self._path = path

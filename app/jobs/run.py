@@ -19,9 +19,9 @@ from app.jobs.policy import Policy, Unanswered
 from app.jobs.run_display import Display, RunStatus
 from app.jobs.teacher import Teacher
 
-LEFT_OUT = 50  # batches of unanswered problems, at most
-SETTLED_AT_ONCE = 1 << 20  # characters of one call
-FRUITLESS = 50  # batches of groups without signal, at most
+LEFT_OUT = 50  # batches
+SETTLED_AT_ONCE = 1 << 20  # characters
+FRUITLESS = 50  # batches
 
 
 @dataclass
@@ -32,36 +32,36 @@ class Run:
     environment: Environment
     held_out: Environment
     policy: Policy
-    path: Path  # the record
+    path: Path
     name: str  # in the ledger; the same after a restart
-    version: int  # the newest known to be served
+    version: int
     output: Display
     started: float = field(default_factory=time.monotonic)
     teacher: Teacher | None = None
     step: int = 0
-    trained: int = 0  # the newest published step
+    trained: int = 0
     refused: bool = False  # the last batch, by the trainer
     next_problem: int = 0
     begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
-    inherited: frozenset[int] = frozenset()  # problems that a killed job had begun
-    ready: int = 0  # groups that the ledger has for the next step
+    inherited: frozenset[int] = frozenset()  # begun by a killed job
+    ready: int = 0
     waits: bool = True  # the newest step waits for groups, or has waited
-    filtered: list[Group] = field(default_factory=list)  # without signal, since the last step
-    stale: int = 0  # groups since the last step
-    rows: Sequence[Row] = ()  # rollouts of the last step
-    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))  # steps of this process
-    left_out: int = 0  # problems in a row
-    unanswered: int = 0  # problems since the last step
+    filtered: list[Group] = field(default_factory=list)
+    stale: int = 0
+    rows: Sequence[Row] = ()
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))
+    left_out: int = 0  # in a row
+    unanswered: int = 0
     generated_tokens: int = 0
-    in_flight: int = 0  # problems that are sampled, scored or settled
+    in_flight: int = 0
     doing: str = "waiting for answers"
     best: Evaluation | None = None
     step_settings: str | None = field(init=False)  # JSON; None: the trainer's
-    sampling: bool = True  # until the last batch
+    sampling: bool = True
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)  # `has_room`
     beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
     settling: asyncio.Lock = field(default_factory=asyncio.Lock)
-    unsettled: deque[dict[str, Any]] = field(default_factory=deque)  # for `calls.settle_groups`
+    unsettled: deque[dict[str, Any]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         settings = self.options.step_settings().model_dump_json(exclude_unset=True, exclude_none=True)
@@ -71,21 +71,20 @@ class Run:
         self.output.line(line)
 
     async def count_ready(self, groups: int, *, waits: bool) -> None:
-        """As many as the ledger says."""
         async with self.changed:
             self.ready, self.waits = groups, waits
             self.changed.notify_all()
 
     @property
     def has_room(self) -> bool:
-        """Whether to begin a group. Where the trainer is what steps wait for, one more than the next step
-        takes would only be staler when it is learned from."""
+        """Whether to begin a group. Where steps wait for the trainer, one more than the next step takes would
+        only be staler."""
         begun = self.ready if self.waits else self.ready + self.in_flight
         return self.sampling and begun < self.options.groups_per_step
 
     async def begin_problem(self) -> int:
-        """The next problem, while the ledger has room. A killed job leaves no number out: those that it had
-        begun are open."""
+        """The next problem, while there is room. A killed job leaves no number out: those that it had begun
+        are open."""
         async with self.beginning:
             if not self.begun:  # while the trainer learns
                 count = self.options.groups_in_flight
@@ -97,8 +96,8 @@ class Run:
             return self.begun.popleft()
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
-        """Close a problem's group; without rollouts it is left out for the reason. Groups that come during
-        a call share the next one."""
+        """Close a problem's group; without rollouts it is left out. Groups that come during a call share the
+        next one."""
         settled = [rollout.settled() for rollout in rollouts]
         group: dict[str, Any] = {"group": f"{self.name}.{number}", "rollouts": settled, "reason": reason}
         if number in self.inherited:  # others' must not be refused with it
@@ -114,7 +113,6 @@ class Run:
                 await self.policy.client.send(calls.settle_groups(groups))
 
     def left_s(self) -> float | None:
-        """Time to the last step at the recent pace; None before the first."""
         if not self.recent:
             return None
         pace_s = sum(record.step_s for record in self.recent) / len(self.recent)
@@ -142,7 +140,6 @@ class Run:
 
 
 async def produce(run: Run) -> None:
-    """Play groups until cancelled."""
     while True:
         number = await run.begin_problem()
         run.in_flight += 1
@@ -161,7 +158,7 @@ async def produce(run: Run) -> None:
 
 
 async def play(run: Run, number: int) -> bool:
-    """Sample, score and settle a problem's group; returns whether a step can learn from it."""
+    """Sample, score and settle a group; returns whether a step can learn from it."""
     policy = replace(run.policy, group=f"{run.name}.{number}")
     try:
         made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
@@ -184,7 +181,7 @@ async def play(run: Run, number: int) -> bool:
 
 
 async def leave_out(run: Run, group: Group) -> None:
-    """End a group without signal; it counts in the mean reward."""
+    """It counts in the mean reward."""
     await run.settle(group.number, (), "equal rewards")
     run.filtered.append(group)
     limit = FRUITLESS * run.options.groups_per_step

@@ -1,5 +1,3 @@
-"""Progress of a run: a bar in a terminal, else lines."""
-
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -8,19 +6,19 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-STATUS_S = 30.0  # between lines of status without a bar
+STATUS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    step: int  # in progress
+    step: int
     steps: int
     doing: str
-    detail: str  # what it waits for, what was left out
+    detail: str
     version: int
     elapsed_s: float
     reward: float | None = None
-    left_s: float | None = None  # None: unknown
+    left_s: float | None = None
 
     def line(self) -> str:
         left = "" if self.left_s is None else f", {duration_text(self.left_s)} left"
@@ -31,7 +29,6 @@ class RunStatus:
 
 
 def duration_text(seconds: float) -> str:
-    """A readable time: 40 s, 3 min, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -58,7 +55,6 @@ class Display:
         self.close()
 
     def line(self, text: str) -> None:
-        """Print a line above the bar."""
         if self._has_bar:
             self._console.print(text)
         else:

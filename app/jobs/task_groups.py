@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order, run concurrently; an error cancels the others."""
+    """The results in order; an error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in coroutines]
@@ -18,7 +18,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def run_beside(main: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, object]]) -> T:
-    """The result of `main`. Its end cancels the others, and an error of theirs cancels it."""
+    """The result of `main`, whose end cancels the others; an error of theirs cancels it."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in others]

@@ -25,8 +25,6 @@ _URLS = ("data:", "http:", "https:")  # other than paths
 
 
 class ReasoningGymTask(Task):
-    """A data set of reasoning-gym; without `instruction` the chat template sets the system message."""
-
     def __init__(
         self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extraction
     ) -> None:
@@ -58,12 +56,9 @@ class ReasoningGymTask(Task):
 class PromptFileTask(Task):
     """Prompts of a JSON Lines file, repeated, with your own reward.
 
-    A line has `messages`, or `prompt` (a text, or a conversation), whatever the reward needs, and a `source`
-    for figures by it. An `image_url` may be a path, from the file's directory on: the image goes to the fleet
-    in its place.
-
-    Raises:
-        ValueError: names the file and the line.
+    A line has `messages`, or `prompt` (a text, or a conversation), whatever the reward needs, and a `source`.
+    An `image_url` may be a path below the file's directory: the image goes to the fleet in its place. Raises
+    ValueError, which names the line.
     """
 
     def __init__(self, path: Path, reward: Reward, *, extract: Extraction) -> None:
@@ -139,14 +134,13 @@ def _is_message(value: object) -> bool:
 
 
 def image_urls(messages: Sequence[Message]) -> list[dict[str, str]]:
-    """The `image_url` objects of messages."""
     parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
     urls = [part.get("image_url") for part in parts if isinstance(part, dict)]
     return [url for url in urls if isinstance(url, dict) and isinstance(url.get("url"), str)]
 
 
 def with_images(messages: Sequence[Message]) -> list[Message]:
-    """A copy with files in place of their paths."""
+    """Files in place of their paths."""
     made = deepcopy(list(messages))
     for url in image_urls(made):
         if not url["url"].startswith(_URLS):
@@ -156,7 +150,7 @@ def with_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_image(url: str, place: str) -> None:
-    """Raises ValueError: a path or a data URL is of no image that can be read."""
+    """Raises ValueError."""
     from PIL import Image
 
     if url.startswith(("http:", "https:")):

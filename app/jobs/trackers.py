@@ -15,9 +15,9 @@ from app.jobs.options import Tracking
 from app.jobs.user_code import blamed
 
 PROJECT = "slipstream"
-BEHIND = 8  # unlogged steps of a tracker, at most
-PATIENCE_S = 2.0  # until `close` says what it waits for
-FINISH_S = 30.0  # limit of `close`
+BEHIND = 8  # unlogged steps
+PATIENCE_S = 2.0
+FINISH_S = 30.0
 
 
 class Tracker(Protocol):
@@ -66,7 +66,7 @@ class Wandb:
 
 
 COLUMNS = ("problem", "source", "reward", "tokens", "cut", "versions", "text")
-SHOWN_ROLLOUTS = 16  # rollouts of a step
+SHOWN_ROLLOUTS = 16
 
 
 def _table(rollouts: Sequence[Row]) -> list[list[Any]]:
@@ -101,12 +101,7 @@ def _module(name: str, package: str) -> Any:
 
 
 class Trackers:
-    """One thread per tracker.
-
-    Args:
-        say: takes a line about a tracker that fails or hangs; the record has the steps that it lacks.
-        finish_s: limit of `close`.
-    """
+    """One thread per tracker. `say` takes a line about one that fails or hangs; `finish_s` bounds `close`."""
 
     def __init__(
         self, trackers: Sequence[Tracker], say: Callable[[str], None], finish_s: float = FINISH_S
@@ -137,7 +132,7 @@ class _Thread(threading.Thread):
         super().__init__(name=type(tracker).__name__, daemon=True)  # does not delay the exit
         self.steps = queue.SimpleQueue[tuple[int, Mapping[str, float], Sequence[Row]] | None]()
         self._tracker, self._say = tracker, say
-        self._problem = ""  # said once until a step succeeds
+        self._problem = ""
         self.start()
 
     def put(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:

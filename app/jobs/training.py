@@ -74,7 +74,6 @@ async def train(run: Run, batch: Sequence[Trajectory], record: StepRecord, label
 async def step(
     client: AsyncFleetClient, batch: Sequence[Trajectory], settings: str | None, done: int, label: str
 ) -> dict[str, JsonValue]:
-    """The metrics of a step; arguments as in `calls.step`, errors as in `train`."""
     try:
         return await client.send(calls.step(batch, settings, done, label))
     except FleetError as error:

@@ -1,5 +1,3 @@
-"""Foreign code (rewards, environments, trackers): imports, and errors that name it."""
-
 import importlib
 import traceback
 from collections.abc import Iterator
@@ -11,7 +9,7 @@ SHOWN_FRAMES = 3
 
 
 def imported(path: str, option: str, expected: str = "package.module:function") -> Any:
-    """The object at an import path of an option. Raises ValueError."""
+    """Raises ValueError."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{option} must look like {expected}, got {path!r}")

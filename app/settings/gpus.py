@@ -1,6 +1,3 @@
-"""GPUs that a configuration needs, checked against the machine by the launcher and against the cluster by
-Serve."""
-
 import math
 from collections.abc import Sequence
 
@@ -11,10 +8,7 @@ from deployments.weights.transports.registry import SameGpu
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
     """Raises ConfigError if GPUs do not suffice, or if Ray may place a replica out of the transport's reach.
-
-    Args:
-        hosts: number of GPUs per host.
-    """
+    `hosts`: GPUs per host."""
     if config.device is not Device.CUDA:
         return
     needed, on_one_host = total_gpus(config), gpus_on_one_host(config)
@@ -38,7 +32,7 @@ def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray clust
 
 
 def _needs_one_host(config: AppConfig) -> bool:
-    """Whether trainer and replicas must share a host; only a cluster of one host ensures it."""
+    """Only a cluster of one host ensures that trainer and replicas share one."""
     together = config.weights.transport_record.same_gpu is SameGpu.POSSIBLE
     return together and config.trainer is not None and config.placement is Placement.SEPARATE
 
@@ -52,7 +46,7 @@ def total_gpus(config: AppConfig) -> int:
 
 
 def replica_gpus(config: AppConfig) -> float:
-    """GPUs that Ray reserves for a replica; 0 if colocated, where it takes a slot."""
+    """Reserved for a replica; 0 if colocated, where it takes a slot."""
     if config.device is Device.CPU or config.placement is Placement.COLOCATED:
         return 0.0
     return config.engine.gpus_per_rank * config.engine.world_size
@@ -66,7 +60,6 @@ def trainer_gpus(config: AppConfig) -> float:
 
 
 def gpus_on_one_host(config: AppConfig) -> int:
-    """GPUs needed on one host: a replica's, or all replicas' with a colocated trainer."""
     engine = config.engine
     together = engine.first_replicas if config.placement is Placement.COLOCATED else 1
     return together * engine.world_size

@@ -33,8 +33,8 @@ def cache_directory() -> Path:
 
 
 def prepare(cache: Path, convert: Convert | None = None, package: str = PACKAGE) -> Path:
-    """The built-in model's directory; `convert` fills it once, also with concurrent callers. Raises
-    ValueError: the package is missing, or the cache is read-only."""
+    """`convert` fills the directory once, also with concurrent callers. Raises ValueError: the package is
+    missing, or the cache is read-only."""
     target = cache / "models" / f"{BUILT_IN}-r{_REVISION}"
     if target.is_dir():
         return target
@@ -147,7 +147,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model(name: str) -> str:
-    """A directory or Hugging Face id that vLLM and transformers can load. Raises ValueError."""
+    """A directory or hub id for vLLM and transformers. Raises ValueError."""
     if name == BUILT_IN:
         return str(prepare(cache_directory()))
     path = Path(os.path.expanduser(name))
@@ -170,7 +170,6 @@ def resolve_model(name: str) -> str:
 
 
 def model_name(name: str) -> str:
-    """A directory's absolute path; any other name unchanged."""
     path = Path(os.path.expanduser(name))
     return str(path.absolute()) if name != BUILT_IN and os.path.isdir(path) else name
 

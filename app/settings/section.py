@@ -76,7 +76,6 @@ def _shown(value: Any) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """A similar name in the section, else the same name in another section."""
     name, section = str(loc[-1]), _section(loc[:-1], model)
     if close := difflib.get_close_matches(name, section, n=1):
         return f" (did you mean '{close[0]}'?)"
@@ -102,7 +101,7 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def section_in(annotation: Any) -> type[BaseModel] | None:
-    """The class in `Section` or `Section | None`; else None."""
+    """In `Section` or `Section | None`."""
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     for option in options:
         if isinstance(option, type) and issubclass(option, BaseModel):

@@ -44,8 +44,6 @@ _TOKEN = re.compile(r"[!-~]+")  # printable ASCII without spaces, for headers an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSource:
-    """Tokens, and the file they come from, which may change at run time."""
-
     tokens: tuple[str, ...] = field(default=(), repr=False)
     file: Path | None = None
 
@@ -80,8 +78,8 @@ class SecurityConfig(Section):
         return tuple(root for root in self.checkpoint_roots if "://" in root)
 
     def tokens(self, environment: Mapping[str, str] = os.environ, *, host: str | None = None) -> Tokens:
-        """Read the tokens; `host` is where Serve listens, or None. Raises ConfigError: a wrong token or file,
-        or no operator token although other hosts can connect."""
+        """`host` is where Serve listens. Raises ConfigError: a wrong token or file, or no operator token
+        although other hosts can connect."""
         operator = _source("token_file", self.token_file, OPERATOR_VARIABLE, environment)
         user = _source("user_token_file", self.user_token_file, USER_VARIABLE, environment)
         if set(operator.tokens) & set(user.tokens):
@@ -109,7 +107,6 @@ def _source(setting: str, file: Path | None, variable: str, environment: Mapping
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this host can connect."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -117,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_tokens(text: str) -> tuple[str, ...]:
-    """One per line. Raises ValueError: too short, or characters that a header cannot carry."""
+    """One per line. Raises ValueError."""
     tokens = tuple(line.strip() for line in text.splitlines() if line.strip())
     for number, token in enumerate(tokens, 1):
         if _TOKEN.fullmatch(token) is None:
@@ -133,7 +130,7 @@ def read_tokens(text: str) -> tuple[str, ...]:
 
 
 def read_token_file(file: Path) -> tuple[str, ...]:
-    """Raises ValueError: unreadable, empty, or a wrong token."""
+    """Raises ValueError."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:

@@ -1,7 +1,5 @@
-"""Publishes an adapter: writes its two files, of which the controller makes the next version.
-
-    the files are written aside, then renamed  ──► load_adapter, if the name is still at the version found
-    the controller dies meanwhile              ──► its successor is asked for the same load
+"""Publishes an adapter: writes its two files aside, renames them, and has the controller load them if the
+name is still at the version found. A controller that dies is succeeded by one that knows the same load.
 
 Versions that others loaded under the name are never replaced: this trainer's name the fleet and its step.
 """
@@ -39,8 +37,7 @@ class LiveVersion:
 
 
 class AdapterPublisher:
-    """Publishes the adapter of one name. `directory` holds the files until the fleet has its copy; emptied
-    first."""
+    """`directory` holds the files until the fleet has its copy; emptied first."""
 
     def __init__(
         self,
@@ -73,8 +70,7 @@ class AdapterPublisher:
 
         Raises:
             InvalidRequest: the replicas rejected it.
-            Conflict: others loaded the newest version or are loading one, some rejected it, or the files
-                cannot be written. The fleet is as it was.
+            Conflict: others loaded the newest version or are loading one, or the files cannot be written.
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = time.monotonic()
@@ -104,8 +100,7 @@ class AdapterPublisher:
         )
 
     def _write(self, final: Path, files: Mapping[str, memoryview]) -> None:
-        """Its content never changes, because the fleet's copy may be a hard link. That copy is durable, this
-        one is not."""
+        """Its content never changes, because the fleet's durable copy may be a hard link."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             partial.mkdir(parents=True)

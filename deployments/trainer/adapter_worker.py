@@ -1,8 +1,6 @@
-"""One rank of a trainer that trains an adapter and publishes it alone.
-
-Every rank holds the whole adapter; rank 0 publishes it. The base is the version that the fleet had committed
-when the trainer started; an adapter of another base is not published.
-"""
+"""One rank of a trainer that publishes an adapter alone. Every rank holds the whole adapter; rank 0 publishes
+it. The base is the version that was committed when the trainer started; an adapter of another base is not
+published."""
 
 import hashlib
 import time
@@ -30,8 +28,6 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
-    """The live version of this trainer, as rank 0 read it."""
-
     version: int
     step: int
     label: str | None
@@ -55,8 +51,8 @@ class AdapterWorker(TrainerRank):
         return self._policy.adapter
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, load the base, and continue with the adapter where it was. Raises ValueError (no
-        such modules, or other settings) or OSError."""
+        """Join the group, load the base, and continue the adapter. Raises ValueError (no such modules, or
+        other settings) or OSError."""
         self._begin(rendezvous_address)
         self._fleet_id = self._fleet().fleet_id
         self._check_owner()
@@ -96,8 +92,7 @@ class AdapterWorker(TrainerRank):
         )
 
     def publish(self, label: str | None) -> AdapterReport | None:
-        """Make the adapter the next version of its name. Returns the report on rank 0. Raises as
-        `AdapterPublisher.publish`; Conflict: the fleet serves another base."""
+        """As `AdapterPublisher.publish`. Conflict also: the fleet serves another base."""
         if self._rank != 0:
             return None
         committed = self._fleet().committed_version
@@ -112,13 +107,12 @@ class AdapterWorker(TrainerRank):
         )
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint for a restart, after every publish."""
         settings = adapter_settings(self._lora, self._base_version)
         self._save_checkpoint(every=1, adapter=settings)
 
     def save(self, path: str | None) -> SavedCheckpoint | None:
-        """Write the current adapter in peft's format. Returns the report on rank 0; None elsewhere: a late
-        rank would find rank 0's files in `path`."""
+        """Write the adapter in peft's format. Returns the report on rank 0; None elsewhere: a late rank would
+        find rank 0's files in `path`."""
         if self._rank != 0:
             return None
         started, step = time.perf_counter(), self._learner.steps_done
@@ -173,7 +167,7 @@ class AdapterWorker(TrainerRank):
 
     def _resume(self, published: _Published | None) -> str | None:
         """Continue from the newest checkpoint, or from the live version if that is newer. Returns the
-        difference from what the learner was, for the log."""
+        difference, for the log."""
         found = self._checkpoints.complete()
         own = adapter_settings(self._lora, self._base_version)
         for path, meta in found:

@@ -1,5 +1,5 @@
-"""The checkpoint that the fleet and its trainer start from. What the trainer's model lacks of it (a vision
-tower, multi-token prediction) is frozen: sent and stored as it is, so that every version has every tensor."""
+"""The checkpoint that fleet and trainer start from. What the trainer's model lacks of it (a vision tower,
+multi-token prediction) is frozen: sent and stored as it is, so that every version has every tensor."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +19,8 @@ CONFIG = "config.json"
 
 
 class BaseCheckpoint:
-    """`names` are the directory's tensors, empty without safetensors files; `files` what it has beside them,
-    as they are now: it may be overwritten. Raises OSError or ValueError."""
+    """`names`: the directory's tensors; `files`: what it has beside them, read now, as it may be overwritten.
+    Raises OSError or ValueError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -43,12 +43,12 @@ class BaseCheckpoint:
         return frozen
 
     def read(self, names: Collection[str], directory: Path) -> dict[str, torch.Tensor]:
-        """Memory-mapped tensors of this checkpoint, or of a version of it below `directory`."""
+        """Memory-mapped tensors of this checkpoint, or of a version of it in `directory`."""
         found = read_tensors(directory, names)
         return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
-        """Write all files of a checkpoint but the weights, which have `dtype`."""
+        """All files of a checkpoint but the weights."""
         write_model_files(self.files, directory)
         stored: dict[str, Any] = json.loads(self.files[CONFIG])
         if stored.get("model_type") == model.config.model_type:
@@ -62,8 +62,7 @@ class BaseCheckpoint:
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a checkpoint of the model's and the frozen weights. Raises InvalidRequest: the directory
-        cannot be written; its weights are then as before."""
+        """Raises InvalidRequest: the directory cannot be written; its weights are then as before."""
         try:
             self.write_files(directory, model, dtype)
             with replacing(directory / "model.safetensors") as partial:

@@ -28,9 +28,8 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 
 
 class FleetWeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet, outside event loops. `update_weights` may
-    run in another thread. `label` and `options` are of the next round, `report` of the last one (None while
-    one is open or after it failed). Raises as `PublishSession`."""
+    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet, outside event loops. `label` and
+    `options` are of the next round, `report` of the last one. Raises as `PublishSession`."""
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller
@@ -40,7 +39,7 @@ class FleetWeightSyncClient:
         self.report: RoundReport | None = None
 
     def fleet(self) -> FleetStatus:
-        """The fleet's status. After a restart of the controller it waits for members to return."""
+        """After a restart of the controller it waits for members to return."""
         return run_sync(self._fleet())
 
     async def _fleet(self) -> FleetStatus:
@@ -64,7 +63,7 @@ class FleetWeightSyncClient:
         run_sync(self._session.send(encode_payload(update_info)))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Commit the round and release the lease. `weight_version` takes precedence over `label`."""
+        """`weight_version` takes precedence over `label`."""
         label = weight_version if weight_version is not None else self.label
         self.report = run_sync(self._session.close(label))
         self.release()
@@ -78,8 +77,6 @@ class FleetWeightSyncClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTarget:
-    """The replicas that all ranks connect to."""
-
     epoch: int
     workers: int  # the sum over all replicas
 
@@ -110,7 +107,7 @@ class FleetConnection:
         self._engine: TrainerWeightTransferEngine[Any] | None = None
 
     def agree(self) -> PublishTarget | None:
-        """What all ranks must connect to; None if all connections are still good. Raises FleetUnavailable."""
+        """What all ranks must connect to; None if all connections are good. Raises FleetUnavailable."""
         state = _RankState(connected=self._is_connected())
         failure: Exception | None = None
         if self._rank == 0:

@@ -1,5 +1,5 @@
-"""Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own. (Copies to pageable
-memory delay what other threads queue: benchmarks/RESULTS.md.)"""
+"""Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own. Copies to pageable
+memory delay what other threads queue (benchmarks/RESULTS.md)."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -18,8 +18,8 @@ logger = serve_logger()
 
 
 def in_host_memory(content: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor in host memory. From a GPU it is copied to pinned memory, which torch reuses: new
-    pageable memory takes thirty times as long."""
+    """From a GPU it is copied to pinned memory, which torch reuses: new pageable memory takes thirty times as
+    long."""
     if content.device.type != "cuda":
         return content
     copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
@@ -38,8 +38,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GpuCopier:
-    """Copies published weights from a GPU into pinned memory for the store, while they are sent. Memory for
-    two versions is pinned at the start, which takes seconds; more, when more exist at once."""
+    """Copies published weights from a GPU for the store, while they are sent. Memory for two versions is
+    pinned at the start, which takes seconds."""
 
     def __init__(self, source: ParameterSource) -> None:
         device = source.device
@@ -89,7 +89,7 @@ class GpuCopier:
         self._copied, self._blocks = [], []
 
     def _begin_copies(self) -> None:
-        """In one call for a batch: from Python a tensor takes longer than its copy."""
+        """One call for a batch: from Python a tensor takes longer than its copy."""
         self._stream.synchronize()
         self._copied, self._waiting, self._waiting_bytes = self._waiting, [], 0
         targets, sources = zip(*self._copied, strict=True)
@@ -99,7 +99,7 @@ class GpuCopier:
 
 
 def pinned(size_bytes: int) -> torch.Tensor:
-    """Host memory (uint8 [size_bytes]), pinned if the host allows it."""
+    """Uint8 [size_bytes], pinned if the host allows it."""
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:  # copies are slower then, and as correct

@@ -6,8 +6,8 @@
     trainer/checkpoints/.step-000020-*.partial  being written; removed when the next trainer starts
 
 They hold AdamW's moments and master weights; the weights themselves are versions. A save copies the tensors
-to host memory, for which the next step waits, and a thread writes them. Meanwhile all ranks skip further
-saves: a slow disk costs checkpoints, not time or memory. Any number of ranks can read a checkpoint.
+to host memory, for which the next step waits, and a thread writes them. While it does, further saves are
+skipped: a slow disk costs checkpoints, not time or memory.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ from trainers.trained_policy import DTYPES
 
 META = "checkpoint.json"
 WEIGHTS = "weights"
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a rank's disk may be slow
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a disk may be slow
 ERRORS = (Exception, CheckpointException)  # CheckpointException is a BaseException
 Tensors = Mapping[str, Mapping[str, torch.Tensor]]  # moment (or "weights") -> parameter -> tensor
 Layout = Mapping[str, Sequence[str]]
@@ -67,11 +67,11 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled", categ
 class CheckpointMeta:
     step: int
     wire_dtype: Dtype | None
-    adapter: Mapping[str, Any] | None = None  # its settings and base version; None: all weights are trained
-    digest: str | None = None  # the published version's; None: unknown
+    adapter: Mapping[str, Any] | None = None  # None: all weights are trained
+    digest: str | None = None  # None: unknown
 
     def is_of(self, step: int, digest: str | None) -> bool:
-        """Whether it holds the weights of this version; after a rollback a step comes again with others."""
+        """Whether it holds these weights: after a rollback a step comes again with others."""
         return self.step == step and self.digest in (None, digest)
 
 
@@ -80,9 +80,8 @@ Complete = tuple[Path, CheckpointMeta]
 
 
 class RestartCheckpoints:
-    """The checkpoints below a directory that the ranks share. Every rank makes every call. `check_owner`
-    raises OSError if the directory is not this fleet's any more. `step`: of the newest that this process
-    began to write or resumed from exactly."""
+    """The checkpoints below a directory that the ranks share. Every rank makes every call. `step`: of the
+    newest that this process began to write or resumed from exactly."""
 
     def __init__(
         self,
@@ -127,8 +126,8 @@ class RestartCheckpoints:
         digest: str | None = None,
         due: bool = True,
     ) -> bool:
-        """Begin to write the learner's state; False if no checkpoint is due or one is being written. The
-        learner may change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
+        """Begin to write the learner's state; False if none is due or one is being written. The learner may
+        change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
         pins = self._pinned is None and torch.cuda.is_initialized()
         if not agreed[0]["due"] and not pins:
@@ -156,16 +155,15 @@ class RestartCheckpoints:
         return True
 
     def wait_until_copied(self) -> None:
-        """Wait until the save in progress no longer reads the learner."""
         staged, self._staged = self._staged, None
         if staged is not None:
-            staged.exception()  # the writer reports it
+            staged.exception()
 
     def wait(self, timeout_s: float) -> bool:
         return self._written is None or not wait_for([self._written], timeout_s).not_done
 
     def discard(self) -> None:
-        """Remove all checkpoints, and the one being written. Raises OSError."""
+        """Remove all checkpoints, and void the one being written. Raises OSError."""
         with self._lock:
             self._generation = object()
             self.step = None
@@ -175,7 +173,7 @@ class RestartCheckpoints:
                     self._remove(path)
 
     def _copy(self, tensors: Tensors) -> Any:
-        """Copies in host memory, pinned if they come from a GPU; on the copier thread."""
+        """Copies in host memory, pinned if they come from a GPU."""
         if not _is_on_gpu(tensors):
             return BlockingAsyncStager().stage(tensors)
         # Not torch's DefaultStager: up to torch 2.11 it closes itself after one use.
@@ -194,7 +192,7 @@ class RestartCheckpoints:
             raise
 
     def _write(self, staged: Future[Any], partial: Path, meta: CheckpointMeta, generation: object) -> None:
-        """On the writer thread. On failure the previous checkpoints stay and training continues."""
+        """On failure the previous checkpoints stay and training continues."""
         try:
             partial.mkdir(parents=True, exist_ok=True)  # each rank's
             with closing(DirectoryLock(partial)):  # for `Store.being_written`
@@ -211,7 +209,7 @@ class RestartCheckpoints:
         except ERRORS as error:  # a full disk must not end training
             self.step = None  # the next save is due at once
             if self._rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+                shutil.rmtree(partial, ignore_errors=True)
                 logger.warning(
                     "failed to save the trainer's checkpoint of step %d, the previous ones stay: %s",
                     meta.step,
@@ -225,7 +223,7 @@ class RestartCheckpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 return
             self._check_owner()
-            if final.exists():  # an earlier run reached this step
+            if final.exists():
                 self._remove(final)
             rename(partial, final)
             try:
@@ -234,7 +232,7 @@ class RestartCheckpoints:
                 logger.warning("failed to remove an old checkpoint of the trainer: %s", one_line(error))
 
     def _remove_old(self, newest: CheckpointMeta) -> None:
-        """Removes later steps too: after a rollback they hold weights that this run never had."""
+        """Later steps too: after a rollback this run never had them."""
         complete = self.complete()
         later = [path for path, meta in complete if meta.step > newest.step]
         earlier = [path for path, meta in complete if meta.step <= newest.step]
@@ -255,8 +253,8 @@ def resume(
     digest: str | None = None,
 ) -> str | None:
     """Continue from the learner's weights (`step` and `digest` are theirs) with the nearest usable
-    checkpoint: one of these weights restores the learner exactly, another one gives its moments; without any
-    they start at zero. Returns the difference from what the learner was, for the log."""
+    checkpoint: one of these weights restores the learner exactly, another gives its moments, and without
+    any they start at zero. Returns the difference, for the log."""
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):
         problem = restore(learner, checkpoints, path, meta, exact=meta.is_of(step, digest))
@@ -276,8 +274,8 @@ OTHER_WEIGHTS = "other weights"
 def restore(
     learner: Learner, checkpoints: RestartCheckpoints, path: Path, meta: CheckpointMeta, *, exact: bool
 ) -> str | None:
-    """Read a checkpoint into the learner, on all ranks or on none. Returns None if the learner has its
-    weights and moments (`exact` only); `OTHER_WEIGHTS` if moments alone; else why it cannot be used."""
+    """Read a checkpoint into the learner, on all ranks or on none. Returns None if it has weights and moments
+    (`exact` only); `OTHER_WEIGHTS` if moments alone; else why it cannot be used."""
     target = _look(learner, path)
     agreed = gather_from_ranks(target if isinstance(target, str) else None)
     if (problem := next((each for each in agreed if each is not None), None)) is not None:
@@ -315,9 +313,9 @@ def restore(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What a checkpoint is read into: `moments` are views of `state`."""
+    """`moments` are views of `state`."""
 
-    weights: Collection[str]  # names of those in the checkpoint
+    weights: Collection[str]
     state: dict[torch.Tensor, dict[str, torch.Tensor]]
     moments: NamedMoments
 
@@ -330,7 +328,7 @@ def _look(learner: Learner, path: Path) -> _Target | str:
             for key, each in metadata.state_dict_metadata.items()
             if isinstance(each, TensorStorageMetadata)
         }
-        if learner.policy.drafter is None:  # any more
+        if learner.policy.drafter is None:
             stored = {
                 key: shape
                 for key, shape in stored.items()
@@ -348,7 +346,6 @@ def _look(learner: Learner, path: Path) -> _Target | str:
 
 
 def _check(stored: Mapping[str, Sequence[int]], moments: NamedMoments) -> None:
-    """Raises ValueError unless these are this model's and this optimizer's."""
     expected = {
         f"{kind}.{name}": list(tensor.shape)
         for kind, each in moments.items()

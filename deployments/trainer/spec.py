@@ -7,7 +7,7 @@ from pathlib import Path
 from deployments.protocol.poll import InitialWeights
 from trainers.settings import TrainerConfig
 
-PUBLISHER = "trainer"  # its name in the fleet
+PUBLISHER = "trainer"
 
 
 def state_directory(store_dir: str | Path) -> Path:
@@ -23,8 +23,6 @@ class TrainerSpec:
     """A trainer's settings, and what the rest of the configuration determines for it.
 
     Attributes:
-        model: a checkpoint directory or a hub id, loaded if the store has no version yet.
-        shared_store: all hosts see `store_dir` as one directory; else this host's may be new.
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
         proof_sequences: scored after each publish, as replicas do; 0: none.
     """
@@ -52,11 +50,11 @@ class LoadedTrainer:
     parameters: int  # count of trained parameters, over all ranks
     untrained: Sequence[str] = ()  # what the model lacks of the checkpoint, in words
     adapter_version: int = 0  # the newest live one
-    fleet_id: str = ""  # of a trainer of all weights
-    initial: InitialWeights | None = None  # rank 0's model; None: not known, or not read
+    fleet_id: str = ""
+    initial: InitialWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatus:
-    stored_version: int | None  # the newest that is complete
+    stored_version: int | None
     store_problem: str | None  # why the version written last is not in the store

@@ -1,8 +1,5 @@
-"""The trainer deployment: steps, publishes and saves, one at a time, in its group of workers.
-
-step, publish, save, rollback ──► serial queue, first come first served ──► every rank
-status, check_health          ──► answered at once, also during a step
-"""
+"""The trainer deployment: steps, publishes, saves and rollbacks, one at a time, in its group of workers.
+Status and health are answered at once, also during a step."""
 
 import asyncio
 import contextlib
@@ -44,12 +41,11 @@ logger = serve_logger()
 
 class SerialQueue:
     """Runs calls one at a time, first come first served. A call that has begun runs to its end, in a context
-    of its own: workers cannot stop in a step, and Serve cancels the actor calls of a caller that
-    disconnects."""
+    of its own: Serve cancels the calls of a caller that disconnects, and workers cannot stop in a step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = asyncio.Lock()  # asyncio's lock is fair
+        self._lock = asyncio.Lock()
         self._since = 0.0
         self.doing: str | None = None
 
@@ -87,7 +83,7 @@ def _log_failure(task: "asyncio.Task[Any]") -> None:
 
 
 CHECK_PERIOD_S = 5.0
-CONFIRMATIONS = 3  # checks in a row: a write to the store in progress may still complete
+CONFIRMATIONS = 3  # a write to the store may still complete
 
 
 def is_lost(fleet: FleetStatus) -> bool:
@@ -100,8 +96,8 @@ def is_lost(fleet: FleetStatus) -> bool:
 
 
 def is_starved(fleet: FleetStatus, published: int) -> bool:
-    """Whether joiners wait for a version that replicas serve and that could not be stored. False for another
-    publisher's version: the trainer's weights would replace it."""
+    """Whether joiners wait for a version that could not be stored. False for another publisher's version: the
+    trainer's weights would replace it."""
     waiting = any(member.state == "joining" for member in fleet.members)
     own = fleet.committed_version == published
     return own and waiting and fleet.store_problem is not None and fleet.round is None
@@ -124,11 +120,10 @@ async def watch(
     settle: Callable[[], Awaitable[object]],
     period_s: float = CHECK_PERIOD_S,
 ) -> None:
-    """Publish again when replicas wait for a committed version that they cannot get; runs until cancelled.
-    The store is written after the commit: joiners cannot load a version if every replica dies before, or the
-    write fails.
+    """Publish again when replicas wait for a committed version that they cannot get: the store is written
+    after the commit, and every replica may die before. Runs until cancelled.
 
-    `published`: the trainer's version. `settle` learns what became of a publish whose answer was lost.
+    `settle` learns what became of a publish whose answer was lost.
     """
     lost_checks = 0
     while True:
@@ -160,7 +155,7 @@ class StepHistory:
         self._clock = clock
 
     def add(self, entry: StepEntry) -> None:
-        """Append a step. Times increase, also if the clock is set back."""
+        """Times increase, also if the clock is set back."""
         entries = self._entries
         last = entries[-1].at if entries else 0.0
         entries.append(replace(entry, at=round(max(self._clock(), last + 0.001), 3)))
@@ -182,12 +177,12 @@ def count_step(entry: StepEntry, record: Record = record) -> None:
 
 LABELS_KEPT = 1000
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
-STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # before the flush, Serve waits a few seconds for calls
+STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # Serve waits a few seconds for calls first
 
 
 class Trainer:
-    """Serve's deployment class of the trainer. `slots`: GPUs that ranks and replicas share. Raises
-    FleetUnavailable: a worker died while it loaded the model, or did not load it in time."""
+    """`slots`: GPUs that ranks and replicas share. Raises FleetUnavailable: a worker died, or did not load
+    the model in time."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -237,8 +232,7 @@ class Trainer:
         done: int | None = None,
         label: str | None = None,
     ) -> StepMetrics:
-        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`; returns its
-        metrics.
+        """One optimizer step on trajectories, JSON or `trainers.trajectory_arrays`; returns its metrics.
 
         Args:
             settings: `trainers.settings.StepSettings` of this step; arrays have them in their metadata.
@@ -265,13 +259,11 @@ class Trainer:
             after: the version that is replaced; None: this trainer's. Not for adapters.
 
         Raises:
-            OtherStep: another number was done, because this trainer replaced one.
+            OtherStep: another number was done.
             RoundAborted: the fleet still serves the old version; try again.
             InvalidRequest: the replicas rejected the adapter.
-            AnswerLost: the fleet may be at the current weights. The next call learns whether it is; the
-                same call made again returns that round's report.
-            Conflict: another version is committed, others loaded the adapter's name, or the fleet has
-                another base.
+            AnswerLost: the round may be committed. The same call made again returns its report.
+            Conflict: another version is committed, or others loaded the adapter's name.
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
 
@@ -294,9 +286,9 @@ class Trainer:
         return await self._queue.run("publish", work)
 
     async def rollback(self, version: int) -> RoundReport:
-        """Load the weights of a stored version, and publish them as a newer one. Raises InvalidRequest (it is
-        not in the store, or an adapter is trained), RoundAborted (the trainer has the stored weights and the
-        fleet has not; roll back again) or FleetUnavailable."""
+        """Load a stored version, and publish it as a newer one. Raises InvalidRequest (not in the store, or
+        an adapter is trained), RoundAborted (the trainer has the stored weights, the fleet has not; roll
+        back again) or FleetUnavailable."""
         if self._lora is not None:
             raise InvalidRequest(
                 f"this trainer trains the adapter {self._lora.name!r}, and no versions of all weights: "
@@ -307,20 +299,19 @@ class Trainer:
 
     async def save(self, path: str | None = None) -> SavedCheckpoint:
         """Write a Hugging Face checkpoint, or an adapter in peft's format, on the trainer's host. Raises
-        InvalidRequest (the directory cannot be written) or FleetUnavailable."""
+        InvalidRequest or FleetUnavailable."""
         timeout_s = self._step_timeout_s
         return await self._queue.run("save", lambda: self._group.call("save", path, timeout_s=timeout_s))
 
     async def report(self, entry: StepEntry) -> None:
-        """A job's step; kept until this trainer exits."""
+        """A job's step, for the page."""
         self._add(entry)
 
     async def steps(self, after: float = 0.0) -> StepLog:
-        """The steps after this time."""
         return StepLog(steps=self._history.after(after))
 
     async def status(self) -> TrainerStatus:
-        """Answered at once, also during a step. Raises FleetUnavailable if rank 0 does not answer."""
+        """Raises FleetUnavailable if rank 0 does not answer."""
         store = await self._group.store_status()
         return TrainerStatus(
             step=self._step,
@@ -413,7 +404,7 @@ class Trainer:
         return self._prove(await self._rounds.replace(label))
 
     def _prove(self, report: RoundReport) -> RoundReport:
-        """Score the published weights once the round is answered, unless a step comes first."""
+        """Score the published weights after the answer, unless a step comes first."""
         if self._spec.proof_sequences:
             self._proving = asyncio.create_task(self._send_scores(report.version, self._step))
         return report

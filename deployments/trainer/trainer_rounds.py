@@ -26,8 +26,8 @@ class TrainerRounds:
     """Rounds of a trainer of all weights, one at a time.
 
     Attributes:
-        version: of the weights that the trainer loaded or published last.
-        missed: why `version` is not the committed one, and what to do. None: the trainer knows of no other.
+        version: of the weights that were loaded or published last.
+        missed: why `version` is not the committed one, and what to do; None: it is.
         unanswered: the round whose close was not answered, and which may be committed.
     """
 
@@ -49,11 +49,9 @@ class TrainerRounds:
             raise Conflict(self.missed)
 
     async def publish(self, label: str | None, after: int | None = None) -> RoundReport:
-        """Publish the weights in place of version `after`; None: of the trainer's own.
-
-        If the round before was not answered, is committed and has this label, this is the same call made
-        again, and that round's report is its answer.
-        """
+        """Publish the weights in place of version `after`; None: of the trainer's own. If the round before
+        was not answered, is committed and has this label, its report is the answer: this is the same call
+        made again."""
         settled = await self.outcome()
         if settled is not None and settled.label == label:
             return settled
@@ -62,9 +60,8 @@ class TrainerRounds:
         return await self.replace(label, self.version if after is None else after)
 
     async def outcome(self) -> RoundReport | None:
-        """The report of a committed round whose close was not answered, for the first call after it that
-        changes anything. None: there is none, or it was aborted. Raises Conflict (the fleet has no record of
-        it), or as `settle`."""
+        """The report of a committed round whose close was not answered, once; else None. Raises Conflict (the
+        fleet has no record of it), or as `settle`."""
         await self.settle()
         untold, self._untold = self._untold, None
         if isinstance(untold, SlipstreamError):
@@ -72,8 +69,8 @@ class TrainerRounds:
         return untold
 
     async def settle(self) -> None:
-        """Learn what became of a round whose close was not answered, and adopt its version if it is
-        committed. Raises FleetUnavailable: it has not ended, or nothing answers."""
+        """Learn what became of an unanswered round, and adopt its version if it is committed. Raises
+        FleetUnavailable: it has not ended, or nothing answers."""
         if self.unanswered is None:
             return
         try:
@@ -91,7 +88,6 @@ class TrainerRounds:
         await self._adopt(report)
 
     async def _ended(self, round_id: int) -> RoundReport:
-        """As `outcome`; waits until the round has ended."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._spec.publish_timeout_s
         while True:
@@ -136,7 +132,7 @@ class TrainerRounds:
 
 
 def _may_send_again(error: SlipstreamError) -> bool:
-    """A stale lease is acquired anew, unless another publisher has taken it, which raises `Conflict`."""
+    """A stale lease is acquired anew; if another publisher has it, that raises `Conflict`."""
     detail = error.detail
     return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)
 
@@ -145,8 +141,8 @@ _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker, which would block others until the lease expires: a new
-    one under the same name makes its token stale. A closed round may commit, and is left alone.
+    """End the round and the lease of a dead worker, which would block others until it expires: a new lease
+    under the same name makes its token stale. A closed round may commit, and is left alone.
     `shares_memory`: the trainer's GPU memory stays allocated until the replicas disconnect."""
     try:
         if not shares_memory:

@@ -39,7 +39,6 @@ class PublishSource(Source):
         return self._source.resident()
 
     def begin(self) -> None:
-        """Call it before each round; discards an unfinished copy."""
         self._running, self._copy = None, {}
         if self._copier is not None:
             self._copier.begin()
@@ -70,8 +69,7 @@ class PublishSource(Source):
 
 
 class WeightPublisher:
-    """Publishes this rank's part of the policy. Every rank calls `publish`, and joins all gathers also if it
-    fails: the others wait there."""
+    """Every rank calls `publish`, and joins all gathers also if it fails: the others wait there."""
 
     def __init__(self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: CallHandle) -> None:
         self._spec = spec
@@ -84,8 +82,8 @@ class WeightPublisher:
             warm_up(source.device)
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
-        """Run one round. Returns its report on rank 0, None elsewhere. Raises AnswerLost (it may be
-        committed, with the tensors in `unanswered`) or another SlipstreamError (the fleet is as it was)."""
+        """Run one round. Returns its report on rank 0. Raises AnswerLost (it may be committed, with the
+        tensors in `unanswered`) or another SlipstreamError (the fleet is as it was)."""
         self.source.begin()
         self.unanswered = {}
         self._client.label, self._client.options = label, RoundOptions(after=after)

@@ -68,7 +68,7 @@ class TrainerRank:
         self._controller = controller
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
-        self._initial: InitialWeights | None = None  # what version 0 is, as this rank loaded it
+        self._initial: InitialWeights | None = None
 
     def rendezvous_address(self) -> tuple[str, int]:
         return own_address(), free_port()
@@ -79,11 +79,8 @@ class TrainerRank:
         published: int | None = None,
         settings: Mapping[str, JsonValue] | None = None,
     ) -> Metrics:
-        """One optimizer step on trajectories in JSON form or as `trainers.trajectory_arrays`.
-
-        Raises:
-            InvalidRequest: the batch is not valid, or does not fit in memory; nothing changed.
-        """
+        """One optimizer step, as `Trainer.step`. Raises InvalidRequest: the batch is not valid, or does not
+        fit in memory; nothing changed."""
         self._checkpoints.wait_until_copied()
         try:
             given = StepSettings.read(
@@ -120,8 +117,8 @@ class TrainerRank:
         return metrics
 
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
-        """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: the model is
-        no directory, cannot be downloaded, or is not what version 0 is."""
+        """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: there is no
+        such model, or it is not what version 0 is."""
         model, revision, self._version_0 = self._spec.model, self._spec.revision, self._fleet().initial
         self._reads_files = self._rank == 0 or own_address() != rendezvous_address[0]
         self._checkpoint = InitialCheckpoint(model, revision)
@@ -150,7 +147,7 @@ class TrainerRank:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _check_model(self) -> None:
-        """Raises ValueError: the model is not what version 0 is, or another one on another host."""
+        """Raises ValueError: the model is not what version 0 is, or differs between hosts."""
         if self._initial is None and self._reads_files:
             self._initial = self._checkpoint.check(self._version_0)
         found = {str(each) for each in gather_from_ranks(self._initial) if each is not None}
@@ -228,19 +225,19 @@ class TrainerRank:
 
 
 class TrainerWorker(TrainerRank):
-    """One rank of a trainer of all weights, or of an adapter that is merged into its base when published. If
-    the adapter cannot resume exactly, it starts from zero, with the stored version as its base."""
+    """One rank of a trainer of all weights, or of an adapter that is merged into its base when published. An
+    adapter that cannot resume exactly starts from zero on the stored version."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
         self._merged = spec.config.lora
         self._base_version = 0  # the adapter's base; 0: the model
-        self._digest: str | None = None  # the last published version's, on rank 0
-        self._frozen: dict[str, torch.Tensor] = {}  # what the checkpoint has beside the model's tensors
+        self._digest: str | None = None
+        self._frozen: dict[str, torch.Tensor] = {}
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, and load the committed version, as `StoredWeights.find` does. Raises ValueError
-        (the model does not suit the trainer, or no stored version can be used) or OSError."""
+        """Join the group, and load what `StoredWeights.find` finds. Raises ValueError (the model does not
+        suit the trainer, or no stored version can be used) or OSError."""
         self._begin(rendezvous_address)
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
@@ -293,8 +290,8 @@ class TrainerWorker(TrainerRank):
         )
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
-        """Move the fleet to this policy, and begin to store the version. Returns the report on rank 0, None
-        elsewhere. Raises as `WeightPublisher.publish`."""
+        """Move the fleet to this policy, and begin to store the version. Returns the report on rank 0. Raises
+        as `WeightPublisher.publish`."""
         if self._spec.device != "cpu":
             return self._publish(label, after)
         # A copy on every core delays every matrix product of the engines on this host.
@@ -328,15 +325,13 @@ class TrainerWorker(TrainerRank):
         return report
 
     def score(self) -> tuple[float, ...]:
-        """The proof of policy: this policy's scores of the sequences that replicas score too. Call it before
-        the next step. Every rank returns all."""
+        """The proof of policy: scores of what replicas score too. Call it before the next step."""
         sequences = proof_sequences(self._spec.proof_sequences, self._policy.vocabulary_size)
         mine = self._learner.score([(each.prompt, each.token) for each in sequences])
         found = {index: value for part in gather_from_ranks(mine) for index, value in part.items()}
         return tuple(found[index] for index in range(len(sequences)))
 
     def save_checkpoint(self) -> None:
-        """Begin to write a checkpoint for a restart, after every n-th step (`trainer.checkpoint_every`)."""
         every = self._spec.config.checkpoint_every
         self._save_checkpoint(
             every=every if self._merged is None else min(every, 1),  # without it the adapter starts from zero
@@ -345,9 +340,8 @@ class TrainerWorker(TrainerRank):
         )
 
     def load_version(self, version: int) -> None:
-        """Go back to the weights of a stored version; moments start at zero, also after a restart. Raises
-        InvalidRequest (it is not in the store, or damaged; nothing has changed) or OSError (a checkpoint of
-        the previous weights cannot be removed)."""
+        """Go back to a stored version; moments start at zero. Raises InvalidRequest (not in the store, or
+        damaged; nothing has changed) or OSError (an old checkpoint cannot be removed)."""
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
@@ -360,15 +354,15 @@ class TrainerWorker(TrainerRank):
         self._checkpoints.discard()
 
     def save(self, path: str | None) -> SavedCheckpoint:
-        """Write an ordinary checkpoint of the current weights to a new directory; None: one in the store.
-        Raises InvalidRequest: `path` is not absolute, new or empty, or its disk is full."""
+        """Write the current weights to a new directory; None: one in the store. Raises InvalidRequest: `path`
+        is not absolute, new or empty, or its disk is full."""
         started = time.perf_counter()
         default = self._store.directory / f"checkpoint-{self._learner.steps_done:06d}"
         directory = directory_to_save(path, default, self._check_owner)
         weights = {}
         drafter = self._policy.drafter
         is_apart = drafter is not None and drafter.has_own_checkpoint
-        for name, tensor in self._source(None):  # every rank gathers, rank 0 writes
+        for name, tensor in self._source(None):
             if self._rank == 0 and not (is_apart and name.startswith(DRAFTER)):
                 weights[name] = tensor.to("cpu")
         if self._rank == 0:
@@ -409,7 +403,6 @@ class TrainerWorker(TrainerRank):
         )
 
     def _load_drafter(self, directory: Path) -> None:
-        """The drafter of a stored version; one that is published without leaves it as it is."""
         drafter, below = self._policy.drafter, directory / DRAFTER_DIRECTORY
         if drafter is None:
             return
@@ -433,7 +426,7 @@ class TrainerWorker(TrainerRank):
         return None if self._merged is None else adapter_settings(self._merged, self._base_version)
 
     def _find_base(self, version: int) -> int:
-        """The base version of the checkpoint of the version's weights, if it is usable; else the version."""
+        """The base version in the checkpoint of these weights, if it is usable; else the version itself."""
 
         def saved_base() -> int | None:
             manifest = self._store.manifest_of(version)
@@ -475,7 +468,6 @@ class TrainerWorker(TrainerRank):
         )
 
     def _report(self, result: StoreResult) -> None:
-        """Joiners wait for the version; the fleet's status says whether it comes."""
         if result.problem:
             call = retried(
                 self._controller, "not_stored", result.version, result.problem, limit_s=STORED_TIMEOUT_S
@@ -487,7 +479,6 @@ class TrainerWorker(TrainerRank):
 
 
 def _missed(found: Found) -> str | None:
-    """Why the trainer would undo the committed version, and what to do; None: it has that version."""
     version, committed = found.version, found.committed
     if version == committed:
         return None
@@ -500,7 +491,7 @@ def _missed(found: Found) -> str | None:
 
 
 def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
-    """Stored in a checkpoint, which is not continued as another adapter."""
+    """A checkpoint of other settings is not continued."""
     modules = None if config.target_modules is None else sorted(config.target_modules)
     return {
         "rank": config.rank,
@@ -511,7 +502,6 @@ def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
 
 
 def write_drafter(drafter: "TrainedDrafter", directory: Path) -> None:
-    """Write it as a checkpoint of its own. Raises InvalidRequest: it cannot be written."""
     try:
         drafter.write(directory)
     except OSError as error:
@@ -520,8 +510,8 @@ def write_drafter(drafter: "TrainedDrafter", directory: Path) -> None:
 
 def directory_to_save(path: str | None, default: Path, check_owner: Callable[[], object]) -> Path:
     """The directory to write to, created if needed; `default`, in the store, may have been written before.
-    `check_owner` raises JournalError if the store is not this fleet's any more. Raises InvalidRequest: the
-    path is not absolute, has files in it, or cannot be written."""
+    Raises InvalidRequest: the path is not absolute, has files in it, or cannot be written, or the store is
+    not this fleet's any more."""
     if path is None:
         try:
             check_owner()

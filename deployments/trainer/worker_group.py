@@ -1,5 +1,5 @@
 """The trainer's processes: one Ray actor per rank. Steps do not run in the Serve replica's process, which
-answers health checks. The actors are not detached: Ray kills them when that process, their owner, is gone."""
+answers health checks. Ray kills the actors when that process, their owner, is gone."""
 
 import asyncio
 import os
@@ -32,8 +32,8 @@ logger = serve_logger()
 
 
 class TrainerWorkerActor:
-    """A `TrainerWorker` or a `AdapterWorker`, which document the calls. Only this process imports them, and
-    with them torch and vLLM. Calls other than `call` are answered also during a step."""
+    """Only this process imports the workers, and with them torch and vLLM. Calls other than `call` are
+    answered also during a step."""
 
     _worker: "TrainerWorker | AdapterWorker"
 
@@ -73,7 +73,7 @@ _ACTOR = ray.remote(concurrency_groups={"control": 1})(TrainerWorkerActor)
 
 
 class WorkerGroup:
-    """All ranks of the trainer. A call runs on every rank and returns what rank 0 returns."""
+    """A call runs on every rank and returns what rank 0 returns."""
 
     def __init__(self, workers: Sequence[Any], *, ping_timeout_s: float = PING_TIMEOUT_S) -> None:
         self._workers = list(workers)
@@ -89,9 +89,9 @@ class WorkerGroup:
         *,
         ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> tuple["WorkerGroup", LoadedTrainer]:
-        """Start the ranks, and wait until all have loaded the model; returns rank 0's report. `slots`: rank r
-        shares the GPU of bundle r with a replica; None: each has a GPU of its own. Raises FleetUnavailable (a
-        rank died, or did not load the model in time) or TimeoutError (Ray did not start rank 0 in time)."""
+        """Start the ranks, and wait until all have loaded the model. `slots`: rank r shares the GPU of bundle
+        r with a replica. Raises FleetUnavailable (a rank died, or did not load in time) or TimeoutError
+        (Ray did not start rank 0 in time)."""
         incarnation = uuid.uuid4().hex[:8]
         group = cls(
             [
@@ -113,9 +113,8 @@ class WorkerGroup:
         return group, loaded
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Run a method of the worker on every rank, and return what rank 0 returns. Raises a worker's
-        SlipstreamError, or FleetUnavailable: a worker died or did not answer in time, and the group is
-        broken."""
+        """Raises a worker's SlipstreamError, or FleetUnavailable: a worker died or did not answer in time,
+        and the group is broken."""
         if self.broken is not None:
             raise FleetUnavailable(f"the trainer is being restarted: {self.broken}")
         trace = tracing.headers()
@@ -221,7 +220,7 @@ async def _result(reference: Any) -> Any:
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether the actor died. Ray raises another class if it killed it for lack of memory."""
+    """Ray raises another class if it killed the actor for lack of memory."""
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 

@@ -1,10 +1,7 @@
 """Environments: prompts, replies and rewards.
 
-    Environment.rollouts(number, count) ──► rollouts of one problem
-        Task           one prompt, `count` answers
-        Conversations  `count` concurrent conversations, each a session of the fleet
-
-The fleet records the tokens of each rollout under its id, if the policy has a group.
+    Task           one prompt, `count` answers
+    Conversations  `count` concurrent conversations, each a session of the fleet
 
 Your own environment of several turns is a `TurnEnvironment`; its tools run in `Conversation.reply`.
 """
@@ -27,33 +24,28 @@ from app.jobs.task_groups import all_of
 from app.jobs.user_code import blamed
 
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
-MAX_SAID = 4000  # characters of a message in a sample, which may have images
+MAX_SAID = 4000  # characters of a message, which may have images
 HELD_OUT = 1 << 39  # problems from here on are for evaluation only
-AT_ONCE = 16  # answers of one request, which costs the same for one and for many, and goes to one replica
+AT_ONCE = 16  # answers of one request, which costs the same for one and for many
 
 
 class Environment(ABC):
-    """A source of problems."""
-
     @property
     def problems(self) -> int:
         """How many differ before they repeat."""
         return sys.maxsize
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """Resources that `rollouts` needs."""
         return nullcontext()
 
     @abstractmethod
     async def sample(self) -> str:
-        """The first problem, for `--dry-run`; does not ask the fleet."""
+        """For `--dry-run`; does not ask the fleet."""
 
     @abstractmethod
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
-        """`count` rollouts of this problem, the same for the same number in every process.
-
-        Raises Unanswered, Moved or FleetError, as `Policy.chat`.
-        """
+        """`count` rollouts of this problem, the same for the same number in every process. Raises as
+        `Policy.chat`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +88,6 @@ class Problem:
 
 
 class Task(Environment):
-    """One prompt, one answer."""
-
     @abstractmethod
     def problem(self, number: int) -> Problem:
         """The same for the same number, in every process."""
@@ -135,8 +125,6 @@ class Task(Environment):
 
 @dataclass(frozen=True, slots=True)
 class Conversations(Environment):
-    """Conversations of at most `max_turns` turns."""
-
     environment: TurnEnvironment
     max_turns: int
     reply_timeout_s: float = 600.0  # includes tools

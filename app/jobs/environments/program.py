@@ -1,8 +1,6 @@
-"""A child process that answers lines of JSON.
-
-If it hangs, crashes or writes garbage, every pending question raises `Exited`. It stops with everything that
-it started when its input ends, also when this process is killed.
-"""
+"""A child process that answers lines of JSON. If it hangs, crashes or writes garbage, every pending question
+raises `Exited`. It stops with everything that it started when its input ends, also when this process is
+killed."""
 
 import asyncio
 import json
@@ -27,7 +25,7 @@ class Exited(Exception):
 
 
 class Program:
-    """One process; `exited` is why it cannot answer. Its log (stderr) is kept if that text names it."""
+    """`exited` is why it cannot answer. Its log (stderr) is kept if that text names it."""
 
     def __init__(self, process: Process, mark: str, log: Path) -> None:
         self.exited: str | None = None
@@ -74,7 +72,7 @@ class Program:
         return program
 
     async def ask(self, **question: Any) -> Mapping[str, Any]:
-        """The answer to a question; cancellation is passed on. Raises Exited."""
+        """Cancellation is passed on. Raises Exited."""
         if self.exited is not None:
             raise Exited(self.exited)
         self._last_id += 1
@@ -90,7 +88,6 @@ class Program:
             del self._pending[number]
 
     async def close(self, grace_s: float = GRACE_S) -> None:
-        """Stop it and everything that it started; kill it after `grace_s`."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -107,7 +104,7 @@ class Program:
                 self._log.unlink()
 
     def last_words(self) -> str:
-        """The last line of text in its log; verifiers draws frames around errors."""
+        """The last line of text; verifiers draws frames around errors."""
         with self._log.open("rb") as stream:
             stream.seek(max(0, self._log.stat().st_size - LAST_WORDS_BYTES))
             end = stream.read().decode(errors="replace")

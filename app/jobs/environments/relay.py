@@ -2,8 +2,8 @@
 
     agent ── http://127.0.0.1:PORT/SESSION/v1/chat/completions ──► Relay ── x-rollout-id ──► fleet
 
-Requests get the policy's distribution and version, and the fleet's token. Each session of an agent, as of a
-judge, is a rollout of its own.
+They get the policy's distribution and version, and the fleet's token, which no agent sees. Each session of an
+agent, as of a judge, is a rollout of its own.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class AgentSession:
         self._failed.set()
 
     async def unless_failed(self, agent: Coroutine[Any, Any, T]) -> T:
-        """The agent's result. Cancels the agent and raises the failure when a request fails."""
+        """The agent's result. Cancels it and raises when a request fails."""
 
         async def failing() -> NoReturn:
             await self._failed.wait()
@@ -70,10 +70,7 @@ class AgentSession:
 
 
 class Relay:
-    """The server of all agents of an environment, on this host.
-
-    Addresses cannot be guessed, and are reused: agents keep a client for each.
-    """
+    """Addresses cannot be guessed, and are reused: agents keep a client for each."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, AgentSession] = {}
@@ -141,7 +138,6 @@ class Relay:
 
 
 async def _ask(session: AgentSession, path: str, body: Mapping[str, Any], name: str) -> bytes | web.Response:
-    """The fleet's answer, which is recorded, or an error for the agent."""
     content = b""
 
     def read(answer: bytes, headers: Mapping[str, str]) -> Completion:
@@ -179,14 +175,13 @@ def _generate_body(asked: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
 
 
 def _sampling(given: Mapping[str, Any], limit: str, policy: Policy) -> dict[str, Any]:
-    """What is given, from the policy's distribution and within its limit."""
     kept = {name: value for name, value in given.items() if name not in DROPPED}
     most = given.get(limit) or given.get("max_tokens") or policy.max_tokens
     return kept | DISTRIBUTION | {"n": 1, limit: min(int(most), policy.max_tokens)}
 
 
 def _events(answer: Mapping[str, Any], *, with_usage: bool) -> bytes:
-    """The stream of a whole chat answer, in one event, for clients that stream."""
+    """In one event, for clients that stream."""
     common = {name: value for name, value in answer.items() if name not in ("choices", "usage", "object")}
     common["object"] = "chat.completion.chunk"
     choices = []

@@ -1,5 +1,3 @@
-"""Conversations as tokens: only new messages are rendered."""
-
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -9,7 +7,7 @@ WORDS = ("1", "2")  # equally many tokens
 
 
 def probes(told: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Two conversations with different assistant's words and these last messages, for `between`."""
+    """For `between`."""
     first, second = (
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}, *told] for word in WORDS
     )

@@ -41,9 +41,7 @@ class VerifiersSettings(BaseModel):
     Attributes:
         command: what `vf-eval` takes, such as `gsm8k @ config.toml --select.limit 100`.
         eval_command: the same for held-out tasks.
-        python: an interpreter that has verifiers.
         rollout_timeout_s: per rollout, beside verifiers' own limits.
-        variables: added to the program's environment.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -21,8 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-MARK = "SLIPSTREAM_ROLLOUTS"  # an environment variable of all its processes
-STOP_TIMEOUT_S = 20.0  # limit for servers to stop after stdin has ended
+MARK = "SLIPSTREAM_ROLLOUTS"
+STOP_TIMEOUT_S = 20.0  # for servers to stop
 KILL_TIMEOUT_S = 5.0
 
 
@@ -59,7 +59,6 @@ class VerifiersRunner:
 
 @asynccontextmanager
 async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
-    """The environment of these arguments of `vf-eval`, with its servers."""
     from pydantic_config import cli
     from verifiers.v1.cli.resolve import narrow_config, with_positional_taskset
     from verifiers.v1.configs.cli.eval import EvalConfig
@@ -76,7 +75,7 @@ async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
 
 
 class Tasks:
-    """Tasks by position, read on demand; a bounded set repeats."""
+    """By position, read on demand; a bounded set repeats."""
 
     def __init__(self, taskset: Any) -> None:
         self._iterator: Iterator[Any] = iter(taskset)
@@ -110,7 +109,6 @@ def run(opened: Opened) -> None:
 
 
 async def serve(asked: TextIO, answers: TextIO, opened: Opened) -> None:
-    """Answer lines concurrently until stdin ends."""
     lines: asyncio.Queue[str] = asyncio.Queue()
     _read_lines(asked, asyncio.get_running_loop(), lines.put_nowait)
     running: dict[int, asyncio.Task[None]] = {}
@@ -164,7 +162,7 @@ def _exit_now() -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill the other processes with this mark; they may start more meanwhile."""
+    """They may start more meanwhile."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while mark and (found := list(_marked(mark))) and time.monotonic() < deadline:
         for pid in found:
