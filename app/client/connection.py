@@ -41,6 +41,8 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
+    """A request to the fleet, and how its response is read."""
+
     method: str
     path: str
     read: Reader[T]
