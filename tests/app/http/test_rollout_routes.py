@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from app.client import calls
@@ -110,6 +111,34 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
 def refused(answer: httpx.Response, status: int, says: str) -> None:
     assert answer.status_code == status, answer.text
     assert says in answer.json()["error"]["message"]
+
+
+async def test_a_call_that_openais_client_sends_again_is_one_turn(scene: Scene) -> None:
+    """As `docs/guides/agents.md` has it."""
+
+    class Losing(httpx.AsyncHTTPTransport):
+        answers = 0
+
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            answer = await super().handle_async_request(request)
+            await answer.aread()
+            self.answers += 1
+            if self.answers == 1:
+                raise httpx.ReadError("the connection was lost", request=request)
+            return answer
+
+    losing = Losing()
+    async with httpx.AsyncClient(transport=losing) as transport:
+        base = f"{scene.client.base_url}/t/a/v1"
+        agent = openai.AsyncOpenAI(base_url=base, api_key=NAMES[0] * 8, http_client=transport)
+        agent._idempotency_header = "x-rollout-turn"
+        for prompt, answer in (([1, 2], [3, 4]), ([1, 2], [5])):
+            body = {"prompt": prompt, "answer": answer}
+            await agent.chat.completions.create(model="m", messages=[], extra_body=body)
+    assert losing.answers == 3
+    await scene.post("a/reward", reward=1)
+    ((rollout,),) = (group["rollouts"] for group in (await scene.take())["groups"])
+    assert [each["token_ids"] for each in rollout["sequences"]] == [[3, 4], [5]]
 
 
 async def test_an_agent_is_learned_from(scene: Scene) -> None:
