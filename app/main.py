@@ -323,7 +323,7 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_API_KEY": "",  # routers check tokens; the operator's would lock them out
-        # `router.max_sequences` limits a list; a replica's part depends on the load.
+        # Routers limit a list; a replica's part depends on the load.
         "VLLM_MAX_COMPLETION_PROMPTS": str((1 << 31) - 1),
     }
     if args.device is Device.CPU:

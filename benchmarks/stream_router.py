@@ -27,7 +27,6 @@ from deployments.router.router import Router
 LIMITS = RouterLimits(
     max_ongoing_requests=100_000,
     max_body_bytes=64 << 20,
-    max_sequences=4096,
     request_timeout_s=30.0,
 )
 

@@ -23,7 +23,7 @@ LIVE: Mapping[str, tuple[str, ...]] = {
     "router": ("max_ongoing_requests", "request_timeout_s"),
     "weights": (
         *("commit", "in_flight", "min_replicas", "max_unavailable"),
-        *("stage_timeout_s", "commit_timeout_s", "drain_timeout_s"),
+        *("stage_timeout_s", "drain_timeout_s"),
     ),
 }
 DEPLOYMENTS: Mapping[str, str] = {"router": "router", "weights": "controller"}

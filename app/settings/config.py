@@ -37,8 +37,6 @@ class RouterConfig(Section):
     """How long a request looks for a replica. An answer may take as long as it takes."""
     max_body_bytes: PositiveInt = 32 << 20
     """The size of a request's body; above that: 413."""
-    max_sequences: PositiveInt = 16384
-    """Prompts times `n` of one request; above that: 400."""
 
 
 class StoreConfig(Section):

@@ -89,8 +89,6 @@ class RoundConfig(BaseModel):
     its lease, and its round is aborted."""
     stage_timeout_s: PositiveFloat = 120.0
     """How long a replica may take to receive and verify a version; then it is fenced."""
-    commit_timeout_s: PositiveFloat = 60.0
-    """How long a replica may take to swap; then it is fenced."""
     drain_timeout_s: float = Field(default=120.0, gt=0, le=300)
     """How long running requests may continue before an update with `in_flight: wait`, or `/pause` and
     `/sleep` with `mode=wait`; new ones wait meanwhile. Longer than the longest completion takes."""
@@ -106,6 +104,7 @@ class LedgerConfig(RoundConfig):
     shared_store: bool = True  # False: each host has a store of its own
     outside_versions: bool = True  # replicas write versions whose publisher does not
     # Constants; tests make them shorter.
+    commit_timeout_s: float = Field(default=60.0, gt=0)  # `host` loads inside it
     call_timeout_s: float = Field(default=60.0, gt=0)
     proof_timeout_s: float = Field(default=90.0, gt=0)  # for scores, since the version's first ones
 

@@ -47,7 +47,6 @@ class RouterLimits:
 
     max_ongoing_requests: int  # client requests; a split one counts once
     max_body_bytes: int
-    max_sequences: int  # per request: prompts times completions
     request_timeout_s: float  # to find a replica, and to wait for a version without x-weight-timeout
 
 

@@ -22,6 +22,7 @@ from deployments.router.prompt_lists import PromptList, parse_list, parse_object
 GRACE_S = 20.0  # plus the time that its size takes at this rate:
 BYTES_PER_S = 64 << 10
 MAX_HEADER_BYTES = 1 << 16
+MAX_SEQUENCES = 16384  # of one request: each is a task in a router and a place in an engine
 ONCE = frozenset(name.encode() for name in (*DEMANDS, *NAMES))
 # Every field of vLLM's routes that can hold a list of prompts or texts.
 _LISTS = (
@@ -72,17 +73,17 @@ class Inspection:
     prompts: PromptList | None  # None: do not split
 
 
-def inspect(body: bytes, method: str, path: str, *, in_session: bool, max_sequences: int) -> Inspection:
+def inspect(body: bytes, method: str, path: str, *, in_session: bool) -> Inspection:
     """Count a body's sequences. vLLM rejects what is no JSON object. Raises InvalidRequest: more than
-    `max_sequences`, or nested too deeply."""
+    `MAX_SEQUENCES`, or nested too deeply."""
     try:
         fields, is_plain = _fields(body)
         count = _sequences(fields)
-        if count > max_sequences:
+        if count > MAX_SEQUENCES:
             raise InvalidRequest(
-                f"expected at most {max_sequences} sequences in a request (prompts times 'n'), got {count}: "
-                "send several, or set 'router.max_sequences'",
-                {"expected": max_sequences, "actual": count},
+                f"expected at most {MAX_SEQUENCES} sequences in a request (prompts times 'n'), got {count}: "
+                "send several",
+                {"expected": MAX_SEQUENCES, "actual": count},
             )
         prompts = None if in_session or not is_plain else prompt_list(method, path, fields)
     except RecursionError as error:

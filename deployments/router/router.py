@@ -203,9 +203,7 @@ class Router:
             in_session = attempts.demand.session_id is not None
             turn = scope.get("rollout")
             whole = in_session or turn is not None
-            inspection = inspect(
-                body, request.method, path, in_session=whole, max_sequences=limits.max_sequences
-            )
+            inspection = inspect(body, request.method, path, in_session=whole)
             outgoing = _outgoing(request, attempts, path, body, inspection.sequences, turn)
             attempts.demand = replace(attempts.demand, stays=keeps_state(path))
             if not in_session:

@@ -17,9 +17,10 @@ from app.main import (
     staging,
     trainer_spec,
 )
-from app.settings.config import RouterConfig, parse_config
+from app.settings.config import parse_config
 from app.settings.section import ConfigError
 from deployments.host.fork_server.client import is_read_at_import
+from deployments.router.request_inspection import MAX_SEQUENCES
 from deployments.serve.placement import FREE_TIMEOUT_S
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
@@ -107,7 +108,7 @@ def test_a_fleet_whose_hosts_share_no_store_says_so_to_all_who_use_one(tmp_path:
 
 def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:
     environment = rollout(tmp_path)._replica_config.ray_actor_options["runtime_env"]["env_vars"]
-    assert int(environment["VLLM_MAX_COMPLETION_PROMPTS"]) >= RouterConfig().max_sequences
+    assert int(environment["VLLM_MAX_COMPLETION_PROMPTS"]) >= MAX_SEQUENCES
 
 
 def test_a_trainers_ranks_are_forks_of_the_replicas_server(tmp_path: Path) -> None:

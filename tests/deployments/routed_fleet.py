@@ -274,7 +274,6 @@ async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Rout
     defaults = {
         "max_ongoing_requests": 8,
         "max_body_bytes": 100,
-        "max_sequences": 8,
         "request_timeout_s": 1.0,
     }
     fleet = Fleet()

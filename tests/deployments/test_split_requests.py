@@ -10,7 +10,7 @@ from tests.deployments.routed_fleet import Fleet, service
 from tests.waiting import reached
 
 PROMPTS = [f"prompt {letter}" for letter in "abcdefgh"]
-ROOM = {"max_body_bytes": 10_000, "max_sequences": 100}
+ROOM = {"max_body_bytes": 10_000}
 
 
 def asked_of(fleet: Fleet) -> dict[str, list[Any]]:

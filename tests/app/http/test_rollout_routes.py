@@ -85,7 +85,7 @@ async def serving(
     controller, fleet = Controller(directory, limits), Fleet()
     fleet.rollouts = controller.rollouts
     servers = [await fleet.add(name) for name in replicas]
-    most = RouterLimits(max_ongoing_requests=8, max_body_bytes=9999, max_sequences=8, request_timeout_s=1.0)
+    most = RouterLimits(max_ongoing_requests=8, max_body_bytes=9999, request_timeout_s=1.0)
     router = Router(fleet, most)  # type: ignore[arg-type]
     handle: Any = Handle(controller)
     operator, *users = (name * 8 for name in NAMES)

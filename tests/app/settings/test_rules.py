@@ -136,8 +136,8 @@ trainer: {optimizer: {learning_rat: 1}}
 trainer: {optimizer: {schedule: cosine}}
   'trainer.optimizer.total_steps': expected a number with schedule 'cosine', got none (the schedule ends
   there)
-weights: {commit_timeout_s: .inf}
-  'weights.commit_timeout_s': expected a finite number, got inf
+weights: {stage_timeout_s: .inf}
+  'weights.stage_timeout_s': expected a finite number, got inf
 weights: {transport: tcp}
   'weights.transport': expected 'shm', 'gloo', 'ipc' or 'nccl', got 'tcp'
 """

@@ -20,7 +20,7 @@ def test_a_serve_that_runs_already_is_asked_and_so_is_one_that_started_later(
     with pytest.raises(ValueError, match=REASON) as refused:
         build(config)
     assert "'http_options.host' is '0.0.0.0'" in str(refused.value)
-    limits = RouterLimits(max_ongoing_requests=1, max_body_bytes=1, max_sequences=1, request_timeout_s=1)
+    limits = RouterLimits(max_ongoing_requests=1, max_body_bytes=1, request_timeout_s=1)
     # As if it had been built before Serve was started.
     router = serve.deployment(serve.ingress()(Ingress), name="router", max_constructor_retry_count=1)
     with pytest.raises(RuntimeError):

@@ -17,7 +17,6 @@ from tests.deployments.recorded import Recorded
 LIMITS = RouterLimits(
     max_ongoing_requests=8,
     max_body_bytes=1000,
-    max_sequences=8,
     request_timeout_s=10.0,
 )
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"

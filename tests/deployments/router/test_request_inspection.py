@@ -16,6 +16,7 @@ from deployments.router.prompt_lists import COMPLETIONS
 from deployments.router.request_inspection import (
     BYTES_PER_S,
     MAX_HEADER_BYTES,
+    MAX_SEQUENCES,
     check_headers,
     inspect,
     read_body,
@@ -58,8 +59,8 @@ async def test_time_limit_grows_with_the_body() -> None:
     assert len(await read_body(request(parts, pause_s=0.05), 1 << 20, grace_s=0.1)) == 6 * len(part)
 
 
-def count_of(body: bytes, limit: int) -> int:
-    return inspect(body, "POST", "/x", in_session=False, max_sequences=limit).sequences
+def count_of(body: bytes) -> int:
+    return inspect(body, "POST", "/x", in_session=False).sequences
 
 
 CHAT = [{"role": "user", "content": 'Say "n": 99 and {"prompt": ["a", "b"]}'}]
@@ -90,12 +91,13 @@ CHAT = [{"role": "user", "content": 'Say "n": 99 and {"prompt": ["a", "b"]}'}]
 )
 def test_sequences_are_prompts_times_answers(asked: dict[str, Any], count: int) -> None:
     for body in (json.dumps(asked).encode(), json.dumps(asked, indent=3).encode()):
-        assert count_of(body, count) == count
-        if count > 1:
-            with pytest.raises(
-                InvalidRequest, match=rf"expected at most {count - 1} sequences .*, got {count}"
-            ):
-                count_of(body, count - 1)
+        assert count_of(body) == count
+
+
+def test_a_request_has_a_limited_number_of_sequences() -> None:
+    assert count_of(b'{"n": %d}' % MAX_SEQUENCES) == MAX_SEQUENCES
+    with pytest.raises(InvalidRequest, match=r"expected at most 16384 sequences .*, got 16385"):
+        count_of(b'{"n": %d}' % (MAX_SEQUENCES + 1))
 
 
 def test_no_spelling_hides_the_sequences() -> None:
@@ -116,31 +118,33 @@ def test_no_spelling_hides_the_sequences() -> None:
             json.loads(body)
         except ValueError:
             continue  # vLLM cannot read it either
-        with pytest.raises(InvalidRequest, match="got 99"):
-            count_of(body, 8)
+        assert count_of(body) == 99
 
 
 def test_deep_nesting_is_refused_and_invalid_json_is_left_to_vllm() -> None:
     with pytest.raises(InvalidRequest, match="nested too deeply"):
-        count_of(b'{"prompt": ' + b"[" * 100_000, 8)
+        count_of(b'{"prompt": ' + b"[" * 100_000)
     for body in (b"", b"{", b"[1]", b'"n"', b'{"n": ' + b"9" * 10_000 + b"}", b"\xff\xfe\x00"):
-        count_of(body, 8)
+        count_of(body)
 
 
 @pytest.mark.slow
 @given(st.binary(max_size=100) | st.text().map(str.encode))
 def test_any_body_is_passed_or_refused(body: bytes) -> None:
     try:
-        count_of(b'{"n": ' + body, 8)
-        count_of(body, 8)
+        count_of(b'{"n": ' + body)
+        count_of(body)
     except InvalidRequest:
         return
 
 
 async def test_router_refuses_before_a_replica_is_asked() -> None:
     async with service("a") as (_, router, client):
-        answer = await client.post("/whole", json={"prompt": ["a", "b", "c"], "n": 3})
-        assert (answer.status_code, answer.json()["error"]["detail"]) == (400, {"expected": 8, "actual": 9})
+        answer = await client.post("/whole", json={"prompt": ["a", "b", "c"], "n": 9999})
+        assert (answer.status_code, answer.json()["error"]["detail"]) == (
+            400,
+            {"expected": 16384, "actual": 29997},
+        )
         answer = await client.post("/whole", headers={"x-a": "b" * MAX_HEADER_BYTES})
         assert answer.status_code in (400, 413)  # the server in front of the router has a limit too
         answer = await client.post("/whole", headers={"x-session-id": "s" * 300})
@@ -165,7 +169,7 @@ LIST = json.dumps({"prompt": [[1, 2], [3, 4]], "n": 3, "stream": True}).encode()
 
 
 def test_session_and_what_is_no_standard_json_are_not_split() -> None:
-    assert inspect(LIST, "POST", COMPLETIONS, in_session=True, max_sequences=8).prompts is None
+    assert inspect(LIST, "POST", COMPLETIONS, in_session=True).prompts is None
     for body in (LIST.decode().encode("utf-16"), LIST.replace(b"}", b', "temperature": NaN}')):
-        found = inspect(body, "POST", COMPLETIONS, in_session=False, max_sequences=8)
+        found = inspect(body, "POST", COMPLETIONS, in_session=False)
         assert (found.sequences, found.prompts) == (6, None)
