@@ -8,7 +8,7 @@ from typing import Any
 
 import uvicorn
 
-KEEP_ALIVE_S = 75  # longer than the router reuses a connection
+KEEP_ALIVE_S = 75
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
 

@@ -43,8 +43,8 @@ logger = serve_logger()
 def outcome(
     round_id: int, fleet_id: str, fleet: FleetStatus, ended: Sequence[RoundReport]
 ) -> RoundReport | None:
-    """What became of a round whose close was not answered, by the fleet's status and its newest rounds. None:
-    it has not ended. Raises RoundAborted, or Conflict: the fleet has no record of it."""
+    """What became of a round whose close was not answered. None: it has not ended. Raises
+    RoundAborted, or Conflict: the fleet has no record of it."""
     if fleet.fleet_id == fleet_id:  # another fleet has numbers of its own
         for report in ended:
             if report.round_id == round_id and report.phase == "committed":
@@ -61,18 +61,14 @@ def outcome(
 
 
 class PublishSession:
-    """The calls of one publisher. They may run concurrently, in one event loop.
+    """The calls of one publisher, in one event loop.
 
-    The first call that needs the lease acquires it. As a context manager the session releases it at the end,
+    The first call that needs the lease acquires it. As a context manager the session releases it,
     and aborts the round if the block raises.
 
-    Every method raises the controller's errors (`StalePublisher`, `RoundAborted`, `Conflict`,
-    `InvalidRequest`, `FleetUnavailable`), `TransferAborted` with {"send_again": true} if the controller dies
-    before the round is closed, and `FleetUnavailable` if neither it nor a successor answers in time.
-
-    Attributes:
-        round_id: the open round.
-        remaining_s: of the lease, when it was joined.
+    Every method raises the controller's errors, `TransferAborted` with {"send_again": true} if the
+    controller dies before the round is closed, and `FleetUnavailable` if neither it nor a successor
+    answers in time.
     """
 
     def __init__(self, controller: CallHandle, publisher: str, joined: JoinedLease | None = None) -> None:
@@ -91,7 +87,6 @@ class PublishSession:
         await (self.release() if error is None else self.abort(str(error) or type(error).__name__))
 
     async def acquire(self) -> Lease:
-        """The session's lease; acquires one if there is none."""
         if self._lease is not None:
             return self._lease
         lease: Lease = await retried(self._controller, "acquire", self._publisher)
@@ -112,8 +107,7 @@ class PublishSession:
         await self._call("send", self.round_id, payload)
 
     async def close(self, label: str | None = None) -> RoundReport:
-        """Commit the open round. Raises AnswerLost: it may be committed, or be committed later; `outcome`
-        tells."""
+        """Raises AnswerLost: it may be committed now or later; `outcome` tells."""
         assert self._lease is not None and self.round_id is not None, "open a round first"
         token, round_id = self._lease.token, self.round_id
         try:
@@ -129,7 +123,6 @@ class PublishSession:
         return report
 
     async def abort(self, reason: str) -> None:
-        """Abort the open round, if any, and release the lease."""
         round_id, self.round_id = self.round_id, None
         if round_id is not None and self._lease is not None:
             aborting = self._controller.abort_round.remote(self._lease.token, round_id, reason)
@@ -142,7 +135,6 @@ class PublishSession:
             await self._clean_up(self._controller.release.remote(lease.token), "release of the lease")
 
     async def renewing(self, work: Awaitable[Result]) -> Result:
-        """Await work and renew the lease meanwhile."""
         task = asyncio.ensure_future(work)
         try:
             while (lease := self._lease) is not None:
@@ -172,7 +164,7 @@ class PublishSession:
         except Exception as error:
             lost = is_lost(error)
             if lost or isinstance(error, StalePublisher):
-                self._lease = self.round_id = None  # the controller knows neither
+                self._lease = self.round_id = None
             if not lost:
                 raise
             raise TransferAborted(
@@ -181,7 +173,6 @@ class PublishSession:
             ) from error
 
     async def _clean_up(self, call: Awaitable[object], what: str) -> None:
-        """A failure here must not hide the round's outcome."""
         try:
             await bounded(call, what, CLEAN_UP_TIMEOUT_S)
         except Exception as error:
@@ -193,11 +184,9 @@ class PublishSession:
 async def joined(controller: CallHandle, publisher: str, *, of_round: bool = False) -> PublishSession:
     """The session for one call of a publisher whose calls carry no token.
 
-    Between calls the lease is held only while a round is open. The call renews it first if it belongs to the
-    round (`of_round`): a restarted trainer that retries would keep its predecessor's round alive.
-
-    Raises:
-        Conflict: another publisher holds the lease.
+    The call renews the lease first if it belongs to the open round (`of_round`): a restarted
+    trainer that retries would keep its predecessor's round alive. Raises Conflict: another
+    publisher holds the lease.
     """
     found: JoinedLease = await retried(controller, "join_lease", publisher, of_round)
     return PublishSession(controller, publisher, found)

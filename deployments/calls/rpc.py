@@ -60,8 +60,8 @@ class CallAddress:
 
 
 class CallServer:
-    """Serves the public coroutine methods of an object on a port of its own. It starts with the first
-    `address()`, in the event loop of that call."""
+    """Serves the public coroutine methods of an object, from the first `address()` on, in its event
+    loop."""
 
     def __init__(self, target: object, host: Callable[[], str] = ray.util.get_node_ip_address) -> None:
         self._target = target
@@ -98,7 +98,6 @@ class CallServer:
 
 
 async def _outcome(method: Callable[..., Coroutine[Any, Any, Any]], receive: Any) -> bytes:
-    """The pickled result or `SlipstreamError` of the method; the caller tells them apart by type."""
     try:
         args, kwargs = pickle.loads(await _body(receive))
         return pickle.dumps(await method(*args, **kwargs), pickle.HIGHEST_PROTOCOL)
@@ -125,13 +124,12 @@ async def _body(receive: Any) -> bytes:
 
 
 class CallHandle:
-    """Calls a deployment of one replica that has `call_address`, with a `DeploymentHandle`'s syntax:
-    `handle.method.remote(...)`. `where`: the deployment, or the address of a process that has no
-    successor."""
+    """Calls a deployment of one replica that has `call_address`, as `handle.method.remote(...)`.
+    `where`: the deployment, or the address of a process that has no successor."""
 
     def __init__(self, where: DeploymentHandle | CallAddress) -> None:
         self._where = where
-        self._address: CallAddress | None = None  # the last process that answered
+        self._address: CallAddress | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # pickle looks for special methods
@@ -209,7 +207,7 @@ def _lost(name: str, reason: str, *, unreachable: bool = False) -> FleetUnavaila
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether the called process is gone or about to be replaced; its own errors are False."""
+    """Whether the called process is gone or about to be replaced."""
     if isinstance(error, FleetUnavailable):
         return error.detail.get("restarting") is True
     if isinstance(error, RayTaskError | RequestCancelledError):
@@ -218,7 +216,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
-    """Wait for a call within a deadline. Raises FleetUnavailable, which names `what`."""
+    """Raises FleetUnavailable, which names `what`, after the deadline."""
     try:
         async with asyncio.timeout(limit_s):  # wait_for can swallow a cancellation
             return await call
@@ -231,8 +229,8 @@ async def retried(
 ) -> Any:
     """`handle.method.remote(*args)` of a method that may be repeated, `limit_s` for each attempt.
 
-    If the process dies, its successor is asked, for `RESTART_WAIT_S` from the first loss on. Raises
-    FleetUnavailable, which names the method.
+    A dead process's successor is asked, for `RESTART_WAIT_S` from the first loss on; then
+    FleetUnavailable.
     """
     loop, deadline = asyncio.get_running_loop(), None
     while True:
@@ -257,7 +255,6 @@ _sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
 
 def _session() -> aiohttp.ClientSession:
-    """The event loop's session. One or two loops of a process make calls."""
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         for closed in [each for each in _sessions if each.is_closed()]:
@@ -284,7 +281,7 @@ def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def run_sync(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine for a thread that has no event loop, and wait for its result."""
+    """For a thread that has no event loop."""
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 
 

@@ -111,19 +111,16 @@ class Controller:
             raise
         self._calls = CallServer(self)
         self._polls: dict[str, object] = {}  # incarnation -> its newest poll, which supersedes older ones
-        self._round_trace: Mapping[str, str] = {}  # of the last round
+        self._round_trace: Mapping[str, str] = {}
         self._told: dict[str, int] = {}  # incarnation -> decisions that must be durable before it is told
 
-    # -- publishers ---------------------------------------------------------------------------
     # All calls raise SlipstreamError; those with a token StalePublisher if it is not the current one.
 
     async def acquire(self, publisher: str) -> Lease:
-        """See `Ledger.acquire`."""
         async with self._durable.answer(records=True):
             return self._ledger.acquire(publisher, self._durable.now())
 
     async def join_lease(self, publisher: str, renew: bool) -> JoinedLease:
-        """See `Ledger.join_lease`."""
         async with self._durable.answer():
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
@@ -133,7 +130,6 @@ class Controller:
             return self._ledger.renew(token, self._durable.now())
 
     async def release(self, token: int) -> None:
-        """An undecided round is aborted."""
         async with self._durable.answer():
             self._ledger.release(token, self._durable.now())
 
@@ -151,7 +147,7 @@ class Controller:
             return dict(await self._durable.result(self._ledger.disconnect(token, self._durable.now())))
 
     async def open_round(self, token: int, options: RoundOptions | None = None) -> int:
-        """Returns the round's id. Raises Conflict: a round is open, the weights sleep, or connect again."""
+        """Raises Conflict: a round is open, the weights sleep, or connect again."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             self._round_trace = tracing.headers()
@@ -164,21 +160,16 @@ class Controller:
             await self._durable.result(self._ledger.send(token, round_id, checked, self._durable.now()))
 
     async def close_round(self, token: int, round_id: int, label: str | None = None) -> RoundReport:
-        """Verify and commit; returns when every participant has swapped. May be repeated."""
         async with self._durable.answer():
             call = self._ledger.close_round(token, round_id, label, self._durable.now())
             return await self._durable.result(call)
 
     async def abort_round(self, token: int, round_id: int, reason: str) -> None:
-        """The fleet keeps serving the old version."""
         async with self._durable.answer():
             self._ledger.abort_round(token, round_id, reason, self._durable.now())
 
-    # -- adapters -----------------------------------------------------------------------------
-
     async def load_adapter(self, load: LoadRequest) -> Adapter:
-        """Make an adapter live on all replicas, or return what a load with this id has made live. See
-        `Ledger.begin_adapter` and `stage_adapter`."""
+        """Returns what a load with this id has made live, if it has. See `Ledger.stage_adapter`."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             if load.load_id:
@@ -203,7 +194,6 @@ class Controller:
             return await self._durable.result(call)
 
     async def unload_adapter(self, name: str) -> None:
-        """No new request can use it on any replica; see `Ledger.unload_adapter`."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             call = self._ledger.unload_adapter(name, self._durable.now())
@@ -213,22 +203,16 @@ class Controller:
         async with self._durable.answer():
             return self._ledger.adapters()
 
-    # -- rollouts -----------------------------------------------------------------------------
-
     async def rollouts(self, name: str, *arguments: Any) -> Any:
-        """See `Rollouts.call`."""
         self._durable.enter()
         live = [each for each in self._ledger.adapters() if each.state == "live"]
         versions = {each.name: each.version for each in sorted(live, key=lambda each: each.version)}
         current = {**versions, "": self._ledger.state.committed_version}
         return await self._rollouts.call(name, current, *arguments)
 
-    # -- replicas -----------------------------------------------------------------------------
-
     async def join(
         self, replica_id: str, incarnation: str, unloadable: Unloadable | None = None
     ) -> JoinAnswer:
-        """What a starting replica loads; `unloadable`: what it was told to load and cannot."""
         async with self._durable.answer():
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
@@ -238,8 +222,8 @@ class Controller:
         return await self._calls.address()
 
     async def poll(self, report: Report) -> Directive:
-        """Wait up to `poll_s` for updates for this replica. Raises FleetUnavailable: a newer poll of the
-        same replica superseded this one, or came before it."""
+        """Raises FleetUnavailable: a newer poll of the same replica superseded this one, or came
+        before it."""
         self._durable.enter()
         follows = self._ledger.on_report(report, self._durable.now())
         looked = self._durable.look_soon() if follows else self._durable.looks
@@ -271,54 +255,40 @@ class Controller:
             if self._polls.get(report.incarnation) is mine:
                 del self._polls[report.incarnation]
 
-    # -- the fleet -----------------------------------------------------------------------------
-
     async def call(self, operation: Operation) -> dict[str, JsonValue]:
-        """Run an operation on every serving replica; returns the results by replica id. Raises
-        ReplicaUnavailable: names the replicas that did not run it."""
+        """Results by replica id. Raises ReplicaUnavailable: names the replicas that did not run it."""
         async with self._durable.answer():
             await self._durable.wait(self._ledger.is_complete, None)
             return dict(await self._durable.result(self._ledger.call(operation, self._durable.now())))
 
     async def reconfigure(self, settings: Mapping[str, JsonValue]) -> None:
-        """Serve's hook for live settings, by the names in `LedgerConfig`."""
         self._ledger.reconfigure(LedgerConfig.model_validate({**self._config.model_dump(), **settings}))
 
-    # -- the store ----------------------------------------------------------------------------
-
     async def stored(self, version: int, path: str, label: str | None = None) -> None:
-        """See `Ledger.set_stored`."""
         async with self._durable.answer():
             self._ledger.set_stored(version, path, label, self._durable.now())
 
     async def not_stored(self, version: int, reason: str) -> None:
-        """See `Ledger.set_unstored`."""
         async with self._durable.answer():
             self._ledger.set_unstored(version, reason, self._durable.now())
 
     async def rollback_source(self, version: int) -> str:
-        """See `StoreKeeper.source`; it is published as an ordinary round."""
         return await asyncio.to_thread(self._keeper.source, version)
 
     async def stored_versions(self) -> list[int]:
-        """Versions that `rollback_source` knows, oldest first."""
         return await asyncio.to_thread(self._keeper.versions)
 
     async def scale(self, wanted: int | None) -> SizeStatus:
-        """See `Ledger.scale`."""
         async with self._durable.answer(records=True):
             return self._ledger.scale(wanted, self._durable.now())
 
     async def set_scores(self, scores: Scores) -> None:
-        """See `Ledger.set_scores`."""
         async with self._durable.answer():
             self._ledger.set_scores(scores, self._durable.now())
 
     async def set_label(self, label: str) -> None:
         async with self._durable.answer(records=True):
             self._ledger.set_label(label, self._durable.now())
-
-    # -- queries ------------------------------------------------------------------------------
 
     async def fleet(self) -> FleetStatus:
         async with self._durable.answer(asks=True):
@@ -329,7 +299,7 @@ class Controller:
             return self._ledger.health()
 
     async def rounds(self, after: int = 0) -> list[RoundReport]:
-        """Rounds with a greater id than `after`, oldest first."""
+        """Oldest first."""
         async with self._durable.answer(asks=True):
             return self._ledger.history(after)
 
@@ -363,13 +333,8 @@ def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
 
 
 def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> None:
-    """Raises JournalError if the fleet has live adapters that its replicas would refuse.
-
-    Engines load all live adapters, so no replica would ever serve.
-
-    Args:
-        refusal: how to make replicas take adapters; None: they do.
-    """
+    """Engines load all live adapters, so no replica would ever serve. `refusal`: how to make
+    replicas take adapters."""
     live = [f"{each.name}@{each.version}" for each in ledger.adapters() if each.state == "live"]
     if refusal is not None and live:
         raise JournalError(
@@ -380,7 +345,7 @@ def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> Non
 
 
 def json_only(value: object, name: str) -> JsonValue:
-    """The value itself. Raises InvalidRequest, with the place, if a tensor or another object is in it."""
+    """Raises InvalidRequest, with the place, if a tensor or another object is in the value."""
     try:
         return _JSON.validate_python(value)
     except ValidationError as error:

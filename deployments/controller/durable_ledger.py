@@ -34,9 +34,9 @@ from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import FleetUnavailable
 
 DISK_S = 60.0  # for one write; after that the disk hangs, and the next process may have more luck
-LOCK_WAIT_S = 10.0  # for a predecessor to exit
+LOCK_WAIT_S = 10.0
 LOOK_SHARE = 0.2  # the share of the event loop's time that looks may take
-STALL_S = 2.0  # the ticker runs several times as often
+STALL_S = 2.0
 WAKE_AT_ONCE = 32  # waits; the event loop serves others in between
 
 T = TypeVar("T")
@@ -60,7 +60,6 @@ class Waits:
         self._look_scheduled = self._release_scheduled = False
 
     async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
-        """Return when the condition holds or the time is over; raises what `ready` raises."""
         if ready():
             return
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,7 +73,7 @@ class Waits:
             self._conditions.pop(woken, None)
 
     def look_soon(self) -> None:
-        """Something changed: look once after the callbacks of this moment."""
+        """After the callbacks of this moment."""
         if self._conditions and not self._look_scheduled:
             self._look_scheduled = True
             asyncio.get_running_loop().call_soon(self._look)
@@ -90,7 +89,7 @@ class Waits:
             try:
                 if not ready():
                     continue
-            except Exception as error:  # raised in its own waiter
+            except Exception as error:
                 if not woken.done():
                     woken.set_exception(error)
             self._ready.append(woken)
@@ -144,17 +143,16 @@ class DurableLedger:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._no_space: str | None = None  # why a publisher's decisions cannot be written
         self._unwritten: list[Decision] = []
-        self._made = self._on_disk = 0  # decisions of this process
+        self._made = self._on_disk = 0
         self._writing: asyncio.Task[None] | None = None
         self._written = asyncio.Event()
-        self._failure: str | None = None  # why nothing is written any more
+        self._failure: str | None = None
         self._running: list[asyncio.Task[None]] = []
         self.looks = 0  # at the consequences of reports, so far; see `look_soon`
         self._look_scheduled = False
         self._look_at = 0.0  # event-loop time before which no look happens
 
     def enter(self) -> None:
-        """Begins every call. Raises FleetUnavailable: decisions could not be written."""
         self._check()
         if not self._running:
             loop = asyncio.get_running_loop()
@@ -174,14 +172,8 @@ class DurableLedger:
         return now
 
     def change(self, *, wake: bool = True) -> int:
-        """The ledger may have changed: hand its decisions to the disk, and wake waits that are over.
-
-        Args:
-            wake: whether something changed that others may wait for.
-
-        Returns:
-            The argument for `durable`.
-        """
+        """Hand the ledger's decisions to the disk, and wake waits that are over. `wake`: something
+        changed that others may wait for. Returns the argument for `durable`."""
         decisions = self._ledger.take_decisions()
         self._unwritten += decisions
         self._made += len(decisions)
@@ -193,13 +185,11 @@ class DurableLedger:
         return self._made
 
     def look_soon(self) -> int:
-        """Schedule one look at the consequences of all reports that arrive until then.
+        """Schedule one look at the consequences of all reports that arrive until then. Returns the
+        value of `looks` after it.
 
-        A look visits all members: one per report would make a thousand joins a million visits. So looks take
-        at most `LOOK_SHARE` of the loop's time, as long as one is shorter than a tick.
-
-        Returns:
-            The value of `looks` after it.
+        A look visits all members: one per report would make a thousand joins a million visits. So
+        looks take at most `LOOK_SHARE` of the loop's time, as long as one is shorter than a tick.
         """
         if not self._look_scheduled:
             self._look_scheduled = True
@@ -208,7 +198,7 @@ class DurableLedger:
         return self.looks + 1
 
     async def durable(self, made: int) -> None:
-        """Wait until this many decisions are on disk. Raises FleetUnavailable: they could not be written."""
+        """Raises FleetUnavailable: they could not be written."""
         while self._on_disk < made:
             self._check()
             await self._written.wait()
@@ -216,10 +206,10 @@ class DurableLedger:
 
     @asynccontextmanager
     async def answer(self, *, records: bool = False, asks: bool = False) -> AsyncIterator[None]:
-        """Wraps a call: its result or error waits for every decision made so far.
+        """A call's result or error waits for every decision made so far.
 
         Args:
-            records: the call asks for something new, which is refused while there is no space.
+            records: refused while there is no space.
             asks: the call changes nothing.
 
         Raises:
@@ -241,7 +231,7 @@ class DurableLedger:
             await self.durable(self.change(wake=not asks))
 
     async def result(self, call: PendingCall) -> Any:
-        """Wait for a pending call; raises its error. The ledger's deadlines bound the wait."""
+        """Raises its error. The ledger's deadlines bound the wait."""
         self.change()
         await self.wait(lambda: call.done, None)
         if call.error is not None:
@@ -249,7 +239,7 @@ class DurableLedger:
         return call.result
 
     async def wait(self, ready: Callable[[], bool], timeout_s: float | None) -> None:
-        """Wait for a condition that is evaluated after every change of the ledger."""
+        """Evaluated after every change of the ledger."""
         await self._waits.wait(ready, timeout_s)
         self.enter()
 
@@ -271,8 +261,6 @@ class DurableLedger:
             events = self._ledger.events_since(self._log_lines.last_id)
             self._log_lines.write(events)
             event_counts.count(events, self._ledger.state.history)
-
-    # -- the disk -----------------------------------------------------------------------------
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -304,7 +292,6 @@ class DurableLedger:
         self._waits.end_all()
 
     async def _keep_journal(self) -> None:
-        """Keep the journal where a successor looks for it, and keep space in it."""
         while self._failure is None:
             await asyncio.sleep(self._tick_s)
             try:
@@ -314,13 +301,12 @@ class DurableLedger:
             await self._reserve()
 
     async def _reserve(self) -> None:
-        """Reserve space in the journal; log when that fails and when it succeeds again."""
         if self._failure is not None or (self._journal.has_space and self._no_space is None):
             return
         before = self._no_space
         try:
             self._no_space = await self._in_thread(self._journal.reserve)
-        except Exception as error:  # the disk is gone
+        except Exception as error:
             self._fail(error)
         if self._no_space is not None and before is None:
             logger.error("no space for decisions, publishers are refused: %s", self._no_space)
@@ -328,15 +314,13 @@ class DurableLedger:
             logger.warning("space for decisions is available again: publishers are admitted")
 
     async def _in_thread(self, action: Callable[[], T]) -> T:
-        """Run an action in the journal's thread; raises its error, or TimeoutError if the disk hangs."""
+        """Raises the action's error, or TimeoutError if the disk hangs."""
         done = asyncio.get_running_loop().run_in_executor(self._thread, action)
         try:
             async with asyncio.timeout(DISK_S):  # wait_for can swallow a cancellation
                 return await asyncio.shield(done)
         except TimeoutError:
             raise TimeoutError(f"the disk has not answered for {DISK_S:g} s") from None
-
-    # -- time ---------------------------------------------------------------------------------
 
     async def _tick_forever(self) -> None:
         while self._failure is None:
@@ -363,7 +347,6 @@ class DurableLedger:
                 logger.exception("failed to look up silent replicas")
 
     def release(self) -> None:
-        """Give the state directory to the next process, before any call."""
         self._close()
         self._thread.shutdown(wait=False)
 

@@ -7,11 +7,11 @@ from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import Event
 from deployments.serve.instruments import FENCES, ROUND, ROUND_GAP, ROUND_PART, Record, record
 
-_ACTION = re.compile(r"([a-z_]+): ")  # what a replica did not do
+_ACTION = re.compile(r"([a-z_]+): ")
 
 
 def count(events: Iterable[Event], rounds: Sequence[RoundReport], record: Record = record) -> None:
-    """Args: `rounds` are those that ended, oldest first; so old ones that they are forgotten do not count."""
+    """`rounds`: those that ended, oldest first."""
     for event in events:
         if event.name == "fence":
             record(FENCES, reason=kind_of(str(event.fields["reason"])))
@@ -31,7 +31,6 @@ def _count_round(report: RoundReport, record: Record) -> None:
 
 
 def kind_of(reason: str) -> str:
-    """A few kinds for the reasons of fences, which are sentences."""
     if found := _ACTION.match(reason):
         return found[1]
     return "deadline" if reason.startswith("missed the deadline") else "other"

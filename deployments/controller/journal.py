@@ -40,13 +40,14 @@ logger = serve_logger()
 
 
 class Journal:
-    """Open it, take `recovered`, then `append`. Not for two threads at once.
+    """Not for two threads at once.
 
     Args:
         lock_wait_s: how long to wait while another process uses the file.
 
     Raises:
-        JournalError: the directory cannot be written, the file is in use, damaged or of another version.
+        JournalError: the directory cannot be written, the file is in use, damaged or of another
+        version.
     """
 
     def __init__(self, directory: Path, *, lock_wait_s: float = 0.0) -> None:
@@ -59,8 +60,8 @@ class Journal:
             self._open(lock_wait_s)
 
     def append(self, decisions: Iterable[Decision]) -> None:
-        """Durable when it returns. Raises JournalError: no space is left, the disk is gone, or another
-        file took this one's place."""
+        """Durable when it returns. Raises JournalError: no space, the disk is gone, or another file
+        is in its place."""
         rows: list[tuple[int, str]] = []
         superseded: list[tuple[int]] = []
         for decision in decisions:
@@ -79,8 +80,7 @@ class Journal:
                 self._look_at_space()
 
     def reserve(self) -> str | None:
-        """Reserve space for further decisions. Returns why there is none, for a person. Raises
-        JournalError: the disk is gone."""
+        """Returns why there is no space, for a person. Raises JournalError: the disk is gone."""
         if self.has_space:
             return None
         with self._named_errors():
@@ -173,7 +173,7 @@ class Journal:
             db.execute("PRAGMA synchronous=FULL")
             db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._read(db)
-        except BaseException:  # no one else can close it
+        except BaseException:
             db.close()
             raise
         self._db = db
@@ -207,7 +207,6 @@ class Journal:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Every error is a JournalError that names the file."""
         try:
             yield
         except JournalError:

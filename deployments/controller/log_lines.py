@@ -70,7 +70,7 @@ class LogLines:
     """Writes events to Serve's log. Remembers the round in flight, which other events belong to."""
 
     def __init__(self) -> None:
-        self.last_id = 0  # the newest event that is written
+        self.last_id = 0
         self._round = ""
         self._fenced: set[JsonValue] = set()
 
@@ -91,7 +91,7 @@ class LogLines:
                 logger.log(level, "%s", text.format_map(fields))
 
     def _key(self, event: Event) -> str:
-        """The event's key in `_LINES`; updates what is remembered."""
+        """Also updates what is remembered."""
         match event.name:
             case "round":
                 phase = event.fields["phase"]
@@ -109,7 +109,6 @@ class LogLines:
 
 
 def _counts(running: object) -> str:
-    """Requests by replica; a negative number: unknown."""
     pairs = sorted(running.items()) if isinstance(running, dict) else []
     return ", ".join(f"replica {name}: {'unknown' if count < 0 else count}" for name, count in pairs)
 

@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from deployments.host.logs import serve_logger
 
 IsAlive = Callable[[str], bool]  # takes the replica id that it reports; may block
-Kill = Callable[[str], None]  # likewise
+Kill = Callable[[str], None]
 
 PREFIX = "SERVE_REPLICA::"
 NAMESPACE = "serve"
@@ -24,8 +24,6 @@ logger = serve_logger()
 
 
 class ServeReplicas:
-    """The replicas of a deployment in the caller's application, by the names of their actors."""
-
     def __init__(self, deployment: str) -> None:
         self._deployment = deployment
 
@@ -52,7 +50,7 @@ class ReplicaProcesses:
     def __init__(self, is_alive: IsAlive, kill: Kill) -> None:
         self._is_alive = is_alive
         self._kill = kill
-        self._lookups: dict[tuple[str, str], asyncio.Task[bool]] = {}  # by replica id and incarnation
+        self._lookups: dict[tuple[str, str], asyncio.Task[bool]] = {}
         self._kills: set[asyncio.Task[None]] = set()
 
     async def gone(self, silent: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -46,7 +46,7 @@ class Rollouts:
                 await loop.run_in_executor(self._thread, self._store.sync)  # after all that wait by now
                 return answer
         except TimeoutError:
-            done.cancel()  # unless it has begun: its caller will not have the answer
+            done.cancel()
             raise FleetUnavailable(f"the disk of the rollouts has not answered for {DISK_S:g} s") from None
 
     async def aclose(self) -> None:

@@ -28,9 +28,9 @@ from deployments.weights.store.adapter_store import (
 from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner, hold
 from deployments.weights.store.versions import Store, VersionManifest
 
-PREDECESSOR_S = 10.0  # until it has exited
+PREDECESSOR_S = 10.0
 DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
-ADAPTERS = "adapters"  # their directory in the store
+ADAPTERS = "adapters"
 THREADS = 8  # a disk that hangs blocks one of them for each adapter
 
 T = TypeVar("T")
@@ -38,7 +38,6 @@ logger = serve_logger()
 
 
 def hold_claim(directory: Path) -> int | None:
-    """Wait for a predecessor to exit, and hold the store's claim."""
     return hold(directory, PREDECESSOR_S)
 
 
@@ -66,12 +65,11 @@ class StoreKeeper:
         self._held: int | None = None  # the claim, until `release`
         self._adapters = AdapterStore(store.directory / ADAPTERS)
         self._pass: asyncio.Task[None] | None = None
-        self._problem: OSError | None = None  # of the last pass
+        self._problem: OSError | None = None
         self._keep = keep
 
     def remove_old(self) -> None:
-        """Remove versions and copies of adapters that nothing needs, off the critical path, one pass at a
-        time."""
+        """Off the critical path, one pass at a time."""
         if self._pass is None or self._pass.done():
             self._pass = asyncio.get_running_loop().create_task(self._remove_old())
 
@@ -92,18 +90,17 @@ class StoreKeeper:
 
     async def _remove(self, remove: Callable[[int], object], number: int) -> None:
         try:
-            with suppress(FileNotFoundError):  # already removed
+            with suppress(FileNotFoundError):
                 await asyncio.to_thread(remove, number)
         except OSError as error:
             self._problem = error
 
     async def aclose(self) -> None:
-        """Wait for the running pass."""
         if self._pass is not None:
             await asyncio.gather(self._pass, return_exceptions=True)
 
     def check_owner(self) -> None:
-        """Reads the disk. Raises JournalError: the store is not this fleet's any more."""
+        """Raises JournalError: the store is not this fleet's any more."""
         check_owner(self._store.directory, self._ledger.state.fleet_id)
 
     def claim(self) -> None:
@@ -119,7 +116,6 @@ class StoreKeeper:
         self._find_stored(self._newer())
 
     def release(self) -> None:
-        """Let another controller have the store."""
         held, self._held = self._held, None
         if held is not None:
             os.close(held)
@@ -140,8 +136,8 @@ class StoreKeeper:
         claim(directory, fleet_id, self._state_dir)
 
     def source(self, version: int) -> str:
-        """The directory of a stored version of this fleet. Reads the disk. Raises InvalidRequest: it is
-        not in the store, is another fleet's, or its manifest cannot be read."""
+        """The directory of a stored version. Raises InvalidRequest: it is not in the store, is
+        another fleet's, or its manifest cannot be read."""
         stored = self.versions()
         if version not in stored:
             raise InvalidRequest(
@@ -159,8 +155,7 @@ class StoreKeeper:
         return list(self._store.list())
 
     def _own(self, version: int) -> VersionManifest | str:
-        """The manifest of a version of this fleet, or why there is none: an operator may have copied a
-        version to the store."""
+        """The manifest, or why there is none: an operator may have copied a version to the store."""
         try:
             manifest = self._store.manifest_of(version)
         except (OSError, ValueError) as error:
@@ -175,7 +170,6 @@ class StoreKeeper:
             self._ledger.find_stored(each.version, path, each.label, each.digest)
 
     def _newer(self) -> dict[str, VersionManifest]:
-        """This fleet's versions, by path, above the newest that is known to be stored. Reads the disk."""
         newest, found = self._ledger.state.stored_version, dict[str, VersionManifest]()
         for version in self._store.list():
             if version > newest and isinstance(manifest := self._own(version), VersionManifest):
@@ -183,7 +177,6 @@ class StoreKeeper:
         return found
 
     def _older(self) -> list[int]:
-        """This fleet's versions that may go, oldest first. Reads the disk."""
         newest = self._ledger.state.stored_version
         known = [version for version in self._store.list() if version <= newest]
         return [each for each in known[: -self._keep] if isinstance(self._own(each), VersionManifest)]

@@ -13,7 +13,8 @@ REMEMBERED = 256  # names whose last number is known; older names share the grea
 
 
 def check_new(catalog: AdapterCatalog, request: LoadRequest, base_model: str) -> None:
-    """Clients may number names themselves (ART loads `run@7`): only a name for two adapters is refused.
+    """Only a name that would stand for two adapters is refused: clients may number names themselves
+    (ART loads `run@7`).
 
     Raises:
         InvalidRequest: no such name is possible, or it is live and `in_place` is false.
@@ -72,7 +73,6 @@ def next_adapter(catalog: AdapterCatalog, request: LoadRequest, taken: Collectio
 
 
 def numbered(catalog: AdapterCatalog, adapter: Adapter) -> AdapterCatalog:
-    """The catalog in which this adapter's numbers are used up."""
     last = {name: number for name, number in catalog.last_versions.items() if name != adapter.name}
     last[adapter.name] = adapter.version
     floor = catalog.floor
@@ -82,7 +82,6 @@ def numbered(catalog: AdapterCatalog, adapter: Adapter) -> AdapterCatalog:
 
 
 def with_live(catalog: AdapterCatalog, adapter: Adapter, keep: int) -> AdapterCatalog:
-    """The adapter is live; of its name only the newest `keep` versions stay."""
     own = [each for each in catalog.live if each.name == adapter.name]
     out = {each.adapter_id for each in own[: max(0, len(own) + 1 - keep)]}
     return without(replace(catalog, live=(*catalog.live, adapter)), out)
@@ -97,5 +96,4 @@ def without(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
 
 
 def without_retired(catalog: AdapterCatalog, ids: set[int]) -> AdapterCatalog:
-    """These are on no replica any more, and their files may go."""
     return replace(catalog, retired=tuple(each for each in catalog.retired if each.adapter_id not in ids))

@@ -1,15 +1,16 @@
 """How an adapter becomes live on all replicas or on none, and how it is retired.
 
     caller    begin ─► (the shell copies the files) ─► stage ─► PendingCall
-    replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
+    replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─►
+    answer
               one rejects it ─► SET_ADAPTERS without it ─► the caller's error
 
-After each event every replica's last report is compared with the catalog, and it is sent the first thing that
-is missing: a joiner and a replica that missed something are the same case. A replica that this process has
-not sent SET_ADAPTERS may still carry out a directive of an earlier controller.
+After each event every replica's last report is compared with the catalog, and the first thing that
+is missing is sent. Until this process has sent it SET_ADAPTERS, a replica may still carry out an
+earlier controller's directive.
 
-Nothing is loaded between the decision and the end of a round that holds: a load ahead of one replica's COMMIT
-would stop the whole fleet.
+Nothing is loaded between the decision and the end of a round that holds: a load ahead of one
+replica's COMMIT would stop the whole fleet.
 """
 
 from dataclasses import replace
@@ -44,11 +45,8 @@ from deployments.protocol.poll import Body
 
 KINDS = (LoadAdapter, SetAdapters)
 
-# -- calls ------------------------------------------------------------------------------------
-
 
 def begin(state: State, request: LoadRequest) -> Adapter:
-    """Reserve the next version of a name; `stage` or `fail` follows."""
     adapters, limits = state.adapters, state.adapter_limits
     _check_enabled(state)
     _check_idle(state, request.name)
@@ -90,12 +88,11 @@ def fail(state: State, adapter: Adapter, error: SlipstreamError) -> None:
     load = _load_of(state, adapter)
     if load is not None and not load.stored:
         load.error = load.error or error
-        if load.call is None:  # no replica has heard of it
+        if load.call is None:
             _undo(state, load, load.error)
 
 
 def unload(state: State, name: str) -> PendingCall:
-    """Retire a name, or one full name. The call ends when requests may name it nowhere."""
     _check_enabled(state)
     _check_idle(state, name)
     out = adapter_catalog.named(state.adapters.catalog, name)
@@ -138,9 +135,6 @@ def _record(state: State, adapter: Adapter, phase: str, reason: str = "") -> Non
     state.record("adapter", lora_name=adapter.name, version=adapter.version, phase=phase, reason=reason)
 
 
-# -- queries ----------------------------------------------------------------------------------
-
-
 def needed(state: State) -> set[int]:
     catalog = state.adapters.catalog
     pending = {load.adapter.adapter_id for load in state.adapters.loads.values()}
@@ -148,7 +142,6 @@ def needed(state: State) -> set[int]:
 
 
 def settled(state: State, load_id: str) -> bool:
-    """Whether the load has failed, or what it loaded is on all replicas that take requests."""
     adapters = state.adapters
     if any(load.adapter.load_id == load_id for load in adapters.loads.values()):
         return False
@@ -157,7 +150,6 @@ def settled(state: State, load_id: str) -> bool:
 
 
 def loaded(state: State, load_id: str) -> Adapter | None:
-    """What this load made live; None: nothing, or it is gone from all replicas again."""
     catalog = state.adapters.catalog
     return next((each for each in (*catalog.live, *catalog.retired) if each.load_id == load_id), None)
 
@@ -188,7 +180,6 @@ def _status(state: State, adapter: Adapter, name: str, members: list[Member]) ->
 
 
 def converged(state: State, member: Member) -> bool:
-    """Whether it has all live adapters, and requests may name them and no others."""
     return not member.has_queued(*KINDS) and _is_set(state, member)
 
 
@@ -202,18 +193,14 @@ def _is_told(state: State, member: Member) -> bool:
 
 
 def _is_everywhere(state: State, adapter: Adapter) -> bool:
-    """Whether requests may name it on all replicas that take some."""
     everywhere = all(adapter.adapter_id in each.adapters.live for each in state.serving())
     return everywhere and not state.uncertain()
-
-
-# -- progress ---------------------------------------------------------------------------------
 
 
 def advance(state: State) -> None:
     adapters = state.adapters
     if not adapters.catalog.last_id:
-        return  # the fleet has never had one: members need not be looked at
+        return
     _converge_all(state)
     if _conclude(state):
         _converge_all(state)
@@ -259,7 +246,6 @@ def _send(state: State, member: Member, body: Body, on_complete: OnComplete) -> 
 
 
 def _restored(state: State, call: PendingCall) -> None:
-    """What is live must be everywhere: a replica that cannot follow is replaced."""
     verdict = classify(call)
     membership.fence_each(state, verdict.not_done, call.name)
     if call.name == SetAdapters.name:
@@ -281,7 +267,7 @@ def _loaded(state: State, call: PendingCall, *, load: Load) -> None:
 
 
 def _conclude(state: State) -> bool:
-    """Decide the loads that all replicas have answered. True if replicas have to be told something new."""
+    """True if replicas have to be told something new."""
     changed = False
     for load in list(state.adapters.loads.values()):
         if load.call is None or load.decided or state.returning():
@@ -303,11 +289,10 @@ def _conclude(state: State) -> bool:
 
 
 def _fault(state: State, load: Load) -> SlipstreamError | None:
-    """Why it cannot become live; None: nothing is known against it."""
     adapter, serving, needed = load.adapter, state.serving(), max(1, state.needed)
     if load.rejected:
         if any(_asked_to_load(each, adapter.adapter_id) for each in state.live()):
-            return None  # it may accept
+            return None
         others = any(adapter.adapter_id in each.adapters.held for each in serving)
         kind = Conflict if others else InvalidRequest
         reasons = set(load.rejected.values())
@@ -349,7 +334,7 @@ def _undo(state: State, load: Load, error: SlipstreamError) -> None:
 
 
 def _answer(state: State) -> None:
-    """End loads and unloads whose catalog has reached all replicas that take requests."""
+    """End loads and unloads that have reached all replicas that take requests."""
     if state.uncertain():
         return
     adapters = state.adapters

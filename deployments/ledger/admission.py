@@ -1,8 +1,8 @@
 """A member's polls, and how it becomes a member, catches up and is admitted.
 
-A joiner receives the committed version in the next round, or loads it from the store if no round comes.
-Rounds continue while it loads. If it is behind again, it waits for a round for as long as it took to load,
-and at least twice as long as before: so it converges at any rate of rounds.
+A joiner receives the committed version in the next round, or loads it from the store if no round
+comes. If it is behind again after that, it waits for a round at least twice as long as before: so
+it converges at any rate of rounds.
 
 It is admitted between rounds, or during the staging of a round that it takes part in.
 """
@@ -25,16 +25,10 @@ from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import CatchUp, Directive, JoinAnswer, Report, RunOperation, Unloadable
 from deployments.protocol.routing import ReplicaEndpoint
 
-# -- polls ------------------------------------------------------------------------------------
-
 
 def on_report(state: State, report: Report) -> bool:
-    """Register the sender, and take in its report.
-
-    Returns:
-        Whether something may follow. A heartbeat, or an acknowledgement that leaves others waiting, needs no
-        look at all members.
-    """
+    """Returns whether something may follow. A heartbeat, or an acknowledgement that leaves others
+    waiting, needs no look at all members."""
     known = state.find(report.replica_id, report.incarnation)
     if known is not None and report.number < known.last_report:
         raise FleetUnavailable(f"a later report of {report.replica_id} overtook this one")
@@ -64,7 +58,6 @@ def on_report(state: State, report: Report) -> bool:
 
 
 def _says_nothing_new(member: Member, report: Report) -> bool:
-    """Except for acknowledgements and what a round changes."""
     return (
         member.state is MemberState.SERVING
         and not (report.leaving or report.ended or report.failed)
@@ -91,11 +84,10 @@ def _copy(state: State, member: Member, report: Report) -> None:
 
 
 def _check_version(state: State, member: Member) -> None:
-    """Fence a replica that holds what the fleet did not commit."""
     committed, current = state.committed_version, state.round
     swapping = current is not None and current.decided and member in current.commits
     if member.departing:
-        return  # it answers no request any more
+        return
     if member.version > committed:
         reason = f"holds version {member.version}, the fleet never went past {committed}"
         membership.fence(state, member, reason)
@@ -130,7 +122,6 @@ def directive(state: State, report: Report) -> Directive:
 
 
 def has_updates(state: State, report: Report) -> bool:
-    """Whether a directive would say anything that the last one to this replica did not."""
     member = state.find(report.replica_id, report.incarnation)
     return member is None or member.out or member.delivered != _deliverable(state, member)
 
@@ -144,9 +135,6 @@ def _deliverable(state: State, member: Member) -> Delivered:
         may_leave=_may_leave(state, member),
         desired=state.desired,
     )
-
-
-# -- leaving ----------------------------------------------------------------------------------
 
 
 def lost(state: State, replica_id: str, incarnation: str, reason: str) -> None:
@@ -164,19 +152,14 @@ def gone(state: State, member: Member, reason: str) -> None:
 
 
 def _may_leave(state: State, member: Member) -> bool:
-    """Nothing waits for it: it leaves between rounds, never during one that it takes part in."""
     if not (member.departing and member.alive) or member.queue:
         return False
     return state.round is None or member not in state.round.participants
 
 
-# -- joining ----------------------------------------------------------------------------------
-
-
 def first_weights(
     state: State, replica_id: str, incarnation: str, unloadable: Unloadable | None
 ) -> JoinAnswer:
-    """The newest stored version, or the first checkpoint if the replica cannot load it."""
     if unloadable is not None:
         stored_versions.refuse(state, replica_id, incarnation, unloadable.version, unloadable.reason)
     told = state.stored
@@ -193,7 +176,6 @@ def first_weights(
 
 
 def _holders(state: State) -> tuple[ReplicaEndpoint, ...]:
-    """Replicas whose hosts may have a version that the asking one's host lacks."""
     if state.config.shared_store:
         return ()
     return tuple(member.endpoint for member in state.live() if member.endpoint is not None)
@@ -240,7 +222,7 @@ def _catch_up(state: State, member: Member) -> None:
     if state.now - state.last_round_end < member.patience_s:
         return
     if stored is None or stored.version != state.committed_version:
-        return  # the next round, or the next stored version, brings it up to date
+        return
     if stored_versions.refused(state, member.incarnation, stored.version):
         return
     body = CatchUp(
@@ -255,7 +237,6 @@ def _catch_up(state: State, member: Member) -> None:
 
 
 def _caught_up(state: State, call: PendingCall, *, version: int, sent: float) -> None:
-    """It holds the version, or could not read it and is unchanged, or its weights are unknown."""
     verdict = classify(call)
     for replica_id, reason in verdict.rejected.items():
         member = state.members.get(replica_id)

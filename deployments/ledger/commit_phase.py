@@ -36,8 +36,8 @@ from deployments.protocol.poll import (
 )
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
-CONTROLLER_RESTARTED = "the controller restarted"  # why it aborts the round that its predecessor had open
-RELEASE_S = 5.0  # for the release of the lease after the commit
+CONTROLLER_RESTARTED = "the controller restarted"
+RELEASE_S = 5.0
 KEPT_TIMINGS = 2000  # replicas' timings over all rounds: 200 rounds of 1,000 replicas would be 20 MB of JSON
 
 
@@ -139,8 +139,8 @@ def _expect_commit(state: State, current: Round, member: Member) -> None:
 
 
 def advance(state: State) -> bool:
-    """Send COMMIT to as many as may be unavailable at once; release when all have swapped. Returns whether
-    the round entered its next phase."""
+    """Send COMMIT to as many as may be unavailable at once. Returns whether the round entered its
+    next phase."""
     current = state.round
     if current is None or current.phase is not RoundPhase.COMMITTING:
         return False
@@ -165,7 +165,7 @@ def advance(state: State) -> bool:
 
 
 def _drain(state: State, current: Round, member: Member) -> None:
-    """Let its requests finish first. The round is decided: those that still run at the timeout are kept."""
+    """Let its requests finish first; those that still run at the timeout continue."""
 
     def ended(drain: PendingDrain) -> None:
         current.not_drained |= drain.late
@@ -213,7 +213,6 @@ def _swapped(state: State, call: PendingCall, *, current: Round, member: Member)
 
 
 def _fence_until_certain(state: State, current: Round, member: Member, reason: str) -> None:
-    """It may still take requests: the round waits until its fence is delivered, or it is gone."""
     if not member.out:
         _expect_commit(state, current, member)
         membership.fence(state, member, reason)
@@ -257,9 +256,6 @@ def _finish(state: State, current: Round) -> None:
 def weights_replaced(state: State) -> None:
     state.engine_state = intact(state.engine_state)
     state.durable_engine_state = intact(state.durable_engine_state)
-
-
-# -- a round's phases, and what is kept of it -------------------------------------------------
 
 
 _PARTS = {
@@ -344,7 +340,6 @@ def _timings(current: Round, replica_id: str) -> ReplicaTimings:
 
 
 def keep(state: State, report: RoundReport) -> None:
-    """Add to the history. In a large fleet older rounds lose their timings; the newest keeps them all."""
     history = state.history
     history.append(report)
     kept = 0
@@ -382,13 +377,13 @@ def require_no_round(state: State, action: str) -> None:
 
 
 def closed(state: State, round_id: int, label: str | None) -> PendingCall | None:
-    """The outcome of a round whose close comes again, after a controller restart; None: it is not closed.
-    Raises Conflict if another publisher closed it: HTTP callers share one lease, and only labels differ."""
+    """The outcome of a round that was closed before; None: it was not. Raises Conflict if another
+    publisher closed it: HTTP callers share one lease, and only labels differ."""
     current = state.round
     if current is not None and current.round_id == round_id:
         if current.close is not None or current.decided:
             _require_label(round_id, current.label, label)
-        if current.close is None and current.decided:  # decided by a predecessor
+        if current.close is None and current.decided:
             current.close = PendingCall(name="close_round", round_id=round_id)
         return current.close
     report = ended(state, round_id)

@@ -30,11 +30,11 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Founded:
-    """The fleet has an id, because stores of two fleets, which number versions alike, may be mixed up."""
+    """Stores of two fleets, which number versions alike, may be mixed up."""
 
     fleet_id: str
-    model: str | None = None  # None: not known yet
-    initial: InitialWeights | None = None  # what its first replica loaded; None: not known
+    model: str | None = None
+    initial: InitialWeights | None = None
     kind: Literal["founded"] = "founded"
 
 
@@ -47,7 +47,7 @@ class LeaseIssued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """A round id is used up. Otherwise a replica's leftovers could be taken for a new round's."""
+    """Otherwise a replica's leftovers could be taken for a new round's."""
 
     round_id: int
     kind: Literal["opened"] = "opened"
@@ -62,8 +62,6 @@ class Participant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """From here on the round only rolls forward."""
-
     round_id: int
     version: int
     label: str | None
@@ -71,17 +69,15 @@ class Committed:
     commit: CommitMode
     kv_cache: KvCache
     in_flight: InFlight
-    persist: bool = False  # a replica writes it to the store
+    persist: bool = False
     checks: tuple[Check, ...] = ()
-    digest: str | None = None  # see `RoundReport`, as for `drafter`
+    digest: str | None = None
     drafter: int | None = None
     kind: Literal["committed"] = "committed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelled:
-    """The committed version got another label."""
-
     version: int
     label: str
     kind: Literal["labelled"] = "labelled"
@@ -89,7 +85,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A round is aborted, or every participant of a committed one serves its version or is certain not to."""
+    """Every participant of a committed one serves its version or is certain not to."""
 
     report: RoundReport
     kind: Literal["ended"] = "ended"
@@ -105,8 +101,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """It takes requests from now on, also while the controller restarts."""
-
     member: Participant
     epoch: int
     kind: Literal["admitted"] = "admitted"
@@ -114,8 +108,6 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fenced:
-    """This incarnation never serves again."""
-
     replica_id: str
     incarnation: str
     reason: str
@@ -126,25 +118,20 @@ class Fenced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled:
-    """The operator set the number of replicas; None: as many as the load needs."""
-
     wanted: int | None
-    number: int  # counts these decisions
+    number: int
     kind: Literal["scaled"] = "scaled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cataloged:
-    """The adapters changed; all of them."""
-
     catalog: AdapterCatalog
     kind: Literal["cataloged"] = "cataloged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStateChanged:
-    """Users paused the fleet or put it to sleep. The end of a later committed round makes discarded weights
-    intact."""
+    """The end of a later committed round makes discarded weights intact."""
 
     steps: tuple[Annotated[LastingOperation, Field(discriminator="name")], ...]
     kind: Literal["engine_state_changed"] = "engine_state_changed"
@@ -170,13 +157,13 @@ _ADAPTER: TypeAdapter[Decision] = TypeAdapter(Annotated[Decision, Field(discrimi
 
 
 class Lasting:
-    """Which decisions are still needed: those that no later one on the same subject supersedes."""
+    """Decisions that no later one on the same subject supersedes."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, dict[str, int]] = {}  # kind -> subject -> number, oldest first
 
     def add(self, number: int, decision: Decision) -> list[int]:
-        """Add the next decision. Returns the numbers of those no longer needed."""
+        """Returns the numbers of those no longer needed."""
         subject = _subject(decision)
         superseded = self._forget(decision.kind, subject)
         if isinstance(decision, Fenced) and decision.told:
@@ -205,7 +192,7 @@ def _subject(decision: Decision) -> str:
 
 
 def encode(decision: Decision) -> bytes:
-    """One line of JSON, without the newline. Half a surrogate, which UTF-8 does not have, is escaped."""
+    """One line of JSON; half a surrogate, which UTF-8 does not have, is escaped."""
     try:
         return _ADAPTER.dump_json(decision)
     except PydanticSerializationError:

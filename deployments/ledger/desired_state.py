@@ -1,10 +1,10 @@
-"""vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet meaning.
+"""vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet
+meaning.
 
-Pause and sleep set the fleet's engine state, which is durable before a replica learns of them. A joiner is
-brought to it before it is admitted, which waits while such an operation is pending.
-
-With `mode=wait` the replicas drain first; at the timeout nothing changes. While weights are discarded (sleep
-at level 2) no KV cache is woken; a committed round replaces them.
+Pause and sleep set the fleet's engine state, which is durable before a replica learns of them. A
+joiner is brought to it before it is admitted. With `mode=wait` the replicas drain first; at the
+timeout nothing changes. While weights are discarded (sleep at level 2) no KV cache is woken; a
+committed round replaces them.
 """
 
 from dataclasses import replace
@@ -68,8 +68,7 @@ def _order(state: State, call: PendingCall, pending: PendingOperation) -> None:
     for member in state.serving():
         if member in call.waiting:
             membership.queue(state, member, RunOperation(operation=pending.operation), call)
-    # A replica may carry it out and this process exit before it learns so: weights that may be discarded
-    # count as discarded.
+    # Before any replica has carried it out: weights that may be discarded count as discarded.
     _make_durable(state)
 
 
@@ -78,7 +77,7 @@ def _drain(state: State, call: PendingCall, pending: PendingOperation) -> None:
 
     def ended(drain: PendingDrain) -> None:
         if call not in state.operations:
-            return  # superseded
+            return
         if not drain.late:
             _order(state, call, pending)
             return
@@ -102,7 +101,6 @@ def _drain(state: State, call: PendingCall, pending: PendingOperation) -> None:
 
 
 def _supersede(state: State, operation: Operation) -> None:
-    """Operations that still wait for running requests give way to one that does not wait."""
     for call, pending in list(state.operations.items()):
         if pending.draining:
             reason = f"{pending.operation.name} with mode=wait gave way to a later {operation.name}"
@@ -116,7 +114,6 @@ def _undo(state: State, call: PendingCall, error: Conflict) -> None:
 
 
 def check_awake(state: State) -> None:
-    """Raises Conflict while the weights sleep: an update has no memory to go to."""
     if SleepTag.WEIGHTS in asleep(state.engine_state) | asleep(_intended(state, drained=True)):
         raise Conflict(
             "the fleet's weights sleep: wake them first (POST /wake_up?tags=weights)",
@@ -125,7 +122,8 @@ def check_awake(state: State) -> None:
 
 
 def converge(state: State, member: Member) -> bool:
-    """Whether a member is in the fleet's engine state; if not, it is sent the operations that lead there."""
+    """Send a member the operations that lead to the fleet's engine state. Returns whether it is
+    there."""
     if any(
         not pending.of_one and isinstance(pending.operation, LASTING) for pending in state.operations.values()
     ):
@@ -159,7 +157,6 @@ def _check_intact(state: State, wake_up: WakeUp) -> None:
 
 
 def _intended(state: State, *, drained: bool) -> EngineState:
-    """The fleet's engine state once pending calls are done; `drained`: also those that drain first."""
     engine_state = state.engine_state
     for pending in state.operations.values():
         if not pending.of_one and (drained or not pending.draining):
@@ -181,7 +178,7 @@ def _called(state: State, call: PendingCall) -> None:
     verdict = classify(call)
     if pending.of_one:
         membership.fence_each(state, verdict.not_done, f"condition: {pending.operation.name}")
-    elif isinstance(pending.operation, LASTING):  # no other one changes what a replica computes
+    elif isinstance(pending.operation, LASTING):
         membership.fence_each(state, verdict.replica_failed, RunOperation.name)
     if isinstance(pending.operation, LASTING):
         _record(state, pending, call, verdict.done)

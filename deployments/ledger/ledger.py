@@ -73,10 +73,8 @@ class Ledger:
         self.state.now = now
         return self.state
 
-    # -- publishers: each call with a token raises StalePublisher for any but the current one -------
-
     def acquire(self, publisher: str, now: float) -> Lease:
-        """Issue the lease, also to its holder: the old token is stale then, and the open round aborted.
+        """Its holder gets a new one: the old token is stale then, and the open round aborted.
         Raises Conflict if another publisher holds it."""
         state = self._at(now)
         self._expire()
@@ -88,10 +86,11 @@ class Ledger:
         return lease
 
     def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
-        """The lease of a publisher whose calls carry no token (vLLM's clients); issues it if needed. It gives
-        way to another publisher's unless a round is open.
+        """The lease of a publisher whose calls carry no token (vLLM's clients). It gives way to
+        another publisher's unless a round is open.
 
-        `renew`: the call belongs to the open round. Other calls must not keep the round of a lost publisher.
+        `renew`: the call belongs to the open round. Other calls must not keep the round of a lost
+        publisher.
         """
         state = self._at(now)
         self._expire()
@@ -164,15 +163,13 @@ class Ledger:
         if publisher is not None:
             staging_phase.abandon(self.state, f"the lease of {publisher!r} expired")
 
-    # -- replicas -----------------------------------------------------------------------------
-
     def join(
         self, replica_id: str, incarnation: str, now: float, unloadable: Unloadable | None = None
     ) -> JoinAnswer:
-        """What a starting replica loads, or loads instead. It becomes a member with its first poll."""
+        """It becomes a member with its first poll."""
         state = self._at(now)
         answer = admission.first_weights(state, replica_id, incarnation, unloadable)
-        if unloadable is None or answer.version != unloadable.version:  # else it asks again and again
+        if unloadable is None or answer.version != unloadable.version:
             state.record("join", replica=replica_id, incarnation=incarnation, version=answer.version)
         return answer
 
@@ -182,8 +179,8 @@ class Ledger:
         return self.directive(report)
 
     def on_report(self, report: Report, now: float) -> bool:
-        """The first half of a poll. Returns whether anything may follow: `advance` is due then, at the latest
-        with the next tick. Raises FleetUnavailable if a later report overtook this one."""
+        """The first half of a poll. Returns whether `advance` is due, at the latest with the next
+        tick. Raises FleetUnavailable if a later report overtook this one."""
         return admission.on_report(self._at(now), report)
 
     def directive(self, report: Report) -> Directive:
@@ -193,26 +190,20 @@ class Ledger:
         return admission.has_updates(self.state, report)
 
     def is_complete(self) -> bool:
-        """Whether every replica that served before a restart has polled again, or is given up."""
         return not self.state.returning()
 
     def is_busy(self, report: Report) -> bool:
-        """Whether this replica has instructions, or drains: its next report is wanted soon."""
         return bool((it := self.state.members.get(report.replica_id)) and (it.queue or it.draining))
 
     def lost(self, processes: Iterable[tuple[str, str]], reason: str, now: float) -> None:
-        """The shell learned that these (replica id, incarnation) are gone."""
         state = self._at(now)
         for replica_id, incarnation in processes:
             admission.lost(state, replica_id, incarnation, reason)
         self.advance(now)
 
     def silent_since(self, before: float) -> list[tuple[str, str]]:
-        """(replica id, incarnation) of those that have not polled since."""
         members = self.state.members.values()
         return [(each.replica_id, each.incarnation) for each in members if each.last_poll < before]
-
-    # -- the fleet -----------------------------------------------------------------------------
 
     def call(self, operation: Operation, now: float) -> PendingCall:
         state = self._at(now)
@@ -228,19 +219,17 @@ class Ledger:
         self.advance(now)
 
     def find_stored(self, version: int, path: str, label: str | None, digest: str | None) -> None:
-        """A version of this fleet is on disk; if it was committed with this digest, joiners may load it."""
+        """Joiners may load it if it was committed with this digest."""
         state = self.state
         committed = state.stored_version < version <= state.committed_version
         if committed and state.digest_of(version) in (None, digest):
             self.set_stored(version, path, label, state.now)
 
     def set_unstored(self, version: int, reason: str, now: float) -> None:
-        """Its publisher could not write a version to the store."""
         stored_versions.set_unstored(self._at(now), version, reason)
         self.advance(now)
 
     def set_scores(self, scores: Scores, now: float) -> None:
-        """The trainer's scores of a version's weights, for the proof of policy."""
         proof.on_scores(self._at(now), scores, None)
         self.advance(now)
 
@@ -251,7 +240,6 @@ class Ledger:
         state.record("label", version=state.committed_version, label=label)
 
     def scale(self, wanted: int | None, now: float) -> SizeStatus:
-        """`wanted` None: as many as the load needs."""
         state = self._at(now)
         state.size_limits.check(wanted)
         state.desired = DesiredReplicas(wanted=wanted, number=state.desired.number + 1)
@@ -261,8 +249,6 @@ class Ledger:
 
     def reconfigure(self, config: LedgerConfig) -> None:
         self.state.config = config
-
-    # -- adapters -----------------------------------------------------------------------------
 
     def begin_adapter(self, load: LoadRequest, now: float) -> Adapter:
         state = self._at(now)
@@ -299,10 +285,8 @@ class Ledger:
     def adapters(self) -> list[AdapterStatus]:
         return adapter_loads.status(self.state)
 
-    # -- time and memory ----------------------------------------------------------------------
-
     def tick(self, now: float) -> list[str]:
-        """Check deadlines and the lease. Returns the ids of silent replicas: their processes may exist."""
+        """Returns the ids of silent replicas, whose processes may exist."""
         silent = membership.check_deadlines(self._at(now))
         proof.check_deadline(self.state)
         self._expire()
@@ -315,24 +299,25 @@ class Ledger:
         state.record("stall", stalled_s=round(stalled_s, 3))
 
     def take_decisions(self) -> list[Decision]:
-        """Decisions since the last call, in order; to be durable before any replica polls."""
+        """To be durable before any replica polls."""
         taken, self.state.decisions = self.state.decisions, []
         return taken
 
     def recover(
         self, decisions: Iterable[Decision], now: float, new_fleet_id: str = "fleet", wall: float = 0.0
     ) -> None:
-        """Fold an earlier process's decisions, or none, into this new ledger; they may name the fleet.
+        """Fold an earlier process's decisions, or none, into this new ledger.
 
         Args:
-            wall: what to add to `now` for seconds since 1970, which are in the reports.
+            new_fleet_id: if they name none.
+            wall: `now` + `wall` is seconds since 1970, for reports.
         """
         self.state.wall = wall
         recovery.recover(self._at(now), decisions, new_fleet_id)
         self.advance(now)
 
     def serve(self, model: str) -> str | None:
-        """The fleet serves this model. Returns the model of its versions or adapters, if that is another."""
+        """Returns the model of its versions or adapters, if that is another."""
         state = self.state
         assert state.founded is not None, "a ledger serves after `recover`"
         in_use = state.committed_version or state.adapters.catalog.live
@@ -342,8 +327,6 @@ class Ledger:
         if state.founded.model != model:
             state.found(replace(state.founded, model=model, initial=None if other else state.founded.initial))
         return None
-
-    # -- queries ------------------------------------------------------------------------------
 
     def history(self, after: int = 0) -> list[RoundReport]:
         return [report for report in self.state.history if report.round_id > after]
@@ -389,8 +372,6 @@ class Ledger:
                 "aborted": state.last_round_id - state.committed_version - undecided,
             },
         )
-
-    # -- progress -----------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
         state, epoch = self._at(now), None

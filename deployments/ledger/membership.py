@@ -44,8 +44,6 @@ from deployments.protocol.poll import (
 
 MAX_FAILED_TRANSFERS = 3
 
-# -- instructions -----------------------------------------------------------------------------
-
 
 def send(
     state: State,
@@ -79,7 +77,6 @@ def expect(
     certain: bool = False,
     batch: set[Member] | None = None,
 ) -> PendingCall:
-    """A call whose instructions are queued later."""
     call = PendingCall(
         name=name,
         waiting=set(members),
@@ -110,8 +107,8 @@ def queue(state: State, member: Member, body: Body, call: PendingCall | None = N
 
 
 def withdraw(member: Member, matches: Callable[[Body], bool], *, delivered: bool) -> bool:
-    """Remove matching instructions that are not delivered, or (`delivered`) all. Returns whether one
-    remains."""
+    """Returns whether a matching instruction remains, which was delivered; with `delivered` those
+    are removed too."""
     remains = False
     for queued in [each for each in member.queue if matches(each.body)]:
         if queued.delivered and not delivered:
@@ -130,13 +127,13 @@ def forget(state: State, call: PendingCall) -> None:
 
 
 def on_acknowledgements(state: State, member: Member, acknowledgements: Iterable[Acknowledgement]) -> bool:
-    """Returns whether something may follow: an instruction failed, or no other member is waited for."""
+    """Returns whether an instruction failed, or no other member is waited for."""
     follows = False
     by_seq = {queued.instruction.seq: queued for queued in member.queue}
     for acknowledgement in acknowledgements:
         queued = by_seq.pop(acknowledgement.seq, None)
         if queued is None:
-            continue  # repeated, withdrawn, or from before a restart
+            continue
         member.queue.remove(queued)
         follows = follows or acknowledgement.outcome is not Outcome.DONE
         call = queued.call
@@ -159,7 +156,6 @@ def run_completed(state: State) -> bool:
 
 
 def _stop_waiting_for(state: State, member: Member, *, certain: bool) -> None:
-    """The member is out; `certain`: it cannot take a request any more."""
     for call in state.pending:
         if member in call.waiting and (certain or not call.certain):
             call.stop_waiting_for(member)
@@ -172,11 +168,7 @@ def _start_deadline(state: State, member: Member) -> None:
         first.due = state.now + first.instruction.deadline_s + state.config.grace_s
 
 
-# -- members ----------------------------------------------------------------------------------
-
-
 def register(state: State, report: Report) -> Member | None:
-    """The member that sent this report; None if its incarnation is fenced and gone."""
     member = state.members.get(report.replica_id)
     if member is not None and member.incarnation == report.incarnation:
         return member
@@ -239,7 +231,6 @@ def fence_each(state: State, reasons: Mapping[str, str], action: str) -> None:
 
 
 def lose(state: State, member: Member, reason: str) -> None:
-    """Its process is gone, or was silent for so long that it stopped serving by itself."""
     if member.state is MemberState.LOST:
         return
     if not member.out:
@@ -251,7 +242,6 @@ def lose(state: State, member: Member, reason: str) -> None:
 
 
 def leave(state: State, member: Member) -> None:
-    """It shut down gracefully: no request runs on it, and nothing waits for it."""
     member.state, member.reason = MemberState.LOST, "it left in order"
     member.fence_delivered = True
     member.queue.clear()
@@ -263,7 +253,6 @@ def leave(state: State, member: Member) -> None:
 
 
 def on_fence_delivered(state: State, member: Member) -> None:
-    """It knows that it is fenced, or is gone: it takes no more requests."""
     if not member.fence_delivered:
         member.fence_delivered = True
         _decide_fence(state, member)
@@ -286,7 +275,6 @@ def check_deadlines(state: State) -> list[str]:
 
 
 def count_failed_transfers(state: State, verdict: Verdict, action: str, missing: Mapping[str, str]) -> None:
-    """Fence a member whose transfers keep failing while others receive, or whose peers miss it."""
     failed = verdict.transfer_failed if verdict.done else missing
     for replica_id, reason in failed.items():
         member = state.members.get(replica_id)
@@ -321,9 +309,6 @@ def _decide_fence(state: State, member: Member) -> None:
         state.fences.popitem(last=False)
 
 
-# -- drains -----------------------------------------------------------------------------------
-
-
 def begin_drain(
     state: State,
     drain_id: str,
@@ -333,15 +318,13 @@ def begin_drain(
     then: str,
     on_end: Callable[[PendingDrain], None],
 ) -> None:
-    """Drain the members until `forget_drain`. `on_end` runs when no request runs on them, or at the timeout.
-
-    No replica is fenced because its requests take long. `what`, `then`: for the event of a timeout.
-    """
+    """Drain until `forget_drain`. `on_end` runs when no request runs, or at the timeout: no replica
+    is fenced because its requests take long. `what`, `then`: for the event of a timeout."""
     members, timeout_s = list(members), state.config.drain_timeout_s
 
     def ended(state: State, call: PendingCall) -> None:
         if drain not in state.drains:
-            return  # forgotten by a call that completed in the same moment
+            return
         state.drains.remove(drain)
         if drain.late:
             state.record("drain_expired", what=what, running=dict(drain.late), timeout_s=timeout_s, then=then)

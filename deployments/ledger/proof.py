@@ -39,7 +39,6 @@ def on_scores(state: State, scores: Scores, replica_id: str | None) -> None:
 
 
 def check_deadline(state: State) -> None:
-    """Compare without those that have not answered."""
     if state.proof.due is not None and state.now > state.proof.due:
         _compare(state)
 
@@ -61,7 +60,6 @@ def _compare(state: State) -> None:
 
 
 def _judge(state: State, found: Mapping[str, Deviation], against: str, adapter: str) -> None:
-    """`adapter` "": the base model."""
     proof, bound = state.proof, state.config.proof.bound
     if bound is None:
         return
@@ -88,7 +86,7 @@ def _judge(state: State, found: Mapping[str, Deviation], against: str, adapter: 
 def deviations(
     replicas: Mapping[str, Sequence[float]], trainer: Sequence[float] | None
 ) -> dict[str, Deviation]:
-    """Of each replica: from the trainer, of two replicas from each other, of more from the median of all.
+    """From the trainer; without one, two replicas from each other, more from the median of all.
 
     Empty for one replica and no trainer. Scores of another number of sequences are left out.
     """

@@ -16,11 +16,9 @@ from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidReque
 from deployments.protocol.poll import Connect, Drop
 from deployments.protocol.publishing import Lease
 
-# -- the lease --------------------------------------------------------------------------------
-
 
 def acquire(state: State, publisher: str) -> Lease:
-    """Issue the lease, also to its holder, whose old token becomes stale. Raises Conflict."""
+    """Also to its holder, whose old token becomes stale. Raises Conflict."""
     desk = state.publisher
     if desk.lease is not None and desk.lease.publisher != publisher and not gives_way(state):
         left_s = round(desk.expires - state.now, 1)
@@ -39,7 +37,7 @@ def acquire(state: State, publisher: str) -> Lease:
 
 
 def renew(state: State, token: int) -> Lease:
-    """Every call of the holder renews. Raises StalePublisher for any token but the current one."""
+    """Raises StalePublisher for any token but the current one."""
     desk, held = state.publisher, state.publisher.lease
     if held is None or held.token != token:
         holder = None if held is None else held.publisher
@@ -64,10 +62,7 @@ def remaining_s(state: State) -> float:
 
 
 def expire(state: State) -> str | None:
-    """End an overdue lease; the publisher that held it.
-
-    A closed round no longer needs its publisher, and may take longer than the lease.
-    """
+    """A closed round no longer needs its publisher, and may take longer than the lease."""
     desk, held = state.publisher, state.publisher.lease
     if held is None:
         return None
@@ -82,12 +77,8 @@ def expire(state: State) -> str | None:
     return None
 
 
-# -- the connection ---------------------------------------------------------------------------
-
-
 def connection_to(state: State, publisher: str, members: Sequence[Member]) -> Connection:
-    """The publisher's own connection to these members. Raises Conflict if there is none, or if a communicator
-    lacks a member or has a dead one."""
+    """Raises Conflict if there is none, or if a communicator lacks a member or has a dead one."""
     connection, broken_by = state.publisher.connection, state.publisher.broken_by
     if connection is None or connection.publisher != publisher:
         reason = "connect before opening a round: no publisher is connected"
@@ -106,7 +97,6 @@ def connection_to(state: State, publisher: str, members: Sequence[Member]) -> Co
 
 
 def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) -> PendingCall:
-    """Connect every member, each with its own rank offset."""
     members, desk = state.for_round(), state.publisher
     if not members:
         raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
@@ -148,7 +138,6 @@ def _connected(state: State, call: PendingCall, *, connection: Connection) -> No
 
 
 def check_peers(state: State) -> None:
-    """Members must not wait in a communicator for a member that is gone."""
     if state.publisher.rendezvous is not None:
         connection, _ = state.publisher.rendezvous
         if connection.collective and any(each.out for each in connection.members):
@@ -156,7 +145,7 @@ def check_peers(state: State) -> None:
 
 
 def cancel_rendezvous(state: State) -> None:
-    """Its members may be waiting for a peer: have them leave it."""
+    """Its members may be waiting for a peer."""
     current, state.publisher.rendezvous = state.publisher.rendezvous, None
     for member in () if current is None else tuple(current[1].waiting):
         membership.withdraw(member, lambda body: isinstance(body, Connect), delivered=True)
@@ -164,8 +153,7 @@ def cancel_rendezvous(state: State) -> None:
 
 
 def break_connection(state: State, connection: Connection | None, round_id: int) -> None:
-    """A round over it was aborted: each member that drops its staging leaves the transfer group, so that no
-    peer is waited for."""
+    """Each member that drops its staging leaves the transfer group, so that no peer is waited for."""
     desk = state.publisher
     if connection is not None and connection.collective and desk.connection is connection:
         desk.connection, desk.broken_by = None, round_id
@@ -191,7 +179,7 @@ def _checked_rank_offset(init_info: Mapping[str, JsonValue], members: Sequence[M
     if not isinstance(offset, int) or offset < 0:
         raise InvalidRequest(f"rank_offset: expected an integer of 0 or more, got {offset!r}")
     world_size = init_info.get("world_size", offset + workers)
-    if not isinstance(world_size, int):  # NaN has no place in a JSON answer
+    if not isinstance(world_size, int):
         raise InvalidRequest(f"world_size: expected {offset + workers}, got {world_size!r}")
     if world_size != offset + workers:
         raise InvalidRequest(

@@ -12,9 +12,8 @@ from deployments.protocol.publishing import RoundReport
 
 
 def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: str) -> None:
-    """Bring a new state to where the decisions say the fleet is, and start its generation."""
     generation = 0
-    committed: decisions.Committed | None = None  # and not finished
+    committed: decisions.Committed | None = None
     open_round: int | None = None
     admitted: list[decisions.Participant] = []
     for decision in journal:
@@ -79,7 +78,6 @@ def _fold(state: State, decision: decisions.Decision) -> None:
 
 
 def _abort(state: State, round_id: int) -> None:
-    """The round that the predecessor had open."""
     report = RoundReport(
         round_id=round_id,
         version=state.committed_version + 1,

@@ -47,11 +47,9 @@ from deployments.protocol.poll import (
 )
 from deployments.protocol.publishing import RoundOptions
 
-# -- the publisher's calls --------------------------------------------------------------------
-
 
 def open_round(state: State, publisher: str, options: RoundOptions) -> int:
-    """Open a round with every free member, joiners included: a round carries all weights."""
+    """With every free member, joiners included: a round carries all weights."""
     members = _eligible(state)
     _check_after(state, options.after)
     connection = None
@@ -84,7 +82,7 @@ def open_round(state: State, publisher: str, options: RoundOptions) -> int:
 
 
 def _check_after(state: State, after: int | None) -> None:
-    """Raises Conflict for weights that would undo a version which their publisher has not seen."""
+    """These weights would undo a version which their publisher has not seen."""
     committed = state.committed_version
     if after not in (None, committed):
         raise Conflict(
@@ -173,11 +171,7 @@ def _split(payload: JsonValue | FilePart, members: Sequence[Member]) -> dict[Mem
     }
 
 
-# -- an abort ---------------------------------------------------------------------------------
-
-
 def abort(state: State, current: Round, error: SlipstreamError) -> None:
-    """The fleet keeps serving the old version. Members that may hold staged bytes drop them."""
     commit_phase.abort(state, current, error)
     for member in current.remaining():
         membership.withdraw(member, lambda body: isinstance(body, Receive | Verify), delivered=True)
@@ -186,12 +180,11 @@ def abort(state: State, current: Round, error: SlipstreamError) -> None:
     if current.file_bytes is None and not in_place:
         publisher_session.break_connection(state, current.connection, current.round_id)
     for call in _receives(state, current):
-        call.waiting.clear()  # also those that waited for a drain and were never queued
+        call.waiting.clear()
     membership.forget_drain(state, drain_of_round(current.round_id))
 
 
 def abandon(state: State, why: str) -> None:
-    """The publisher is gone: cancel what it began, unless that is decided."""
     publisher_session.cancel_rendezvous(state)
     current = state.round
     if current is not None and not current.decided:
@@ -200,13 +193,9 @@ def abandon(state: State, why: str) -> None:
 
 
 def drop(state: State, member: Member, round_id: int) -> None:
-    """Have a member discard the staging of a round; one that cannot say its weights are unchanged is
-    fenced."""
+    """A member that cannot say its weights are unchanged is fenced."""
     if not member.has_queued(Drop):
         membership.send_or_fence(state, member, Drop(round_id=round_id))
-
-
-# -- progress ---------------------------------------------------------------------------------
 
 
 def advance(state: State) -> None:
@@ -246,8 +235,8 @@ def _receives(state: State, current: Round) -> list[PendingCall]:
 
 
 def _decide(state: State, current: Round) -> None:
-    """With `together` no replica may serve the old version without consent: wait until every fence is
-    delivered."""
+    """With `together` no replica may serve the old version without consent, so every fence is
+    delivered first."""
     together = current.commit is CommitMode.TOGETHER
     if together and state.uncertain():
         return
@@ -259,7 +248,7 @@ def _decide(state: State, current: Round) -> None:
 
 
 def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
-    """Let running requests finish; then `drained` runs, unless they did not and the round is aborted."""
+    """`drained` runs unless requests outlast the timeout: then the round is aborted."""
 
     def ended(drain: PendingDrain) -> None:
         current.not_drained, current.drained = drain.late, True
@@ -291,7 +280,7 @@ def _not_drained(current: Round, timeout_s: float) -> RoundAborted:
 def _answered(state: State, call: PendingCall) -> None:
     current = state.round
     if current is None or current.round_id != call.round_id or current.decided:
-        return  # it ended before the last answer came
+        return
     current.record(call)
     if current.part is RoundPart.STAGE and not _receives(state, current):
         current.go_on(RoundPart.SEND, state.now)
@@ -323,7 +312,6 @@ def _answered(state: State, call: PendingCall) -> None:
 
 
 def _compare(state: State, current: Round, call: PendingCall) -> None:
-    """Compare the replicas' digests; each replica has compared its own with the publisher's."""
     staged = {
         member.replica_id: current.staged[member.replica_id]
         for member in current.remaining()

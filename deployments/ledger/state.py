@@ -48,10 +48,8 @@ from deployments.protocol.routing import ReplicaEndpoint
 
 FIRST_PATIENCE_S = 1.0
 KEPT_EVENTS = 1000
-ID_SPAN = 10**9  # ids of one controller process before those of the next begin
-UNKNOWN = -1  # a replica that did not say how many requests still run
-
-# -- members and their instructions -----------------------------------------------------------
+ID_SPAN = 10**9
+UNKNOWN = -1
 
 
 class MemberState(StrEnum):
@@ -59,13 +57,11 @@ class MemberState(StrEnum):
     JOINING = "joining"  # alive, takes no requests yet
     SERVING = "serving"
     FENCED = "fenced"  # never serves again; not gone yet
-    LOST = "lost"  # gone
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """The last directive to a member: is there anything new for the next one?"""
-
     state: MemberState
     last_seq: int
     may_leave: bool
@@ -74,18 +70,16 @@ class Delivered:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Member:
-    """One replica process."""
-
     replica_id: str
     incarnation: str
     world_size: int
     version: int
     state: MemberState
     last_poll: float
-    reason: str = ""  # why it is fenced or lost
-    queue: list["QueuedInstruction"] = field(default_factory=list)  # not acknowledged yet
+    reason: str = ""
+    queue: list["QueuedInstruction"] = field(default_factory=list)
     delivered: Delivered | None = None
-    was_serving: bool = False  # before the controller restarted
+    was_serving: bool = False
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
     store_result: StoreResult | None = None
@@ -93,12 +87,12 @@ class Member:
     initial: InitialWeights | None = None  # what it loaded as version 0
     loading_version: int | None = None  # reported; an earlier controller may have told it to
     patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store
-    last_report: int = 0  # the number of its newest report
+    last_report: int = 0
     failed_transfers: int = 0  # consecutive ones, while others received
     updates_in_place: bool = False  # RECEIVE changes its live weights
     draining: Draining | None = None
     leaving: bool = False
-    drained: bool = False  # no request runs on it
+    drained: bool = False
     adapters: AdapterState = NO_ADAPTERS
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
@@ -117,7 +111,6 @@ class Member:
 
     @property
     def departing(self) -> bool:
-        """It never serves again: new rounds and connections leave it out."""
         return self.leaving and self.drained
 
     @property
@@ -135,10 +128,10 @@ OnComplete = Callable[["State", "PendingCall"], None]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingCall:
-    """A call that several members carry out: complete when each has answered or is out.
+    """Complete when each member has answered or is out.
 
-    `certain`: a fenced member counts once its fence is delivered. `batch`: members that this call and others
-    wait for, where nothing follows before all are complete.
+    `certain`: a fenced member counts once its fence is delivered. `batch`: members that this call
+    and others wait for, where nothing follows before all are complete.
     """
 
     name: str
@@ -159,7 +152,6 @@ class PendingCall:
             self.batch.discard(member)
 
     def finish(self, result: Any = None, error: SlipstreamError | None = None) -> None:
-        """Set the outcome; only the first one counts."""
         if not self.done:
             self.done, self.result, self.error = True, result, error
 
@@ -168,7 +160,7 @@ class PendingCall:
 class QueuedInstruction:
     instruction: Instruction
     call: PendingCall | None
-    due: float | None = None  # None until it is the first in the queue
+    due: float | None = None
     delivered: bool = False
 
     @property
@@ -178,8 +170,6 @@ class QueuedInstruction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The answers to a call by outcome; reasons by replica id."""
-
     done: frozenset[str]
     rejected: Mapping[str, str]
     transfer_failed: Mapping[str, str]
@@ -195,7 +185,6 @@ class Verdict:
 
     @property
     def to_fence(self) -> dict[str, str]:
-        """Failed replicas, and those that reject what others accepted."""
         return {**self.replica_failed, **({} if self.publisher_at_fault else self.rejected)}
 
 
@@ -226,25 +215,19 @@ class PendingDrain:
 @dataclass(slots=True, kw_only=True, eq=False)
 class PendingOperation:
     operation: Operation
-    of_one: bool = False  # brings one member to the fleet's engine state
+    of_one: bool = False
     drain_id: str = ""  # `mode=wait`
-    draining: bool = False  # no replica has been told yet
-
-
-# -- the publisher and its round --------------------------------------------------------------
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Connection:
-    """One publisher's connection to the members of one epoch.
-
-    Collective (its `init_info` has `rank_offset`): one communicator, valid for exactly these members, whose
-    workers have ranks in order of registration.
-    """
+    """Collective (its `init_info` has `rank_offset`): one communicator, valid for exactly these
+    members, whose workers have ranks in order of registration."""
 
     publisher: str
     init_info: Mapping[str, JsonValue]
-    rank_offset: int | None  # rank of the first worker; None: not collective
+    rank_offset: int | None
     members: tuple[Member, ...]
 
     @property
@@ -275,7 +258,7 @@ def first_ranks(members: Sequence[Member]) -> list[int]:
 
 
 class RoundPhase(StrEnum):
-    OPEN = "open"  # payloads arrive
+    OPEN = "open"
     VERIFYING = "verifying"  # closed; digests are awaited
     VERIFIED = "verified"  # waiting only for replicas that may serve without consent
     DRAINING = "draining"  # `in_flight: wait`: running requests finish
@@ -286,8 +269,6 @@ class RoundPhase(StrEnum):
 
 
 class RoundPart(StrEnum):
-    """What a round waits for; see `RoundReport.parts`."""
-
     OPEN = "open"
     SEND = "send"
     STAGE = "stage"
@@ -315,22 +296,22 @@ class Round:
     file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
     sent_bytes: int = 0
     phase: RoundPhase = RoundPhase.OPEN
-    checks: tuple[Check, ...] = ()  # made by all participants
+    checks: tuple[Check, ...] = ()
     digest: str | None = None  # all tensors, agreed on by the participants
-    drafter: int | None = None  # the version of its drafter
-    close: PendingCall | None = None  # what the publisher awaits
+    drafter: int | None = None
+    close: PendingCall | None = None
     commits: dict[Member, PendingCall] = field(default_factory=dict)
-    ordered: set[Member] = field(default_factory=set)  # were sent COMMIT
+    ordered: set[Member] = field(default_factory=set)
     swapping: set[Member] = field(default_factory=set)  # `together`: COMMIT is waited for
-    staged: dict[str, Staged] = field(default_factory=dict)  # replica id -> report
+    staged: dict[str, Staged] = field(default_factory=dict)
     swapped: dict[str, Swapped] = field(default_factory=dict)
     publisher: str = ""
     committed_at: float | None = None
-    part: RoundPart = RoundPart.OPEN  # what it waits for
+    part: RoundPart = RoundPart.OPEN
     part_since: float = 0.0
     parts: dict[RoundPart, float] = field(default_factory=lambda: dict.fromkeys(RoundPart, 0.0))  # seconds
     decided_for: int = 0  # participants of a decision that a restart resumes; some may be fenced since
-    drained: bool = False  # `in_flight: wait`: no request runs
+    drained: bool = False
     not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> running requests
     left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
 
@@ -340,7 +321,8 @@ class Round:
 
     @property
     def hold(self) -> bool:
-        """Whether a replica waits after its swap for the others, including those that a restart forgot."""
+        """Whether replicas wait after their swap for the others, including those that a restart
+        forgot."""
         return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
 
     @property
@@ -369,34 +351,24 @@ class PublisherState:
     expires: float = 0.0
     last_token: int = 0
     connection: Connection | None = None
-    rendezvous: tuple[Connection, PendingCall] | None = None  # its members connect
+    rendezvous: tuple[Connection, PendingCall] | None = None
     told: set[Member] = field(default_factory=set)  # they have, or were told of, the connection
     broken_by: int | None = None  # the round with which the last transfer group ended
 
 
-# -- the store --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A joiner cannot load a version, or found other weights than version 0."""
-
     replica_id: str
     version: int
     reason: str
     since: float
 
 
-# -- adapters ---------------------------------------------------------------------------------
-
-
 @dataclass(slots=True, kw_only=True)
 class LoadTimes:
-    """When a load reached which point; None: not yet."""
-
     begun: float
     staged: float | None = None  # the files are copied, and replicas are told
-    stored: float | None = None  # the copy is durable
+    stored: float | None = None
     held: float | None = None  # all serving replicas have it
     live: float | None = None  # requests may name it everywhere
     replicas: dict[str, LoadedAdapter] = field(default_factory=dict)
@@ -418,9 +390,9 @@ class LoadTimes:
 class Load:
     adapter: Adapter
     times: LoadTimes
-    call: PendingCall | None = None  # None: its files are being copied
-    asked: set[str] = field(default_factory=set)  # incarnations
-    rejected: dict[str, str] = field(default_factory=dict)  # replica id -> why
+    call: PendingCall | None = None
+    asked: set[str] = field(default_factory=set)
+    rejected: dict[str, str] = field(default_factory=dict)
     error: SlipstreamError | None = None
     decided: bool = False
 
@@ -436,14 +408,11 @@ class Load:
 @dataclass(slots=True, kw_only=True)
 class AdapterLoads:
     catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
-    loads: dict[str, Load] = field(default_factory=dict)  # name -> load
-    unloads: list[tuple[set[int], PendingCall]] = field(default_factory=list)  # adapter ids
-    times: dict[int, LoadTimes] = field(default_factory=dict)  # adapter id -> times
+    loads: dict[str, Load] = field(default_factory=dict)
+    unloads: list[tuple[set[int], PendingCall]] = field(default_factory=list)
+    times: dict[int, LoadTimes] = field(default_factory=dict)
     told_live: set[str] = field(default_factory=set)  # incarnations, by this process
     recovered: bool = False  # an earlier process of this fleet had adapters
-
-
-# -- the proof of policy ----------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True)
@@ -455,12 +424,7 @@ class Proof:
     replicas: dict[str, tuple[float, ...]] = field(default_factory=dict)
     adapters: dict[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)  # by NAME@VERSION
     trainer: tuple[float, ...] | None = None
-    # Replicas beyond the bound that were dealt with, the adapter, and whether most agreed: later scores may
-    # decide.
     told: set[tuple[str, str, bool]] = field(default_factory=set)
-
-
-# -- the whole --------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -471,7 +435,7 @@ class State:
     desired: DesiredReplicas
     now: float = 0.0
     wall: float = 0.0  # `now` + `wall` is seconds since 1970
-    decisions: list[Decision] = field(default_factory=list)  # not durable yet
+    decisions: list[Decision] = field(default_factory=list)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT_EVENTS))
     next_event_id: int = 1
 
@@ -487,29 +451,26 @@ class State:
 
     founded: Founded | None = None
     committed_version: int = 0
-    drafter: int | None = None  # the version of the committed version's drafter
+    drafter: int | None = None
     label: str | None = None
-    persist: bool = False  # a replica writes the committed version to the store
-    stored: Stored | None = None  # the newest version on disk
+    persist: bool = False
+    stored: Stored | None = None
     round: Round | None = None
     last_round_id: int = 0
     last_round_end: float = -math.inf
-    history: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=KEPT_ROUNDS))  # oldest first
-    round_errors: OrderedDict[int, SlipstreamError] = field(
-        default_factory=OrderedDict
-    )  # round id -> why it aborted
+    history: deque[RoundReport] = field(default_factory=lambda: deque(maxlen=KEPT_ROUNDS))
+    round_errors: OrderedDict[int, SlipstreamError] = field(default_factory=OrderedDict)
 
     publisher: PublisherState = field(default_factory=PublisherState)
     engine_state: EngineState = ()
     durable_engine_state: EngineState = ()  # what a successor would recover
     operations: dict[PendingCall, PendingOperation] = field(default_factory=dict)
-    refusals: dict[str, Refusal] = field(default_factory=dict)  # incarnation -> refusal
+    refusals: dict[str, Refusal] = field(default_factory=dict)
     unwritten: tuple[int, str] | None = None  # the version that its publisher could not write, and why
     adapters: AdapterLoads = field(default_factory=AdapterLoads)
     proof: Proof = field(default_factory=Proof)
 
     def decide(self, decision: Decision) -> None:
-        """Durable before any replica polls again."""
         self.decisions.append(decision)
 
     def found(self, founded: Founded) -> None:
@@ -526,7 +487,6 @@ class State:
 
     @property
     def initial(self) -> InitialWeights | None:
-        """What version 0 is; None: not known, or the fleet has left it."""
         return None if self.founded is None or self.committed_version else self.founded.initial
 
     @property
@@ -541,18 +501,15 @@ class State:
         return self.committed_version if pending else None
 
     def retains(self, current: Round) -> bool:
-        """Whether replicas retain a round's tensors until they are in a store."""
         return current.persist or not self.config.shared_store
 
     def digest_of(self, version: int) -> str | None:
         reports = (each for each in reversed(self.history) if each.version == version)
         return next((each.digest for each in reports if each.phase == RoundPhase.COMMITTED), None)
 
-    # -- members ------------------------------------------------------------------------------
-
     @property
     def needed(self) -> int:
-        """Participants that a round needs: `min_replicas`, but no more than the fleet is meant to have."""
+        """`min_replicas`, but no more than the fleet is meant to have."""
         limits, wanted = self.size_limits, self.desired.wanted
         if limits.fixed is not None:
             return self.config.min_replicas
@@ -574,7 +531,6 @@ class State:
         return ready if len(ready) >= self.needed else self.live()
 
     def returning(self) -> list[Member]:
-        """Those that served before a restart and have not polled since."""
         return [member for member in self.members.values() if member.state is MemberState.RETURNING]
 
     def uncertain(self) -> list[Member]:
@@ -585,8 +541,6 @@ class State:
             if member.state is MemberState.RETURNING
             or (member.state is MemberState.FENCED and not member.fence_delivered)
         ]
-
-    # -- time ---------------------------------------------------------------------------------
 
     def credit(self, stalled_s: float) -> None:
         """The controller stalled and could hear no replica: extend every deadline."""

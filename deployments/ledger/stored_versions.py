@@ -15,7 +15,7 @@ RETRY_S = 30.0  # to load a version that a replica could not
 
 
 def set_stored(state: State, version: int, path: str, label: str | None) -> None:
-    """A version is complete on disk. Raises InvalidRequest for one never committed."""
+    """Raises InvalidRequest for a version never committed."""
     committed = state.committed_version
     if not 0 <= version <= committed:
         raise InvalidRequest(
@@ -32,7 +32,6 @@ def set_stored(state: State, version: int, path: str, label: str | None) -> None
 
 
 def on_report(state: State, member: Member, report: Report) -> bool:
-    """Take in what a member retains, and how its last write ended. True if something may follow."""
     member.retained_version = report.retained_version
     result, before = report.store_result, member.store_result
     if result is None or result == before or result.version > state.committed_version:
@@ -86,11 +85,7 @@ def problem(state: State) -> str | None:
     return None
 
 
-# -- what joiners cannot load ------------------------------------------------------------------
-
-
 def refuse(state: State, replica_id: str, incarnation: str, version: int, reason: str) -> None:
-    """This process cannot load a version."""
     before = state.refusals.get(incarnation)
     state.refusals[incarnation] = Refusal(
         replica_id=replica_id, version=version, reason=reason, since=state.now
@@ -101,7 +96,6 @@ def refuse(state: State, replica_id: str, incarnation: str, version: int, reason
 
 
 def refused(state: State, incarnation: str, version: int) -> bool:
-    """Whether this process could not load this version; it may have become able to after `RETRY_S`."""
     refusal = state.refusals.get(incarnation)
     return refusal is not None and refusal.version == version
 

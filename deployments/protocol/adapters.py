@@ -10,14 +10,11 @@ SEPARATOR = "@"  # between a name and its version
 
 
 def is_name(name: str) -> bool:
-    """Whether requests may name an adapter so."""
     return 0 < len(name) <= MAX_NAME and name.isprintable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """A load as its caller asks for it."""
-
     name: str
     path: str
     in_place: bool = False  # vLLM's `load_inplace`: the name may be live, and gets another version
@@ -30,9 +27,9 @@ class LoadRequest:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
     name: str
-    version: int  # counts versions of this name; never reused
+    version: int
     adapter_id: int  # vLLM's `lora_int_id`; never reused by a fleet
-    path: str  # the fleet's own copy of its files
+    path: str
     digest: str
     size_bytes: int
     is_3d: bool = False  # vLLM's `is_3d_lora_weight`
@@ -40,22 +37,21 @@ class Adapter:
 
     @property
     def full_name(self) -> str:
-        """Its name in the engine and in responses."""
         return f"{self.name}{SEPARATOR}{self.version}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCatalog:
     live: Sequence[Adapter] = ()  # oldest first: requests may name them
-    retired: Sequence[Adapter] = ()  # closed to new requests; a replica may still hold them
+    retired: Sequence[Adapter] = ()
     last_id: int = 0
-    last_versions: Mapping[str, int] = field(default_factory=dict)  # recently used names, oldest first
+    last_versions: Mapping[str, int] = field(default_factory=dict)
     floor: int = 0  # a forgotten name has had no greater version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterState:
-    held: Sequence[int] = ()  # `adapter_id`s
+    held: Sequence[int] = ()
     live: Sequence[int] = ()
     unloading: Sequence[int] = ()  # the part of `held` that goes with its last request
 
@@ -86,7 +82,7 @@ class SetAdapters:
 
     name: ClassVar[str] = "set_adapters"
     live: Sequence[Adapter]
-    keep: Sequence[int] = ()  # `adapter_id`s
+    keep: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ class AdapterTimings:
 
     copy_s: float | None  # copying the files into the fleet's store, waiting for them included
     sync_s: float | None  # then until the copy is durable
-    load_s: float | None  # beside the sync: until all replicas hold it
+    load_s: float | None
     total_s: float | None  # the whole call, until requests may name it everywhere
     replicas: Mapping[str, LoadedAdapter]
 
@@ -111,7 +107,7 @@ class AdapterTimings:
 class AdapterStatus:
     name: str
     version: int
-    state: str  # loading | live | retired
+    state: str
     path: str
     digest: str
     size_bytes: int

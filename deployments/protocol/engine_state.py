@@ -72,8 +72,6 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortRequests:
-    """`request_ids` empty or None aborts all requests."""
-
     name: ClassVar[str] = "abort_requests"
     request_ids: tuple[str, ...] | None = None
 
@@ -105,7 +103,7 @@ def apply(state: EngineState, operation: LastingOperation) -> EngineState:
             return _without(state, Pause)
         case Sleep():
             if operation.level == 0 and asleep(state):
-                return state  # memory that sleeps stays asleep
+                return state
             if discarded(state):
                 operation = replace(operation, level=2)
             return (*_without(state, Sleep, WakeUp), operation)
@@ -124,7 +122,6 @@ def path_to(wanted: EngineState, current: EngineState) -> EngineState:
 
 
 def equivalent(one: EngineState, other: EngineState) -> bool:
-    """Whether both states compute the same, given intact weights."""
     return one == other or (is_paused(one) == is_paused(other) and asleep(one) == asleep(other))
 
 
@@ -151,7 +148,6 @@ def asleep(state: EngineState) -> frozenset[SleepTag]:
 
 
 def discarded(state: EngineState) -> bool:
-    """Whether the weights were discarded and no round has replaced them."""
     return any(isinstance(operation, Sleep) and operation.level > 1 for operation in state)
 
 

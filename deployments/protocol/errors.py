@@ -56,7 +56,7 @@ def printable(text: str) -> str:
 
 
 class SlipstreamError(Exception):
-    """`message` is a sentence for a person. `detail`, of JSON types only, is for a program's decision."""
+    """`detail` has JSON types only."""
 
     status = 500
     type = "internal_error"
@@ -70,7 +70,6 @@ class SlipstreamError(Exception):
         return type(self), (self.message, self.detail)
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of an HTTP error."""
         return {"error": {"type": self.type, "message": self.message, "detail": self.detail}}
 
 

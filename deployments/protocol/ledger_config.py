@@ -18,7 +18,6 @@ class SizeLimits(BaseModel):
     fixed: str | None = "'engine.max_replicas' is not set"  # why the number cannot change
 
     def check(self, wanted: int | None) -> None:
-        """Raises Conflict if the number is fixed, InvalidRequest if it is out of bounds."""
         if self.fixed is not None:
             raise Conflict(f"the number of replicas is fixed: {self.fixed}", {"most": self.most})
         if wanted is None:
@@ -37,16 +36,14 @@ FIXED = SizeLimits()
 class AdapterLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keep: int = Field(default=2, ge=1)  # versions of one name
+    keep: int = Field(default=2, ge=1)
     most: int = Field(default=128, ge=1)  # live versions of all names
-    base_model: str = ""  # a name that no adapter can have
-    refusal: str | None = None  # why there are no adapters
+    base_model: str = ""
+    refusal: str | None = None
 
 
 class ProofAction(StrEnum):
-    """What follows when a replica's scores of the proof deviate by more than the bound."""
-
-    WARN = "warn"  # a line in the controller's log
+    WARN = "warn"
     FENCE = "fence"  # if most of those that scored agree, trainer included; else as `warn`
 
 
@@ -66,8 +63,6 @@ class ProofConfig(BaseModel):
 
 
 class RoundConfig(BaseModel):
-    """How a round commits, and how long each of its steps may take: a part of the section `weights`."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     commit: CommitMode = CommitMode.TOGETHER

@@ -19,7 +19,6 @@ PASSED: Mapping[str, frozenset[str]] = {
     "/version": _GET,
     "/server_info": _GET,  # ours (`deployments.replica.server_info`): vLLM's shows the environment
     "/openapi.json": _GET,  # the router merges it with ours
-    # Generation
     "/v1/completions": _POST,
     "/v1/chat/completions": _POST,
     "/v1/chat/completions/batch": _POST,
@@ -33,7 +32,6 @@ PASSED: Mapping[str, frozenset[str]] = {
     "/cohere/v2/chat": _POST,
     "/generative_scoring": _POST,
     "/inference/v1/generate": _POST,
-    # Text and tokens
     "/tokenize": _POST,
     "/detokenize": _POST,
     "/tokenizer_info": _GET,
@@ -44,7 +42,6 @@ PASSED: Mapping[str, frozenset[str]] = {
     "/v1/messages/render": _POST,
     "/v1/responses/render": _POST,
     "/cohere/v2/chat/render": _POST,
-    # Pooling models
     "/pooling": _POST,
     "/classify": _POST,
     "/v1/embeddings": _POST,
@@ -54,7 +51,6 @@ PASSED: Mapping[str, frozenset[str]] = {
     "/rerank": _POST,
     "/v1/rerank": _POST,
     "/v2/rerank": _POST,
-    # Speech
     "/v1/audio/transcriptions": _POST,
     "/v1/audio/translations": _POST,
 }
@@ -104,8 +100,8 @@ FOREIGN: Mapping[str, str] = {
 
 
 def require_passed(method: str, path: str) -> None:
-    """Raises NotFound or MethodNotAllowed if a request may not pass through to a replica. `path` is
-    percent-decoded once, without Serve's route prefix."""
+    """Raises NotFound or MethodNotAllowed. `path` is percent-decoded once, without Serve's route
+    prefix."""
     methods = PASSED.get(path)
     if methods is None:
         methods = PASSED.get(_ID.sub("{response_id}", path))
@@ -127,6 +123,5 @@ def keeps_state(path: str) -> bool:
 
 
 def route_path(path: str, prefix: str) -> str:
-    """The path below Serve's route prefix."""
     below = path.removeprefix(prefix)
     return below if below.startswith("/") else path

@@ -25,8 +25,6 @@ from deployments.protocol.routing import ReplicaEndpoint
 
 
 class KvCache(StrEnum):
-    """What happens to the KV cache of running requests at a commit."""
-
     RECOMPUTE = "recompute"
     KEEP = "keep"
 
@@ -34,9 +32,6 @@ class KvCache(StrEnum):
 class CommitMode(StrEnum):
     TOGETHER = "together"
     ROLLING = "rolling"
-
-
-# -- instructions ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +54,7 @@ class FilePart:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    ranges: tuple[tuple[int, int], ...]  # [first, end) byte of each tensor in the file
+    ranges: tuple[tuple[int, int], ...]
     digests: tuple[str, ...] = ()  # 16 hexadecimal digits each; empty until they are read
     config: Mapping[str, JsonValue] | None = None
 
@@ -89,7 +84,6 @@ class Verify:
 
 
 def drain_of_round(round_id: int) -> str:
-    """The id of the drain that a round's COMMIT ends."""
     return f"round {round_id}"
 
 
@@ -119,10 +113,10 @@ class Commit:
     name: ClassVar[str] = "commit"
     round_id: int
     version: int
-    hold: bool  # stay paused after the swap until RELEASE (`commit: together`)
+    hold: bool
     kv_cache: KvCache
     in_flight: InFlight
-    keep: "WriteVersion | None" = None  # None: nothing is retained
+    keep: "WriteVersion | None" = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +137,6 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatchUp:
-    """Load a stored version. The fields are as in `JoinAnswer`."""
-
     name: ClassVar[str] = "catch_up"
     version: int
     path: str
@@ -207,8 +199,8 @@ class DesiredReplicas:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
     admitted: bool
-    instructions: Sequence[Instruction] = ()  # the replica skips those it has seen
-    acknowledged: Sequence[int] = ()  # acknowledgements that arrived and need no repetition
+    instructions: Sequence[Instruction] = ()
+    acknowledged: Sequence[int] = ()
     fenced: str | None = None  # the reason; the replica stops for good
     may_leave: bool = False
     desired: DesiredReplicas = DesiredReplicas()
@@ -242,27 +234,23 @@ class JoinAnswer:
 
 class Outcome(StrEnum):
     DONE = "done"
-    REJECTED = "rejected"  # wrong payload, or none in time; nothing is staged, the replica is intact
+    REJECTED = "rejected"
     TRANSFER_FAILED = "transfer_failed"  # a peer or the publisher is gone; the replica is intact: send again
     REPLICA_FAILED = "replica_failed"  # its weights may be uncertain: it is always fenced
 
 
 class Check(StrEnum):
-    """What was checked of a round before its commit."""
-
     NAMES = "names"
     SHAPES = "shapes"
     DTYPES = "dtypes"  # the checkpoint's kind: floating point, or the same integers
     COMPLETE = "complete"
     FINITE = "finite"
     DIGESTS = "digests"  # each tensor's equals the one that the publisher stated
-    REPLICAS = "replicas"  # all of them have the same
+    REPLICAS = "replicas"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A version is complete on a replica."""
-
     digest: str
     size_bytes: int
     stage_s: float
@@ -294,8 +282,6 @@ class Acknowledgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreResult:
-    """The result of a replica's last write to the store."""
-
     version: int
     label: str | None
     path: str
@@ -321,8 +307,8 @@ NO_NUMBER = -1e4  # for a score that is NaN or infinite; JSON has neither
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Log-probabilities of the proof's tokens with a version's weights, in the order of `proof_sequences`,
-    and of its first ones with live adapters, by NAME@VERSION."""
+    """Log-probabilities of the proof's tokens, in the order of `proof_sequences`; `adapters`: of
+    its first ones, by NAME@VERSION."""
 
     version: int
     values: tuple[float, ...]
@@ -339,16 +325,12 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draining:
-    """The replica starts no request and lets running ones finish."""
-
     drain_ids: Sequence[str]
     running: int | None  # running requests; None: the engine has not reported yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A replica's state, sent in every poll."""
-
     replica_id: str
     incarnation: str
     version: int
@@ -358,8 +340,8 @@ class Report:
     store_result: StoreResult | None = None
     endpoint: ReplicaEndpoint | None = None  # where others get versions from it; None: nowhere
     loading_version: int | None = None
-    initial: InitialWeights | None = None  # what it loaded as version 0; None: not known
-    updates_in_place: bool = False  # RECEIVE changes live weights (`staging: none`)
+    initial: InitialWeights | None = None
+    updates_in_place: bool = False
     draining: Draining | None = None
     adapters: AdapterState = NO_ADAPTERS
     condition: EngineState = ()

@@ -32,7 +32,7 @@ class ReplicaTimings:
     bytes: int = 0
     stage_s: float = 0.0
     verify_s: float = 0.0
-    swap_s: float = 0.0  # as in `Swapped`
+    swap_s: float = 0.0
     gap_s: float = 0.0
 
 
@@ -46,18 +46,16 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
-    """What `publish()` returns, and one entry of the history."""
-
     round_id: int
     version: int
     label: str | None
     epoch: int
     phase: str  # committed | aborted
-    reason: str  # why it aborted, else empty
+    reason: str
     duration_s: float
     opened_at: float = 0.0  # seconds since 1970, as `committed_at`
     committed_at: float | None = None  # when the commit was decided; None: it was not
-    publisher: str = ""  # who held the lease
+    publisher: str = ""
     # Seconds by what the round waited for, in this order; their sum is `duration_s`. open: the publisher,
     # before its first payload. send: the publisher, between payloads. stage: replicas, which receive.
     # verify: their digests. drain: running requests. commit: until the last replica has swapped.
@@ -73,5 +71,5 @@ class RoundReport:
     not_drained: Mapping[str, int] = field(default_factory=dict)
     fenced: Mapping[str, str] = field(default_factory=dict)
     # After the round's end, and not in what `publish()` returns; a restarted controller has none.
-    proof: Mapping[str, Deviation] = field(default_factory=dict)  # replica -> its scores of this version
+    proof: Mapping[str, Deviation] = field(default_factory=dict)
     proof_reference: str = ""  # what they were compared with: trainer | replicas

@@ -20,18 +20,11 @@ class ErrorDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBody:
-    """The body of every response that is not a success."""
-
     error: ErrorDetails
-
-
-# -- /health, /fleet -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """The body of `/health`; with status 503 while no replica serves."""
-
     status: str  # ok | starting
     serving: int
     members: int
@@ -67,29 +60,23 @@ class RoundStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseStatus:
-    """Without the token, which only the holder may know."""
-
     publisher: str
     remaining_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeStatus:
-    """How many replicas there are, and how many there should be."""
-
     wanted: int | None  # None: as many as the load needs, between `least` and `most`
     least: int
     most: int
     running: int
     joining: int
     leaving: int
-    problem: str | None  # why there are fewer than wanted
+    problem: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """The body of `/fleet`."""
-
     fleet_id: str  # identifies the state directory; in the manifests of its versions
     committed_version: int
     label: str | None
@@ -112,15 +99,11 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """The rounds that ended, oldest first."""
-
     rounds: Sequence[RoundReport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersions:
-    """What the fleet can be rolled back to."""
-
     versions: Sequence[int]  # oldest first
 
 
@@ -131,7 +114,7 @@ DRAFTED, ACCEPTED = "slipstream_drafted_tokens_total", "slipstream_accepted_draf
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     generated_tokens: int  # since its engine started
-    running: int  # requests
+    running: int
     waiting: int
     kv_cache_use: float  # 0 to 1; of the fullest engine
     drafted_tokens: int = 0  # by speculative decoding, since its version is live
@@ -140,8 +123,6 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetLoad:
-    """What replicas do now; one that does not answer in time is left out."""
-
     at: float  # seconds since 1970
     replicas: Mapping[str, ReplicaLoad]
     dashboard: str | None  # the address of Ray's dashboard on the head node
@@ -149,8 +130,6 @@ class FleetLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterList:
-    """Retired, live and loading versions of adapters; each group oldest first."""
-
     adapters: Sequence[AdapterStatus]
 
 
@@ -162,11 +141,7 @@ class Event:
     fields: Mapping[str, JsonValue]
 
     def body(self) -> dict[str, JsonValue]:
-        """The event as `/fleet/events` sends it."""
         return {"id": self.event_id, "event": self.name, "at": self.at, **self.fields}
-
-
-# -- vLLM's RL routes; what only vLLM's own clients read has no class ------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,9 +154,6 @@ class WorldSize:
     world_size: int
 
 
-# -- /rollouts -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCounts:
     """The body of `/rollouts`."""
@@ -192,8 +164,6 @@ class RolloutCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPosition:
-    """The body of `/rollouts/runs/RUN`: `next` = open + ready + all ends."""
-
     next: int
     open: Sequence[str]
     ready: int
@@ -202,8 +172,8 @@ class RunPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenRollout:
-    """A rollout that a step has consumed. `sequences` have the fields of `trainers.trajectory.Trajectory` but
-    `advantage`, and `turns`: the place of each answer, its adapter, finish reason and sampling parameters."""
+    """`sequences` have the fields of `trainers.trajectory.Trajectory` but `advantage`, and `turns`:
+    the place of each answer, its adapter, finish reason and sampling parameters."""
 
     id: str
     reward: float | Sequence[float | Sequence[float]]
@@ -213,8 +183,6 @@ class TakenRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenGroup:
-    """Rollouts that are learned from together."""
-
     group: str
     rollouts: Sequence[TakenRollout]
 
@@ -230,15 +198,11 @@ class TakenStep:
     left_groups: int  # that the same call brings with `offset`
 
 
-# -- /train ----------------------------------------------------------------------------------------
-
 StepMetrics = Mapping[str, float | int | bool | None]  # one optimizer step; None: not a finite number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One rollout of a step, to be looked at."""
-
     text: str
     reward: float
     versions: Sequence[tuple[int, int]]  # (version, tokens), in the order in which they were sampled
@@ -246,8 +210,6 @@ class RolloutSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """A step of the trainer itself, or of the job that drives it, which also knows rewards."""
-
     run: str  # the job's name for its run; empty: the trainer's own
     step: int
     values: StepMetrics
@@ -257,15 +219,11 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
-    """The newest steps since the trainer started, oldest first."""
-
     steps: Sequence[StepEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint directory that `save` wrote on the trainer's host."""
-
     path: str
     step: int
     save_s: float
@@ -273,13 +231,11 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterReport:
-    """An adapter that `publish` made live on every replica."""
-
     name: str  # requests name it so, or as NAME@VERSION
     version: int
     label: str | None
     step: int
-    base_version: int  # the weights that it was trained on
+    base_version: int
     digest: str
     size_bytes: int
     write_s: float  # writing its files
@@ -288,11 +244,9 @@ class AdapterReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStatus:
-    """What the trainer is doing, and what it has done."""
-
     step: int
-    version: int  # the newest that it published or resumed from; an adapter's base
-    doing: str | None  # step | publish | rollback | save | score
+    version: int
+    doing: str | None
     doing_s: float
     strategy: str
     world_size: int
@@ -300,12 +254,12 @@ class TrainerStatus:
     parameters: int  # elements over all ranks; only the adapter's if it trains one
     last_step: StepMetrics
     last_round: RoundReport | None
-    stored_version: int | None  # the newest that it wrote to the store
+    stored_version: int | None
     store_problem: str | None  # why the version written last is not in the store
     missed: str | None = (
         None  # why it has not the fleet's version, and what to do; it does nothing until then
     )
     untrained: tuple[str, ...] = ()  # checkpoint tensors that replicas keep as loaded, in words
-    adapter: str | None = None  # the adapter that it trains; None: it trains all weights
+    adapter: str | None = None
     adapter_version: int = 0  # the newest that it published or resumed from; 0: none
     last_adapter: AdapterReport | None = None

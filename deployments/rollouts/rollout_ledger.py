@@ -154,8 +154,6 @@ class RolloutLedger:
         self._due: list[tuple[float, str, str]] = []  # a heap with outdated entries
         self._before: dict[tuple[str, str], Record | None] = {}  # records as they were, of unsaved changes
 
-    # -- changes ------------------------------------------------------------------------------
-
     def load(self, record: Record) -> None:
         """Take a stored record."""
         self._set(record.KIND, record.key, record)
@@ -203,8 +201,6 @@ class RolloutLedger:
         due = getattr(record, "due", None)
         if due is not None and due != getattr(former, "due", None):
             heappush(self._due, (due, kind, key))
-
-    # -- agents -------------------------------------------------------------------------------
 
     def open(self, request: RolloutRequest, now: float) -> None:
         """A turn of these rollouts begins; the first one creates them. Raises Conflict: one takes no more
@@ -353,8 +349,6 @@ class RolloutLedger:
             self._end(group, State.DISCARDED, "discarded", now)
         self._close_if_complete(group.key, now)
 
-    # -- jobs ---------------------------------------------------------------------------------
-
     def begin(self, run: str, number: int, count: int, now: float) -> None:
         """Open `count` groups from RUN.NUMBER on. Repeated calls are harmless, as are calls for earlier
         numbers. Raises Conflict: an agent has begun a group of one of their names."""
@@ -402,8 +396,6 @@ class RolloutLedger:
         groups = [group for group in self._groups.values() if group.run == run]
         opened = [group.key for group in groups if group.state is State.OPEN]
         return self._run(run), opened, sum(group.state is State.REWARDED for group in groups)
-
-    # -- trainers -----------------------------------------------------------------------------
 
     def take(
         self,
@@ -467,8 +459,6 @@ class RolloutLedger:
             states[self.state(key)] += 1
         ends = sum((Counter(run.ends) for run in self._runs.values()), Counter[str]())
         return {str(state): count for state, count in states.items()}, dict(ends)
-
-    # -- time ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Close groups and remove old records whose time has come."""
@@ -535,8 +525,6 @@ class RolloutLedger:
             self._drop_turns(rollout)
             self._drop(Rollout.KIND, rollout.key)
         self._drop(Group.KIND, group)
-
-    # -- parts --------------------------------------------------------------------------------
 
     def _of(self, rollout_id: str, owner: str) -> Rollout:
         rollout = self._rollouts.get(rollout_id)

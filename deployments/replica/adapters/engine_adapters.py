@@ -191,8 +191,6 @@ class EngineAdapters:
         self._held.pop(adapter_id, None)
         _forget_figures(self._llm)
 
-    # -- files --------------------------------------------------------------------------------
-
     async def _read(self, adapter: Adapter) -> None:
         """Check an adapter and have the workers read it. Raises PayloadRejected."""
         await self._begin(adapter)

@@ -206,8 +206,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         finally:
             self._thread.renew()
 
-    # -- on the staging thread ----------------------------------------------------------------
-
     def _stage(self, update: StagedUpdate, stage: Callable[..., None], *arguments: Any) -> None:
         start = time.perf_counter()
         if update is self._update and update.state.outcome is Outcome.DONE:

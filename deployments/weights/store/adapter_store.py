@@ -208,9 +208,6 @@ def _check_length(file: Path) -> None:
         raise ValueError(f"{file} has {actual} bytes, its header says {header.file_bytes}")
 
 
-# -- digests ---------------------------------------------------------------------------------------
-
-
 def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
     """The digest of an adapter's two files, from their contents by name."""
     contents = [memoryview(files[name]) for name in (CONFIG, TENSORS)]

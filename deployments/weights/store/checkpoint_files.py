@@ -47,9 +47,6 @@ OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
 Identity = tuple[int, int, int, int]  # device, inode, size, time of the last change in ns
 
 
-# -- reading ---------------------------------------------------------------------------------------
-
-
 def open_file(path: Path) -> FileIO:
     """For reading. Raises ValueError unless it is a regular file: a FIFO would block until it has a
     writer."""
@@ -248,9 +245,6 @@ def _digests(part: FilePart) -> tuple[str, ...]:
     return tuple(digests)
 
 
-# -- stored versions -------------------------------------------------------------------------------
-
-
 def check_files(
     directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
 ) -> None:
@@ -305,9 +299,6 @@ def _refuse_damaged(
         raise ValueError(
             f"version {written.version} in {directory} is damaged: {join_reasons(problems)}{advice}"
         )
-
-
-# -- directories that users publish ----------------------------------------------------------------
 
 
 def confined(path: str, roots: Sequence[Path]) -> Path:

@@ -94,9 +94,6 @@ def allowed(url: str, roots: Sequence[str]) -> str:
     )
 
 
-# -- from a trainer's host -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     dtype: str
@@ -228,9 +225,6 @@ def _require_base(url: str, found: Upload) -> None:
         )
 
 
-# -- to a host of the fleet ----------------------------------------------------------------------------
-
-
 def download(url: str, target: Path, store: Store) -> None:
     """Make the directory `target` of the checkpoint at a URL. `store`: versions that may be its base. Raises
     ValueError: there is none, it is damaged, was changed meanwhile, or cannot be read or kept."""
@@ -337,9 +331,6 @@ def _apply(url: str, target: Path) -> None:
             with open(tensor.path, "r+b") as weights:
                 weights.seek(tensor.begin)
                 weights.write(block[: tensor.size_bytes].data)
-
-
-# -- fsspec --------------------------------------------------------------------------------------------
 
 
 @contextmanager
