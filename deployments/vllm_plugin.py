@@ -11,7 +11,7 @@ from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 
 
 def register() -> None:
-    """Register both halves of every transport, and receivers of vLLM's own wire. May run more than once."""
+    """May run more than once."""
     follow_owner()
     engine_core.install()
     cpu_sampling.install()
@@ -25,7 +25,7 @@ def register() -> None:
             continue
         WeightTransferEngineFactory.register_engine(name, module, f"{classes}WeightTransferEngine")
         WeightTransferTrainerFactory.register_engine(name, module, f"{classes}TrainerWeightTransferEngine")
-        if transport.native:  # vLLM's own half sends
+        if transport.native:
             WeightTransferEngineFactory.register_engine(
                 transport.staged_backend, f"{PACKAGE}.vllm_{transport.name}", f"Staged{classes}Engine"
             )

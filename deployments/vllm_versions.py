@@ -24,7 +24,7 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def server_parser() -> Any:
-    """The module with the arguments of vLLM's server. It loads the server."""
+    """It loads the server."""
     return import_module(f"vllm.entrypoints.{'launchers' if OLD else 'common'}.cli_args")
 
 

@@ -10,7 +10,7 @@ from deployments.protocol.errors import SlipstreamError
 
 def serve_logger() -> logging.Logger:
     logger = logging.getLogger("ray.serve")
-    logger.addFilter(_shorten_answers)  # idempotent
+    logger.addFilter(_shorten_answers)
     return logger
 
 

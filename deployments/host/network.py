@@ -1,5 +1,3 @@
-"""Addresses and network interfaces of this host."""
-
 import socket
 
 import psutil
@@ -10,7 +8,6 @@ _DISCARD = 9  # a port
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface with this address; None: there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name

@@ -13,13 +13,13 @@ from typing import Any
 from deployments.host.fork_server.server import die_with
 from deployments.host.shared_memory import DIRECTORY, PREFIX, disown, owner, remove_orphans
 
-OWNER = "SLIPSTREAM_ENGINE_OWNER"  # the replica's id in /dev/shm, set before its engine starts
+OWNER = "SLIPSTREAM_ENGINE_OWNER"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _RANDOM_DIGITS = 16
 
 
 def own_engine() -> None:
-    """Called by a replica: own the processes of vLLM, and their names. Removes orphaned names."""
+    """Own the processes of vLLM, and their names."""
     remove_orphans()
     os.environ[OWNER] = owner().id
     if _SOCKETS not in os.environ:
@@ -30,7 +30,6 @@ def own_engine() -> None:
 
 
 def disown_engine() -> None:
-    """Called by a replica after its engine stopped: remove its names."""
     sockets = os.environ.get(_SOCKETS, "")
     if OWNER in os.environ and sockets.startswith(f"{DIRECTORY}/{PREFIX}-{os.environ[OWNER]}"):
         del os.environ[_SOCKETS]
@@ -39,8 +38,8 @@ def disown_engine() -> None:
 
 
 def follow_owner() -> None:
-    """Called in every process that vLLM starts: exit with the replica that owns it, if any. Waits on the pipe
-    that multiprocessing keeps to each child."""
+    """Called in every process that vLLM starts: exit with the replica that owns it. Waits on the pipe that
+    multiprocessing keeps to each child."""
     parent = multiprocessing.parent_process()
     if OWNER not in os.environ or parent is None:
         return

@@ -29,8 +29,6 @@ _PROCESS = re.compile(r"(?P<namespace>\S+) (?P<pid>\d{1,7})")
 
 
 class Owner:
-    """A locked file; forks share the lock."""
-
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
         # Locked before it has a name: no process may find it unlocked.
@@ -62,7 +60,6 @@ def owner() -> Owner:
 
 
 def disown() -> None:
-    """Remove all names of this process."""
     global _own
     if _own is not None:
         _own.release()
@@ -75,7 +72,7 @@ def _disown_at_exit(process_id: int) -> None:
 
 
 def remove_orphans() -> None:
-    """Remove names of dead owners, as far as this user may."""
+    """As far as this user may."""
     for path in DIRECTORY.glob(f"{PREFIX}-*-owner"):
         match = _OWNER_FILE.fullmatch(path.name)
         if match is None:
@@ -106,7 +103,7 @@ def _remove_what_libraries_left(owner_file: Path) -> bool:
     `cuda.shm.USER.PID.*` (hexadecimal). Returns False if it has not exited."""
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
-    except OSError:  # already removed
+    except OSError:
         return True
     if match is None or match["namespace"] != _namespace():
         return True
@@ -124,7 +121,7 @@ def _runs(pid: int) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
-    except OSError:  # unknown
+    except OSError:
         return True
     try:
         return not select.select([descriptor], [], [], 0)[0]  # readable after exit
@@ -133,7 +130,6 @@ def _runs(pid: int) -> bool:
 
 
 def _namespace() -> str:
-    """For example "pid:[4026531836]"."""
     return os.readlink("/proc/self/ns/pid")
 
 
@@ -141,7 +137,7 @@ _NAME = re.compile(rf"{PREFIX}-[0-9a-f]{{32}}-[0-9a-f]{{32}}")
 
 
 def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
-    """Create a segment; returns its name and a writable mapping. Raises OSError, with the sizes."""
+    """Raises OSError, with the sizes."""
     name = owner().name(uuid.uuid4().hex)
     descriptor = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -162,7 +158,7 @@ def create_mapping(size_bytes: int) -> tuple[str, mmap.mmap]:
 
 
 def open_mapping(name: str, access: int, size_bytes: int | None = None) -> mmap.mmap:
-    """Map an existing segment; `access` is one of mmap's ACCESS_ constants. Raises ValueError."""
+    """`access` is one of mmap's ACCESS_ constants. Raises ValueError."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ValueError(f"expected the name of a Slipstream segment, got {name!r}")
     try:

@@ -17,7 +17,7 @@ ENABLED = bool(os.environ.get(ENDPOINT))
 
 
 def serve_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that enable tracing in Ray Serve, and in vLLM over HTTP; empty if tracing is off."""
+    """Empty if tracing is off."""
     if not environment.get(ENDPOINT):
         return {}
     return {
@@ -36,7 +36,6 @@ def engine_arguments() -> dict[str, str]:
 
 
 def span_processors() -> list[Any]:
-    """Called by Ray Serve in each of its processes."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -44,7 +43,6 @@ def span_processors() -> list[Any]:
 
 
 def headers() -> dict[str, str]:
-    """Headers that make the callee's span a child of the current one."""
     carrier: dict[str, str] = {}
     if ENABLED:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -54,7 +52,6 @@ def headers() -> dict[str, str]:
 
 
 def received(raw: Mapping[bytes, bytes]) -> dict[str, str]:
-    """The caller's `headers` in an ASGI request."""
     sent = raw.get(TRACEPARENT.encode())
     return {} if sent is None else {TRACEPARENT: sent.decode("latin-1")}
 

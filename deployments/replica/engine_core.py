@@ -30,7 +30,7 @@ DRAIN = "slipstream_drain"
 RUNNING = "slipstream_running"
 END_DRAIN = "slipstream_end_drain"
 RESET_CACHES = "slipstream_reset_caches"
-PROOF = "slipstream-proof-"  # the ids of `replica.scoring`'s requests begin so
+PROOF = "slipstream-proof-"
 
 
 def install() -> None:
@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[float] | float":
-    """Make the staged version live. Returns the seconds of the workers' swap.
+    """Returns the seconds of the workers' swap.
 
     Not for data-parallel ranks: they step until all are idle, and a step uses experts of the other ranks.
     """
@@ -78,7 +78,7 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
     def when_idle(core: Any) -> None:
         try:
             done.set_result(finish(core))
-        except Exception as error:  # the caller decides
+        except Exception as error:
             done.set_exception(error)
         # The core now blocks on its input queue and would not notice new work.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
@@ -88,8 +88,7 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
 
 
 def drain(core: Any) -> int:
-    """Schedule no new request. Returns the number of running ones. (vLLM's pause with `mode=wait` cannot be
-    cancelled.)"""
+    """Returns the number of running requests. (vLLM's pause with `mode=wait` cannot be cancelled.)"""
     from vllm.v1.core.sched.interface import PauseState
 
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -97,7 +96,7 @@ def drain(core: Any) -> int:
 
 
 def running(core: Any) -> int:
-    """The number of requests that have started, including preempted ones."""
+    """Those that have started, including preempted ones."""
     scheduler = core.scheduler
     if scheduler.pause_state.name == "PAUSED_NEW":
         # In this state only `kv_holding_waiting` is scheduled, which preempted requests are not in.
@@ -110,7 +109,7 @@ def running(core: Any) -> int:
 
 
 def end_drain(core: Any, paused: bool) -> None:
-    """Schedule new requests again, or (`paused`) pause as a user asked for."""
+    """`paused`: as a user asked for."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreOutputs
 
@@ -193,7 +192,6 @@ def _salt(version: str, own: str) -> str:
 
 
 def _salt_again(request: Any, version: str) -> None:
-    """Rehash the request's blocks for this version, keeping the client's own salt."""
     salt = _salt(version, request.cache_salt.split("/", 1)[1])
     if request.cache_salt != salt:
         request.cache_salt = salt

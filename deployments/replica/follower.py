@@ -106,7 +106,7 @@ class Follower:
         self._reports = 0
         self._directive: Directive | None = None
         self._failed = ""  # why no request is taken until the fence: mixed weights or a dead engine
-        self._death: asyncio.Future[str] | None = None  # None once the death was noticed
+        self._death: asyncio.Future[str] | None = None
         self._clock = clock
         self.last_contact = clock()
 
@@ -145,7 +145,7 @@ class Follower:
             await asyncio.sleep(self._retry_s)
 
     async def send_last_report(self) -> None:
-        """Once nothing runs here; raises when the controller is unreachable."""
+        """Raises when the controller is unreachable."""
         await self._ask(self._state(ended=True))
 
     async def _ask(self, report: Report) -> Directive:
@@ -153,7 +153,6 @@ class Follower:
             return await self._poll(report)
 
     async def _report(self) -> Directive | None:
-        """One poll; None when the controller is unreachable."""
         sent = self._clock()
         polling = asyncio.ensure_future(self._ask(self._state()))
         try:
@@ -175,7 +174,7 @@ class Follower:
         return directive
 
     async def _wait(self, task: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-        """Whether the task ended in time. The death of the engine ends one wait early."""
+        """Whether the task ended in time. The engine's death ends one wait early."""
         watched = {task} if self._death is None else {task, self._death}
         await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if self._death is not None and self._death.done():
@@ -203,7 +202,7 @@ class Follower:
         )
 
     async def _run(self, instruction: Instruction) -> bool:
-        """Run to the end while reporting; False if a fence or a DROP ended it."""
+        """False if a fence or a DROP ended it."""
         task = asyncio.create_task(self._execute(instruction))
         interrupted = False
         try:
@@ -237,7 +236,7 @@ class Follower:
         """Why the running instruction is not interrupted; TimeoutError: the engine hangs."""
         try:
             await asyncio.wait_for(self._member.interrupt(), self._interrupt_s)
-        except Exception as error:  # a dead or hung engine; this or the next instruction reports it
+        except Exception as error:
             logger.warning(
                 "engine did not interrupt the running instruction: %s: %s", type(error).__name__, error
             )
@@ -269,7 +268,7 @@ class Follower:
                 else:
                     outcome = Outcome.REJECTED
                     message += "" if failure is None else f", and was not interrupted: {failure}"
-        except Exception as error:  # the controller decides what to do with a failed replica
+        except Exception as error:
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated
         if outcome is Outcome.REPLICA_FAILED and changes_weights:

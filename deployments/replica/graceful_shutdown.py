@@ -54,11 +54,10 @@ async def shut_down(
         last_contact: when the controller last answered, by `time.monotonic`.
         failed: fenced or dead, so nothing is worth waiting for.
         stop: refuses requests that have not started their response.
-        drain_s: limit for running requests.
     """
 
     async def until(ready: Callable[[], bool], limit_s: float, *, alone: bool = False) -> bool:
-        """Whether it became true in time; gives up if the replica failed, or, unless `alone`, lost its
+        """Whether it became true in time; gives up if the replica failed or, unless `alone`, lost its
         controller."""
         begin = time.monotonic()
         while not ready():
@@ -84,5 +83,5 @@ async def shut_down(
         return
     if not await until(lambda: member.may_leave, release_s) and not failed():
         logger.warning("exiting before the ledger released this replica")
-    with contextlib.suppress(Exception):  # the controller may be gone
+    with contextlib.suppress(Exception):
         await asyncio.wait_for(send_last_report(), LAST_REPORT_S)

@@ -35,7 +35,7 @@ SILENCE_S = 10.0  # of a holder; then the next one is asked
 QUIET_S = 60.0  # without a byte of any holder: a version is stored some time after its commit
 FETCH_S = 1500.0  # less than the controller waits for a replica that catches up
 RETRY_S = 0.5
-WEIGHTS = ".safetensors"  # the same bytes whoever wrote them
+WEIGHTS = ".safetensors"
 
 _SIZES = TypeAdapter(dict[str, int])
 logger = serve_logger()
@@ -78,7 +78,6 @@ class HostStore:
         return descriptor
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI: a version's files."""
         number, _, name = scope["path"].removeprefix(VERSIONS).partition("/")
         response: Response = PlainTextResponse(f"{scope['path']} is not in this host's store", 404)
         if number.isdecimal():
@@ -121,7 +120,7 @@ def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> Dir
     store = Store(directory.parent)
     own(store.directory, told.fleet_id)
     with suppress(FileNotFoundError):
-        store.remove(told.version)  # damaged
+        store.remove(told.version)
     try:
         with store.writing(told.version, told.fleet_id) as partial:
             _fetch(told, partial, quiet_s)
@@ -135,7 +134,7 @@ def _checked(directory: Path, *expected: Any) -> DirectoryLock:
     try:
         lock = DirectoryLock(directory)
     except FileNotFoundError:
-        check_files(directory, *expected)  # says what is missing
+        check_files(directory, *expected)
         raise
     try:
         check_files(directory, *expected)

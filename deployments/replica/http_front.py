@@ -72,8 +72,8 @@ async def _listen(receive: Receive, messages: deque[Message], disconnected: Call
 
 
 async def split_body(receive: Receive, own_bytes: int) -> tuple[Receive, bytes]:
-    """Read a request's body. Returns a `receive` with its first `own_bytes`, and what comes after them.
-    Raises ClientDisconnected."""
+    """Returns a `receive` with the body's first `own_bytes`, and what comes after them. Raises
+    ClientDisconnected."""
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -136,7 +136,6 @@ class ReplicaFront:
 
     @property
     def load(self) -> dict[str, int]:
-        """Requests in flight by router."""
         return {router: load for router, load in self._load.items() if load}
 
     def stop(self, *, in_order: bool) -> None:
@@ -219,10 +218,10 @@ class _Response:
         self._part = part
         self._annotate = StreamAnnotator(recorder)
         self._start: Message | None = None  # held back until the first piece of the body
-        self.begun = False  # bytes were sent
+        self.begun = False
         self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages
         self._replacement: SlipstreamError | None = None  # for the engine's own response
-        self._body = bytearray()  # of a JSON response
+        self._body = bytearray()
 
     async def run(self, app: App, scope: Message, receive: Receive) -> None:
         RECORDER.set(self._recorder)
@@ -243,7 +242,6 @@ class _Response:
 
     @property
     def _failure(self) -> SlipstreamError | None:
-        """Why a rollout's turn could not be recorded."""
         return None if self._recorder.capture is None else self._recorder.capture.failure
 
     @property

@@ -112,7 +112,7 @@ class EngineMember(ABC):
         self.initial: InitialWeights | None = None
         self.store_result: StoreResult | None = None
         self.store: HostStore | None = None
-        self.endpoint: ReplicaEndpoint | None = None  # once it serves
+        self.endpoint: ReplicaEndpoint | None = None
         self.admitted = False
         self.fenced: str | None = None
         self.leaving = self.drained = self.may_leave = False
@@ -163,7 +163,6 @@ class EngineMember(ABC):
 
     @property
     def is_writing(self) -> bool:
-        """Whether a version is being written to the store."""
         return False
 
     @abstractmethod

@@ -69,9 +69,9 @@ class NativeMember(EngineMember):
         )
         self._one_payload = one_payload
         self._receiving: int | None = None
-        self._loaded: int | None = None  # the round that finished loading
+        self._loaded: int | None = None
         self._offered: Offered = {}
-        self._described: JsonValue = {}  # the last payload of this connection
+        self._described: JsonValue = {}
         self._reading: FileRead | None = None  # if weights come from files
         self._directory: str | None = None
         self._in_flight = InFlight.KEEP
@@ -89,7 +89,7 @@ class NativeMember(EngineMember):
             case CatchUp():
                 self._check_unchanged()
             case Release() if self.partially_updated:
-                return None  # held until its commit
+                return None
         return await super()._execute(body)
 
     async def connect(self, body: Connect) -> None:
@@ -145,7 +145,7 @@ class NativeMember(EngineMember):
         )
 
     async def commit(self, body: Commit) -> Swapped:
-        """Set the version and resume unless the commit holds; idempotent."""
+        """Idempotent."""
         if not self.partially_updated and self._engine.version == body.version:
             return Swapped(swap_s=0.0, gap_s=0.0)
         if self._loaded != body.round_id:
@@ -208,7 +208,6 @@ class NativeMember(EngineMember):
             self._refuse(mismatches(self._expected, offered, complete=complete))
 
     def _refuse(self, problems: list[str]) -> None:
-        """Raise PayloadRejected before the first byte, RuntimeError after it."""
         if problems:
             reason = join_reasons(problems)
             raise RuntimeError(reason) if self.partially_updated else PayloadRejected(reason)
@@ -225,7 +224,7 @@ def member_of(engine: ReplicaEngine, spec: EngineSpec) -> EngineMember:
 
 
 def _compared(reading: FileRead) -> Offered:
-    """The file's tensors, which must have the stated digests and no NaN. Blocks. Raises ValueError."""
+    """Raises ValueError: another digest, or a NaN."""
     offered: Offered = {}
     for received in reading.chunks():
         found = inspect(received.read())
@@ -236,8 +235,7 @@ def _compared(reading: FileRead) -> Offered:
 
 
 def _tensors_of(payload: JsonValue) -> Offered:
-    """Parse the parallel lists that vLLM's engines announce, the same for every worker. Raises
-    PayloadRejected."""
+    """Raises PayloadRejected."""
     first: Any = payload[0] if isinstance(payload, list) else payload
     try:
         tensors = parse(first["names"], first["dtype_names"], first["shapes"])

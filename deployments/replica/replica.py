@@ -161,12 +161,10 @@ class Replica:
         self._member.endpoint = ReplicaEndpoint(address=self._server.address, key=self._front.key)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve sends it to every router when this replica is ready."""
         assert self._member.endpoint is not None
         return asdict(self._member.endpoint)
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """Serve sends it to every router periodically."""
         stats = RoutingStats(
             version=self._engine.version,
             admitted=self._admission.refusal() is None,
@@ -175,7 +173,6 @@ class Replica:
         return asdict(stats)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve sends it to `FleetScaling` periodically."""
         load, desired = self._load.load, self._member.desired
         stats = ScalingStats(
             running=load.running,
@@ -231,7 +228,6 @@ class Replica:
         os._exit(1)  # Ray cannot exit an actor from a background task
 
     async def _leave(self) -> None:
-        """Shut down gracefully. Serve does not see running requests: they bypass its handles."""
         admission, server = getattr(self, "_admission", None), getattr(self, "_server", None)
         if admission is not None:
             admission.close()

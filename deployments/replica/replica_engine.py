@@ -61,7 +61,7 @@ class EngineDrain:
 
     def __init__(self, ask: Callable[[str], Awaitable[list[int]]]) -> None:
         self._ask = ask
-        self._ids: dict[str, None] = {}  # an ordered set
+        self._ids: dict[str, None] = {}
         self._running: int | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -73,14 +73,13 @@ class EngineDrain:
         return Draining(drain_ids=tuple(self._ids), running=self._running) if self._ids else None
 
     async def begin(self, drain_id: str, *, may_run: bool) -> None:
-        """Add a drain. If the scheduler may not run now, the engine asks again later."""
+        """If the scheduler may not run now, the engine asks again later."""
         self._ids[drain_id], self._running = None, None
         await self._count(DRAIN if may_run else RUNNING)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
 
     def end(self, drain_id: str) -> bool:
-        """Whether it was the last drain."""
         was = drain_id in self._ids
         self._ids.pop(drain_id, None)
         return was and not self._ids
@@ -96,7 +95,7 @@ class EngineDrain:
                 self._running = sum(await self._ask(utility))
         except TimeoutError:
             self._running = None
-        except Exception as error:  # a dead engine, which the health check reports
+        except Exception as error:
             logger.debug("cannot count running requests: %s", error)
             self._running = None
 
@@ -110,7 +109,7 @@ class RecordingLLM(AsyncLLM):
     """Tells the HTTP request's `SpanRecorder` which versions generated its tokens. Refuses what vLLM answers
     with 500, which clients send again."""
 
-    adapter_uses: Uses | None = None  # counts requests per adapter
+    adapter_uses: Uses | None = None
 
     def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
@@ -146,7 +145,6 @@ class RecordingLLM(AsyncLLM):
     async def _add_request(
         self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
     ) -> None:
-        """As vLLM's, but with what another replica has said already."""
         recorder = RECORDER.get()
         capture = None if recorder is None else recorder.capture
         if recorder is None or capture is None or capture.said is None or parent_req is not None:
@@ -293,7 +291,7 @@ class ReplicaEngine:
         return self.llm.errored
 
     async def workers(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of every worker of every data-parallel rank; one answer per worker."""
+        """One answer per worker of every data-parallel rank."""
         core: Any = self.llm.engine_core
         try:
             if self.llm.vllm_config.parallel_config.data_parallel_size > 1:
@@ -309,8 +307,8 @@ class ReplicaEngine:
             raise RuntimeError(f"the engine cancelled {method}") from error
 
     async def commit(self, args: Commit) -> Swapped:
-        """Make the staged version live between two decoding steps. Stays paused if `args.hold`, if a user
-        paused the engine, or while part of it sleeps."""
+        """Between two decoding steps. Stays paused if `args.hold`, if a user paused the engine, or while
+        part of it sleeps."""
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
         self.held = args.hold
@@ -327,7 +325,6 @@ class ReplicaEngine:
         return Swapped(swap_s=swap_s, gap_s=time.perf_counter() - begin)
 
     async def _commit_by_calls(self, args: Commit, recompute: bool, resume: bool) -> float:
-        """`commit` composed of vLLM's own calls; returns the seconds since the pause."""
         core = self.llm.engine_core
         # Not llm.pause_generation: it sleeps 20 ms for tidy logs. Await the pause: otherwise a step in flight
         # would be labelled with the new version.
@@ -377,7 +374,7 @@ class ReplicaEngine:
             await self._ask_cores(END_DRAIN, is_paused(self.condition))
 
     async def pause(self, operation: Pause) -> None:
-        """Stop scheduling until `resume`. For mode `wait` the engine was drained before."""
+        """For mode `wait` the engine was drained before."""
         await self.llm.pause_generation(mode=operation.mode.value, clear_cache=operation.clear_cache)
         self.condition = apply(self.condition, operation)
         await self._resume_drained()
@@ -391,7 +388,7 @@ class ReplicaEngine:
         self.condition = apply(self.condition, operation)
 
     async def wake_up(self, operation: WakeUp) -> None:
-        """Restore memory, all of it or by tags; the last part also resumes the scheduler."""
+        """All memory or by tags; the last part also resumes the scheduler."""
         sleeping = self.asleep & MEMORY_TAGS
         tags = operation.tags
         if tags is not None and sleeping:
@@ -430,7 +427,7 @@ class ReplicaEngine:
         return list(await core.call_utility_all_async(utility, *arguments))
 
     async def stop(self, limit_s: float = STOP_S) -> None:
-        """Stop the engine's processes, killing them after `limit_s`. Idempotent."""
+        """Idempotent. Processes are killed after `limit_s`."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(limit_s))
         await asyncio.shield(self._stopping)

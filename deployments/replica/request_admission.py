@@ -42,11 +42,9 @@ class RequestAdmission:
         self._closed = False
 
     def close(self) -> None:
-        """Refuse everything from now on."""
         self._closed = True
 
     def refusal(self) -> str | None:
-        """Why this replica must not answer; None if it may."""
         if self._closed:
             return "shutting down"
         if self._member.fenced is not None:
@@ -61,8 +59,8 @@ class RequestAdmission:
         return None
 
     async def wait(self, demand: Demand) -> None:
-        """Return when a request with this demand may be answered. Raises ReplicaUnavailable (this replica
-        must not answer) or Conflict (the demanded version was not reached in time)."""
+        """Raises ReplicaUnavailable (this replica must not answer) or Conflict (the demanded version was
+        not reached in time)."""
         self._check()
         if self._member.version >= demand.min_version:
             return

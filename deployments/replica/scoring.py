@@ -54,7 +54,6 @@ class Proof:
             _leave_out(engine.llm.output_processor)
 
     def begin_if_due(self) -> None:
-        """Score the engine's version and adapters, if that was not begun and the scheduler runs."""
         engine = self._engine
         if not self._sequences or not engine.may_resume or engine.dead:
             return
@@ -75,7 +74,6 @@ class Proof:
         return self.scores
 
     def on_reported(self) -> None:
-        """The controller has answered the last report."""
         if self.scores is self._reported:
             self.scores = None
 

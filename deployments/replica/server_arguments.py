@@ -88,8 +88,6 @@ Defaults = dict[UsageContext | None, int]
 
 
 class FleetEngineArgs(AsyncEngineArgs):
-    """Lowers the default of `max_num_batched_tokens` on CPUs."""
-
     def get_batch_defaults(self, world_size: int) -> tuple[Defaults, Defaults]:
         tokens, sequences = super().get_batch_defaults(world_size)
         if current_platform.is_cpu():

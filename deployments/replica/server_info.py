@@ -36,7 +36,7 @@ Tree = dict[str, Any]
 
 
 def add_server_info(app: FastAPI, config: VllmConfig) -> None:
-    """Add the route, which vLLM has in development mode only."""
+    """vLLM has this route in development mode only."""
 
     @app.get("/server_info")
     async def server_info(config_format: Annotated[Format, Query()] = "text") -> Tree:
@@ -58,7 +58,6 @@ def fleet_fingerprint(config: VllmConfig, args: Namespace) -> str | None:
 
 
 def as_one_server(config: VllmConfig) -> VllmConfig:
-    """A copy with one data-parallel rank and the fleet's initial checkpoint."""
     shown, parallel, model = copy.copy(config), copy.copy(config.parallel_config), config.model_config
     checkpoint = config.additional_config["checkpoint"]
     if model.model != checkpoint:
@@ -116,8 +115,6 @@ class EngineLoad:
 
 
 class LoadLogger(AggregateStatLoggerBase):
-    """Keeps the newest statistics of each data-parallel rank."""
-
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._newest = {index: SchedulerStats() for index in engine_indexes}
@@ -147,7 +144,7 @@ class LoadLogger(AggregateStatLoggerBase):
 
 
 def watch_load(llm: AsyncLLM) -> LoadLogger:
-    """Watch the scheduler's statistics; all zero if they are disabled."""
+    """All zero if statistics are disabled."""
     ranks = list(range(llm.vllm_config.parallel_config.data_parallel_size))
     if llm.logger_manager is None:
         return LoadLogger(llm.vllm_config, ranks)

@@ -36,14 +36,12 @@ RECORDER: ContextVar["SpanRecorder | None"] = ContextVar("span_recorder", defaul
 
 
 class SpanRecorder:
-    """The spans of one HTTP request, by OpenAI choice index."""
-
     def __init__(self, version: int) -> None:
-        self.version = version  # of the newest token
+        self.version = version
         self.spans: dict[int, list[Span]] = {}
         self.adapter: str | None = None  # full name
-        self.looked_up: dict[str, Any] = {}  # adapter requests by name
-        self.capture: Capture | None = None  # of a rollout's request
+        self.looked_up: dict[str, Any] = {}
+        self.capture: Capture | None = None
         self.ended = False
         self._at_end: list[Callable[[], None]] = []
         self._choices = 0
@@ -54,14 +52,14 @@ class SpanRecorder:
             self._at_end.pop()()
 
     def at_end(self, free: Callable[[], None]) -> None:
-        """Call it when the request ends; at once if it has ended."""
+        """At once if the request has ended."""
         if self.ended:
             free()
         else:
             self._at_end.append(free)
 
     def open_call(self, choices: int) -> int:
-        """Register an engine call with `choices` samples; returns the index of its first choice."""
+        """Returns the index of the first choice."""
         first = self._choices
         self._choices += choices
         return first
@@ -104,8 +102,6 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int, part: Part |
 
 
 class StreamAnnotator:
-    """Rewrites the last events of a server-sent stream."""
-
     def __init__(self, recorder: SpanRecorder) -> None:
         self._recorder = recorder
 

@@ -44,12 +44,12 @@ logger = serve_logger()
 class StagedMember(EngineMember):
     def __init__(self, engine: ReplicaEngine) -> None:
         super().__init__(engine)
-        self._receiving: int | None = None  # the round whose payloads the workers stage
+        self._receiving: int | None = None
         self._payloads = 0
-        self._leftover = False  # the workers may hold an update
+        self._leftover = False
         self._retaining: int | None = None  # the version that this update is retained as
-        self._states: list[StagingState] = []  # of the workers, after the last payload
-        self._unstored: WriteVersion | None = None  # what is retained
+        self._states: list[StagingState] = []
+        self._unstored: WriteVersion | None = None
         self._committed = asyncio.Event()  # since the last attempt to store
         self._keeping: asyncio.Task[None] | None = None  # the loop keeps no reference
 
@@ -62,7 +62,7 @@ class StagedMember(EngineMember):
         await self._engine.workers("staging_drop")
 
     async def connect(self, body: Connect) -> None:
-        """Join the transfer group; raises TransferFailed if another member does not."""
+        """Raises TransferFailed if another member does not join."""
         await self._discard_leftover()  # a later drop would end the new group's waits, too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._until_received(1)
@@ -85,7 +85,7 @@ class StagedMember(EngineMember):
         await self._until_received(self._payloads)
 
     async def _until_received(self, payloads: int) -> None:
-        """Until every worker has staged so many payloads. Raises what went wrong at one."""
+        """Raises what went wrong at a worker."""
         calls, received = self._engine.calls, False
         while not received:
             wait_s = WAIT_S if calls.direct else 0.0
@@ -182,11 +182,11 @@ class StagedMember(EngineMember):
                             return result
 
     async def drop(self, body: Drop) -> None:
-        """Discard what is staged. If the workers cannot, the next update tries it again before it begins."""
+        """If the workers cannot, the next update tries it again before it begins."""
         self._leftover = True
         try:
             await self._discard_leftover()
-        except Exception as error:  # live weights are untouched
+        except Exception as error:
             if self._engine.dead:
                 raise
             logger.warning("a staged update is not discarded: %s: %s", type(error).__name__, error)

@@ -61,7 +61,7 @@ class WorkerCalls:
 
     @property
     def direct(self) -> bool:
-        """Whether calls do not go through vLLM, and may wait in the worker."""
+        """Whether calls may wait in the worker, since they do not go through vLLM."""
         return bool(self._connections)
 
     async def __call__(self, method: str, **arguments: Any) -> list[Any]:
@@ -123,7 +123,7 @@ async def _accept(listener: socket.socket) -> _Connection:
 
 
 def open_connection(path: Path) -> socket.socket:
-    """From a worker to its replica. Raises OSError if the socket is not on this host."""
+    """Raises OSError if the socket is not on this host."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(str(path))
@@ -134,13 +134,13 @@ def open_connection(path: Path) -> socket.socket:
 
 
 def answer_calls(connection: socket.socket, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Serve calls in a thread of a worker until the replica closes the connection or exits."""
+    """Until the replica closes the connection or exits."""
     with connection, connection.makefile("rb") as calls, suppress(ConnectionError):
         for line in calls:
             number, method, arguments = json.loads(line)
             answer, error = None, None
             try:
                 answer = methods[method](**arguments)
-            except Exception as raised:  # sent to the caller
+            except Exception as raised:
                 error = f"{type(raised).__name__}: {raised}"
             connection.sendall(json.dumps([number, answer, error]).encode() + b"\n")

@@ -13,12 +13,11 @@ from vllm.lora.request import LoRARequest
 from deployments.replica.worker_calls import answer_calls, open_connection
 from deployments.weights.staging.staging_extension import StagingWorkerExtension
 
-_READ = "_slipstream_reads"  # set on vLLM's LoRA manager
+_READ = "_slipstream_reads"
 
 
 class WorkerExtension(StagingWorkerExtension):
-    """Methods added to vLLM's worker. They run between two steps, or on a thread of their own
-    (`worker_calls`)."""
+    """They run between two steps, or on a thread of their own (`worker_calls`)."""
 
     def answer_calls_at(self, path: str) -> bool:
         try:
@@ -55,7 +54,6 @@ class WorkerExtension(StagingWorkerExtension):
 
 
 def _reads(manager: Any) -> dict[int, "Future[Any]"]:
-    """Futures of vLLM's LoRAModel by adapter id."""
     if _READ not in manager.__dict__:
         setattr(manager, _READ, {})
         manager._load_adapter = partial(_load_adapter, manager, manager._load_adapter)
@@ -65,7 +63,7 @@ def _reads(manager: Any) -> dict[int, "Future[Any]"]:
 def _read(read: "Future[Any]", load: Any) -> None:
     try:
         read.set_result(load())
-    except Exception as error:  # `adapter_is_read` raises it
+    except Exception as error:
         read.set_exception(error)
 
 

@@ -19,7 +19,7 @@ from trainers.trajectory import RoutedExperts
 class TurnTokens:
     """A turn's tokens beyond those of its parent, and what is known of it (`CapturedTurn`'s other fields)."""
 
-    parent: int  # -1: none
+    parent: int
     prompt: "array[int]"
     sampled: "array[int]"
     logprobs: "array[float]"
@@ -52,7 +52,6 @@ def _path(turns: Sequence[TurnTokens], leaf: int) -> list[int]:
 
 
 def _versions(turn: TurnTokens) -> Sequence[Sequence[int]]:
-    """An adapter has one version."""
     if turn.adapter is None:
         return turn.weight_versions
     return [(int(turn.adapter.rpartition("@")[2]), 0, len(turn.sampled))]

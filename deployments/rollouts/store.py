@@ -122,7 +122,6 @@ class RolloutStore:
             )
 
     def _call(self, name: str, reserve_pages: int, *arguments: Any) -> Any:
-        """The ledger's method of this name, at the present time."""
         with self._transaction(reserve_pages):
             return getattr(self._ledger, name)(*arguments, self._clock())
 
@@ -149,7 +148,6 @@ class RolloutStore:
         routed = captured.routed_experts
 
         def digest(length: int) -> str:
-            """Other images have the same tokens."""
             shown = "".join(image.digest for image in captured.images if image.offset < length)
             made = blake2b(memoryview(tokens)[: 4 * length], digest_size=16)
             made.update(shown.encode())
@@ -189,7 +187,7 @@ class RolloutStore:
                 self._db.execute("INSERT OR IGNORE INTO shown VALUES (?, ?)", (turn.key, image.digest))
 
     def image(self, digest: str) -> bytes:
-        """The file of an image of a rollout that is kept. Raises NotFound."""
+        """Raises NotFound."""
         row = self._db.execute("SELECT content FROM images WHERE digest = ?", (digest,)).fetchone()
         if row is None:
             raise NotFound(f"no rollout that is kept has the image {digest!r}")
@@ -260,7 +258,7 @@ class RolloutStore:
 
     @contextmanager
     def _transaction(self, reserve_pages: int = RESERVE_PAGES) -> Iterator[None]:
-        """Write what the ledger has changed, or undo it. Raises FleetUnavailable: it cannot be written."""
+        """Raises FleetUnavailable: it cannot be written, and the ledger is as before."""
         if self._failure is not None:
             raise self._unavailable(self._failure)
         try:
@@ -313,7 +311,6 @@ class RolloutStore:
 
 
 def _policy(captured: CapturedTurn) -> tuple[str, int]:
-    """The name and version that a turn's staleness is counted in. Raises InvalidRequest: no token has one."""
     if captured.adapter is not None:
         name, _, version = captured.adapter.rpartition("@")
         return name, int(version)

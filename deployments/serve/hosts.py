@@ -30,17 +30,17 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    versions: Mapping[str, str] = field(default_factory=dict)  # of installed packages
-    unseen: Sequence[str] = ()  # directories and files that are not there
+    versions: Mapping[str, str] = field(default_factory=dict)
+    unseen: Sequence[str] = ()
     model: Mapping[str, str] = field(default_factory=dict)  # of each file its size, or its digest
     shared_memory_bytes: int = MIN_SHARED_MEMORY_BYTES
     taken: Address | None = None  # where another program listens instead of Serve
-    listening: Address | None = None  # a port that the system chose
-    unreachable: Mapping[str, str] = field(default_factory=dict)  # hosts, and why
+    listening: Address | None = None
+    unreachable: Mapping[str, str] = field(default_factory=dict)
 
 
 def look(paths: Sequence[str], model: str, http: Address | None) -> HostFacts:
-    """What is true on this host. `http`: where Serve will listen; None: it does already."""
+    """`http`: where Serve will listen; None: it does already."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -92,11 +92,9 @@ class Probe:
         self._listener = socket.create_server((host, 0), family=_family((host, 0)), backlog=1024)
 
     def look(self, *arguments: Any) -> HostFacts:
-        """What is true on this host."""
         return replace(look(*arguments), listening=self._listener.getsockname()[:2])
 
     def unreachable(self, others: Mapping[str, Address]) -> dict[str, str]:
-        """The hosts that cannot be connected to, and why."""
         with ThreadPoolExecutor(64) as pool:
             reasons = dict(zip(others, pool.map(_refusal, others.values()), strict=True))
         return {name: reason for name, reason in reasons.items() if reason is not None}
@@ -212,7 +210,6 @@ def _ask(
 
 
 def _answers(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """By name the answer, or why there is none."""
     answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S)
     return {name: _answer(answer, answer in answered) for name, answer in asked.items()}
 
@@ -225,7 +222,7 @@ def _answer(answer: Any, has_answered: bool) -> Any:
         )
     try:
         return ray.get(answer)
-    except Exception as error:  # whatever the host's Python raised: a package is missing or another one
+    except Exception as error:
         return (
             f"expected the same Python packages as on the other hosts: {str(error).strip().splitlines()[-1]}"
         )

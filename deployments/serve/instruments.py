@@ -13,8 +13,6 @@ from ray.util.metrics import Counter, Gauge, Histogram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnMetric:
-    """`buckets`: upper bounds of a histogram."""
-
     name: str
     kind: type[Counter | Gauge | Histogram]
     text: str
@@ -23,12 +21,10 @@ class OwnMetric:
 
     @property
     def family(self) -> str:
-        """Name on `/metrics`."""
         return f"{self.name}_total" if self.kind is Counter else self.name
 
     @property
     def series(self) -> list[str]:
-        """Names of its series on `/metrics`."""
         if self.kind is Histogram:
             return [f"{self.name}_{suffix}" for suffix in ("bucket", "sum", "count")]
         return [self.family]
@@ -95,7 +91,7 @@ def record(metric: OwnMetric, value: float = 1.0, /, **labels: str) -> None:
     instrument = _instrument(metric)
     tags: Mapping[str, str] = labels
     if isinstance(instrument, Counter):
-        if value > 0:  # Ray refuses zero
+        if value > 0:
             instrument.inc(value, tags)
     elif isinstance(instrument, Gauge):
         instrument.set(value, tags)

@@ -36,10 +36,10 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    name: str  # name of the placement group in Serve's namespace; one per fleet
-    slots: int  # one per replica
-    gpus_per_slot: int  # one per worker of an engine
-    engine_share: float  # share of each GPU; at most 1 with the trainer's
+    name: str
+    slots: int
+    gpus_per_slot: int
+    engine_share: float
     trainer_share: float
 
     @property
@@ -49,8 +49,6 @@ class SlotPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """GPUs of one replica, reserved while this process lives."""
-
     index: int
     gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES, in the order of the engine's workers
     holders: tuple[Any, ...]  # handles of the `GpuHolder` actors; dropping them frees the GPUs
@@ -64,8 +62,8 @@ class GpuHolder:
 
 
 class Slots:
-    """Deployment that owns the GPUs of a colocated fleet. A restarted process finds the placement group by
-    its name; it is removed with the application. Raises RuntimeError if no host has enough GPUs."""
+    """A restarted process finds the placement group by its name; it is removed with the application.
+    Raises RuntimeError if no host has enough GPUs."""
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         self._plan = plan
@@ -96,7 +94,7 @@ class Slots:
 
 
 async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
-    """Take a free slot while this process lives. Raises RuntimeError or TimeoutError."""
+    """Raises RuntimeError or TimeoutError."""
     group = get_placement_group(plan.name)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -112,7 +110,6 @@ async def take_slot(plan: SlotPlan, timeout_s: float = TAKE_TIMEOUT_S) -> Slot:
 
 
 def use_gpus(slot: Slot) -> None:
-    """Restrict this process and its children; call it before CUDA is initialised."""
     os.environ[VISIBLE_DEVICES] = ",".join(slot.gpus)
 
 
@@ -130,7 +127,6 @@ def require_host_with(gpus: int) -> None:
 
 
 def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[Any] | None:
-    """Start a holder per bundle; None if the slot is taken."""
     first_bundle = index * plan.gpus_per_slot
     holders = []
     for worker in range(plan.gpus_per_slot):
@@ -143,7 +139,7 @@ def _start_holders(plan: SlotPlan, group: PlacementGroup, index: int) -> list[An
         )
         try:
             holders.append(holder.remote())
-        except ValueError:  # the name is taken
+        except ValueError:
             return None
     return holders
 
@@ -163,13 +159,12 @@ async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
 
 
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
-    """Find the group of a previous process. A group of another size is being replaced; it is removed after
-    the timeout."""
+    """A group of another size is being replaced; it is removed after the timeout."""
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while True:
         try:
             group = get_placement_group(plan.name)
-        except ValueError:  # not found
+        except ValueError:
             return None
         if group.bundle_count == plan.gpus:
             return group

@@ -21,19 +21,16 @@ SETTLED = 0.75  # a replica is removed only if the others then have at most this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingStats:
-    """One replica's report; Serve allows numbers only."""
-
-    running: float  # requests in vLLM's batch, over all data-parallel ranks
-    waiting: float  # requests in vLLM's queue
-    places: float  # limit of the batch
+    running: float
+    waiting: float
+    places: float
     kv_use: float  # used share of the KV cache, 0 to 1
     halted: float = 0.0  # 1: paused or asleep; its load is meaningless
     wanted: float = 0.0  # the operator's number of replicas; 0: follow the load
-    wanted_number: float = 0.0  # increases with every change of `wanted`
+    wanted_number: float = 0.0
 
     @property
     def demand(self) -> float:
-        """The number of replicas that its requests would fill."""
         requests = self.running + self.waiting
         # Waiting requests will need as much cache as running ones.
         cache = self.kv_use * (requests / self.running) if self.running else 0.0
@@ -41,11 +38,8 @@ class ScalingStats:
 
 
 class FleetScaling:
-    """Autoscaling policy of the rollout deployment.
-
-    An operator's number applies at once. Otherwise: scale up after the load was above `TARGET_LOAD` for
-    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`.
-    """
+    """An operator's number applies at once. Otherwise: scale up after the load was above `TARGET_LOAD` for
+    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`."""
 
     def __init__(self, *, least: int, most: int, down_s: float) -> None:
         self._least = least
@@ -53,7 +47,6 @@ class FleetScaling:
         self._down_s = down_s
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Called by Serve ten times a second with its `AutoscalingContext`."""
         return self.decide(
             latest(context.raw_metrics),
             target=context.target_num_replicas,
@@ -64,7 +57,6 @@ class FleetScaling:
     def decide(
         self, reports: Sequence[ScalingStats], *, target: int, now: float, state: Mapping[str, Any]
     ) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and the state for the next decision."""
         if not reports:
             return target, dict(state)
         wanted = int(max(reports, key=lambda each: each.wanted_number).wanted)
@@ -113,7 +105,6 @@ def latest(series: Mapping[str, Mapping[Any, Sequence[Any]]] | None) -> list[Sca
 def _remember(
     recent: Sequence[tuple[float, int]], count: int, now: float, span_s: float
 ) -> list[tuple[float, int]]:
-    """The highest count per second over the last `span_s`."""
     kept = [(at, each) for at, each in recent if now - at <= span_s]
     if kept and int(kept[-1][0]) == int(now):
         at, before = kept.pop()

@@ -25,11 +25,11 @@ import sys
 import time
 
 SOCKET = "socket"
-RESERVED = "reserved"  # lists the descriptors that a fork has from its imports
+RESERVED = "reserved"
 LOG = "server.log"
 SERVER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "server.py")
-FAILED = "failed"  # has the reason why no server runs with this environment
-MODULES = "SLIPSTREAM_PRELOAD"  # see server.py
+FAILED = "failed"
+MODULES = "SLIPSTREAM_PRELOAD"
 REASON = "SLIPSTREAM_NOT_FORKED"
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; or the directory of a server, as in forks
 PREFIX = "/tmp/slipstream-fork"  # short: the path of a Unix socket has at most 107 bytes
@@ -58,7 +58,7 @@ class NoServer(Exception):
 
 def main() -> None:
     directory, command = sys.argv[1], sys.argv[2:]
-    os.environ.pop(REASON, None)  # the parent's
+    os.environ.pop(REASON, None)
     try:
         if os.environ.get(SWITCH) == "off":
             raise NoServer(f"{SWITCH} is off")
@@ -113,7 +113,6 @@ def is_read_at_import(name: str) -> bool:
 
 
 def _ensure_server(directory: str) -> None:
-    """Return when a server accepts connections. A live server has held the lock since before its imports."""
     deadline = time.monotonic() + READY_S
     while not _accepts(directory):
         if os.path.exists(f"{directory}/{FAILED}"):
@@ -189,7 +188,7 @@ def _run(directory: str, options: int, command: list[str]) -> int:
         except TimeoutError:
             _kill_peer(server)  # the next client starts a new one
             raise NoServer(f"the fork server did not answer within {ANSWER_S:g} s") from None
-        except ValueError:  # no process came
+        except ValueError:
             raise NoServer("the fork server died") from None
         os.close(lifeline)
         for number in FORWARDED:
@@ -204,7 +203,7 @@ def _run(directory: str, options: int, command: list[str]) -> int:
 def _is_inherited(descriptor: int) -> bool:
     try:
         return not fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    except OSError:  # the listing's own
+    except OSError:
         return False
 
 

@@ -40,7 +40,7 @@ BEFORE_IMPORTS = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's library starts threads at import
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # as vLLM sets it, but before any import looks for CUDA
 }
-SWITCH = "SLIPSTREAM_FORK_SERVER"  # see client.py
+SWITCH = "SLIPSTREAM_FORK_SERVER"
 MODULES = "SLIPSTREAM_PRELOAD"  # separated by commas, instead of those below
 MOST_DESCRIPTORS = 200
 FIRST_OWN = 256  # above what Ray's workers inherit
@@ -203,7 +203,7 @@ def _stop(directory: str, server: int, *_: object) -> None:
 
 
 def _listen(directory: str) -> socket.socket:
-    """The socket for clients; also writes an executable that multiprocessing uses as interpreter."""
+    """Also writes an executable that multiprocessing uses as interpreter."""
     path = f"{directory}/socket"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -236,7 +236,7 @@ def _receive_request(client: socket.socket) -> Request:
     assert len(received) == count, f"expected {count} descriptors, got {len(received)}"
     with client, client.makefile("rb") as stream:
         body = stream.read(length)
-    if len(body) < length:  # the client is gone
+    if len(body) < length:
         os._exit(1)
     request: Request = json.loads(body)
     _take_descriptors(request["descriptors"], received)
@@ -244,7 +244,7 @@ def _receive_request(client: socket.socket) -> Request:
 
 
 def _take_descriptors(numbers: list[int], received: list[int]) -> None:
-    """Give the client's descriptors their numbers there. The first one is the lifeline."""
+    """The first one is the lifeline."""
     above = max(FIRST_OWN, *numbers, 0) + 1
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in received]
     for each in received:
@@ -322,7 +322,6 @@ def _take_environment(environment: dict[str, str]) -> None:
 
 
 def _apply_what_imports_have_read() -> None:
-    """Libraries read these variables, and take random numbers, when they are loaded."""
     if "torch" in sys.modules:
         threads = os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
         sys.modules["torch"].set_num_threads(int(threads))

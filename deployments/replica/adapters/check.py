@@ -19,8 +19,7 @@ _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weig
 
 
 def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
-    """Compare the files with their digest, the limits and the base model. Raises Incomplete (missing, or
-    another digest) or ValueError, which names the first few tensors.
+    """Raises Incomplete (missing, or another digest) or ValueError, which names the first few tensors.
 
     Args:
         base: schema of the engine's initial checkpoint; None if unknown.
@@ -30,7 +29,7 @@ def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> No
         digesting = beside.submit(adapter_digest, directory)
         try:
             problem = join_reasons(_problems(directory, base, lora_config))
-        except (OSError, ValueError) as error:  # the digest may be wrong as well
+        except (OSError, ValueError) as error:
             problem = str(error)
         try:
             digest = digesting.result()
@@ -82,8 +81,7 @@ def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
 
 
 def _misfits(schema: Schema, base: Schema) -> list[str]:
-    """Modules that the base model lacks or has in another shape; empty if it has none of these names: its
-    checkpoint renames them, and only vLLM can tell."""
+    """Empty if the base has none of these names: its checkpoint renames them, and only vLLM can tell."""
     parts = _parts(schema)
     known = {module for module in parts if f"{module}.weight" in base}
     if not known:

@@ -32,8 +32,6 @@ READ_POLL_S = 0.01
 
 
 class Uses:
-    """Counts requests by adapter id; calls `unused` after the last one."""
-
     def __init__(self, unused: Callable[[int], None]) -> None:
         self._counts: Counter[int] = Counter()
         self._unused = unused
@@ -73,14 +71,14 @@ class NamedAdapters(dict[str, LoRARequest]):
         self._newest: dict[str, LoRARequest] = {}
 
     def make_live(self, live: Sequence[Adapter]) -> None:
-        """Replace all entries; `live` is oldest first."""
+        """`live` is oldest first."""
         self.clear()
         self._newest = {}
         for adapter in live:
             request = lora_request(adapter)
             super().__setitem__(adapter.full_name, request)
             self._newest[adapter.full_name] = self._newest[adapter.name] = request
-        for adapter in live:  # the last one is the newest
+        for adapter in live:
             super().__setitem__(adapter.name, lora_request(adapter, name=adapter.name))
 
     def __getitem__(self, name: str) -> LoRARequest:
@@ -139,7 +137,7 @@ class EngineAdapters:
         return [lora_request(self._held[adapter_id]) for adapter_id in self._live]
 
     async def load(self, adapter: Adapter) -> LoadedAdapter:
-        """Check the files and load them into the engine. Raises PayloadRejected: the engine is unchanged."""
+        """Raises PayloadRejected: the engine is unchanged."""
         if getattr(self._llm.vllm_config, "lora_config", None) is None:
             raise PayloadRejected("this engine was started without 'enable_lora'")
         if adapter.adapter_id in self._held:  # an id's files never change
@@ -164,8 +162,8 @@ class EngineAdapters:
         return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
 
     async def make_live(self, live: Sequence[Adapter], keep: Sequence[int] = ()) -> None:
-        """Requests can select these and no others; all but these and `keep` (ids) are removed once unused.
-        Raises RuntimeError if one is not loaded."""
+        """All but these and `keep` (ids) are removed once unused. Raises RuntimeError if one is not
+        loaded."""
         missing = [each.full_name for each in live if each.adapter_id not in self._held]
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
@@ -192,7 +190,6 @@ class EngineAdapters:
         _forget_figures(self._llm)
 
     async def _read(self, adapter: Adapter) -> None:
-        """Check an adapter and have the workers read it. Raises PayloadRejected."""
         await self._begin(adapter)
         if not await self._check(adapter):
             await self._begin(adapter)  # the workers may have read the files before they were complete
@@ -208,7 +205,6 @@ class EngineAdapters:
         )
 
     async def _check(self, adapter: Adapter) -> bool:
-        """Whether the first attempt found complete files."""
         attempts = 0
 
         async def check() -> None:
@@ -223,14 +219,14 @@ class EngineAdapters:
         return attempts == 1
 
     async def _limits(self) -> tuple[Schema | None, Any]:
-        """The schema of the base model, if known on this host, and the engine's `LoRAConfig`."""
+        """The base model's schema, if known on this host, and the engine's `LoRAConfig`."""
         if self._base is None:
             self._base = asyncio.create_task(asyncio.to_thread(self._read_base))
         base = self._base
         try:
             return await asyncio.shield(base), self._llm.vllm_config.lora_config
         except (OSError, ValueError):
-            self._base = None  # retry for the next adapter
+            self._base = None
             raise
 
     def _read_base(self) -> Schema | None:
