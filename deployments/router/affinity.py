@@ -28,7 +28,7 @@ BLOCK_ENDS = _ends()  # bytes of the prompt; fewer than 100 blocks
 
 
 def block_hashes(body: bytes) -> list[int]:
-    """One hash per whole block, over the model's name and all bytes of the prompt up to the block's end."""
+    """Over the model's name and all bytes of the prompt up to each block's end."""
     found = _PROMPT.search(body, 0, HEAD_BYTES)
     if found is None:
         return []
@@ -53,7 +53,7 @@ def _model(body: bytes) -> bytes:
 
 MAX_BLOCKS = 1 << 17  # about 30 MB
 MAX_SESSIONS = 1 << 16  # about 20 MB with the longest names
-MAX_REPLICAS = 4096  # ever seen; then all prefixes are dropped
+MAX_REPLICAS = 4096
 
 
 class Affinity:
@@ -62,8 +62,8 @@ class Affinity:
         self._max_sessions = max_sessions
         self._holders: OrderedDict[int, int] = OrderedDict()  # bit mask of replicas, per block and version
         self._bits: dict[str, int] = {}
-        self._replicas: list[str] = []  # per bit
-        self._homes: OrderedDict[str, str] = OrderedDict()  # replica per session
+        self._replicas: list[str] = []
+        self._homes: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._holders) + len(self._homes)
@@ -88,7 +88,7 @@ class Affinity:
                 yield BLOCK_ENDS[count - 1], [self._replicas[bit] for bit in _bits_of(new)]
 
     def sent(self, replica_id: str, version: int, *, session_id: str | None, blocks: Sequence[int]) -> None:
-        """Record that a request went to a replica with this weight version."""
+        """A request went to a replica with this weight version."""
         if session_id is not None:
             self._homes[session_id] = replica_id
             self._homes.move_to_end(session_id)

@@ -42,13 +42,12 @@ class _Remembered:
 class DeadlyRequests:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._remembered: dict[bytes, _Remembered] = {}  # by digest, oldest first
+        self._remembered: dict[bytes, _Remembered] = {}
 
     def __len__(self) -> int:
         return len(self._remembered)
 
     def check(self, request: RequestIdentity) -> None:
-        """Raises DeadlyRequest if the request is quarantined."""
         found = self._find(request)
         if found is not None and found.refused:
             left_s = found.until - self._clock()
@@ -58,7 +57,7 @@ class DeadlyRequests:
             )
 
     def lost(self, request: RequestIdentity, replicas: Sequence[str]) -> None:
-        """Record a lost replica; returns if the request may be retried. Raises DeadlyRequest."""
+        """Returns if the request may be retried. Raises DeadlyRequest."""
         replicas = [*(self._cut_off_replicas(request) - {*replicas}), *replicas]
         if len(replicas) < MAX_LOSSES:
             return
@@ -73,8 +72,8 @@ class DeadlyRequests:
         )
 
     def cut_off(self, request: RequestIdentity, replica: str) -> bool:
-        """Record a replica that was lost during its response; returns whether the request is refused now."""
-        if not request.body:  # as in `lost`
+        """Returns whether the request is refused now."""
+        if not request.body:
             return False
         replicas = self._cut_off_replicas(request) | {replica}
         refused = len(replicas) >= MAX_LOSSES
@@ -97,7 +96,7 @@ class DeadlyRequests:
 
     def _remember(self, request: RequestIdentity, replicas: frozenset[str], *, refused: bool) -> None:
         now = self._clock()
-        self._remembered.pop(request.digest, None)  # move to the end
+        self._remembered.pop(request.digest, None)
         self._remembered[request.digest] = _Remembered(
             replicas=replicas, refused=refused, until=now + REFUSED_FOR_S
         )

@@ -43,8 +43,6 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    """Limits of one router process; see `RouterConfig`, which has the same names."""
-
     max_ongoing_requests: int  # client requests; a split one counts once
     max_body_bytes: int
     request_timeout_s: float  # to find a replica, and to wait for a version without x-weight-timeout
@@ -58,7 +56,7 @@ class Outgoing:
     body: bytes
     sequences: int
     identity: RequestIdentity  # identifies the client's whole request
-    blocks: Sequence[int] = ()  # see `affinity.block_hashes`
+    blocks: Sequence[int] = ()
     turn: RolloutRequest | None = None  # of a rollout
 
     @property
@@ -68,8 +66,6 @@ class Outgoing:
 
 @dataclass(slots=True, kw_only=True)
 class AttemptHistory:
-    """The replicas that a request was sent to."""
-
     demand: Demand
     lost: list[str] = field(default_factory=list)
 
@@ -82,7 +78,7 @@ class StartedResponse:
     replica_id: str
     response: ReplicaResponse
     whole: bytes | None  # the whole body; None: a stream
-    connection: AsyncExitStack  # closing it early aborts the request
+    connection: AsyncExitStack
 
     async def body(self) -> bytes:
         """Raises `ResponseLost`."""
@@ -98,7 +94,7 @@ class _Lost(Exception):
 
 
 class Forwarder:
-    """Chooses replicas and sends requests. A response silent for `silence_s` is probed."""
+    """A response silent for `silence_s` is probed."""
 
     def __init__(
         self,
@@ -114,9 +110,9 @@ class Forwarder:
         self._probe_timeout_s = probe_timeout_s
         self._affinity = Affinity()
         self._in_flight: Counter[str] = Counter()  # load, per replica
-        self._router_id = uuid.uuid4().hex  # replicas report load per router
+        self._router_id = uuid.uuid4().hex
         self._connections = ConnectionPool()
-        self._probes: dict[str, asyncio.Task[bool]] = {}  # at most one per address
+        self._probes: dict[str, asyncio.Task[bool]] = {}
         self._session: aiohttp.ClientSession | None = None
         self.deadly = DeadlyRequests()
 
@@ -129,7 +125,7 @@ class Forwarder:
         return (await self._census(demand)).loads
 
     async def metrics(self, names: Sequence[str] = ()) -> Scraped:
-        """Metrics of all replicas, admitted or not, and all nodes; with `names` only these, of replicas."""
+        """Of all replicas, admitted or not, and all nodes; with `names` only these, of replicas."""
         known = (await self._census(Demand())).metadata
         replicas = {name: ReplicaEndpoint(**known[name]) for name in known}
         return await scrape(self._probe_session(), replicas, names)
@@ -149,7 +145,7 @@ class Forwarder:
             except (BackPressureError, DeploymentUnavailableError) as error:
                 reason = one_line(error)
             except TimeoutError:
-                pass  # the last reason stays
+                pass
             else:
                 self.deadly.check(request.identity)  # the choice may have taken long
                 began = time.monotonic()
@@ -180,7 +176,7 @@ class Forwarder:
             self._record(WAITED_SECONDS, waited_s)
 
     def count_loss(self, request: Outgoing, attempts: AttemptHistory, replica_id: str, reason: str) -> None:
-        """Record a lost replica. Raises DeadlyRequest."""
+        """Raises DeadlyRequest."""
         attempts.lost.append(replica_id)
         attempts.avoid(replica_id)
         try:
@@ -191,7 +187,6 @@ class Forwarder:
             raise
 
     async def _census(self, demand: Demand) -> routing.Census:
-        """The replicas that Serve knows; empty if none is admitted."""
         census = routing.Census()
         # `forward` waits for an admitted replica and reports the reason.
         with suppress(TimeoutError, BackPressureError, DeploymentUnavailableError):
@@ -201,7 +196,7 @@ class Forwarder:
     async def _choose(
         self, demand: Demand, blocks: Sequence[int], deadline: float
     ) -> tuple[str, ReplicaEndpoint]:
-        """Choose a replica and record it as the session's and the prompt's. Raises TimeoutError."""
+        """Raises TimeoutError."""
         choice = routing.Choice()
         current = replace(
             demand,

@@ -65,12 +65,11 @@ class ReplicaResponse:
         return bool(self._pieces)
 
     async def begin(self) -> None:
-        """Wait for the head. Raises ResponseLost."""
         while not self._begun:
             await self._wait()
 
     async def piece(self) -> bytes:
-        """The body received since the last call; empty at its end. Raises ResponseLost."""
+        """Empty at the body's end. Raises ResponseLost."""
         while not self._pieces:
             if self.is_complete:
                 return b""
@@ -78,10 +77,8 @@ class ReplicaResponse:
         return self._pop()
 
     async def pass_on(self, take: Take) -> None:
-        """Call `take` with each remaining piece. Raises ResponseLost.
-
-        While `take` does not block, it runs inside the parser's callback, without waking a task.
-        """
+        """Call `take` with each remaining piece. While it does not block, it runs inside the parser's
+        callback, without waking a task. Raises ResponseLost."""
         while True:
             while self._pieces:
                 await take(self._pop())
@@ -157,7 +154,7 @@ class ReplicaResponse:
         self._wake()
 
     def on_message_complete(self) -> None:
-        if self.status < 200:  # "100 Continue" and others
+        if self.status < 200:
             self.headers = []
             return
         self.keeps_connection = self._parser.should_keep_alive() and self._connection.has_sent_all()
@@ -274,7 +271,7 @@ class ReplicaConnection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Reuses connections per replica, without a limit."""
+    """Without a limit."""
 
     def __init__(self) -> None:
         self._idle: dict[str, dict[ReplicaConnection, asyncio.TimerHandle]] = {}
@@ -284,8 +281,7 @@ class ConnectionPool:
     async def request(
         self, address: str, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> AsyncIterator[ReplicaResponse]:
-        """Send a request to host:port. Leaving before the response is complete aborts it. Raises
-        NotConnected."""
+        """Leaving before the response is complete aborts the request. Raises NotConnected."""
         connection, is_kept = self._pop_idle(address) or await _connect(address), False
         try:
             response = connection.send(method, target, [("host", address), *headers], body)
@@ -300,7 +296,7 @@ class ConnectionPool:
                 connection.abort()
 
     def close(self) -> None:
-        """Close idle connections now, and the others when their requests end."""
+        """The connections of running requests close when these end."""
         self._closed = True
         for idle in self._idle.values():
             for connection, timer in idle.items():

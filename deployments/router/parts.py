@@ -30,8 +30,6 @@ class PartRequest:
 
 
 class _Refused(Exception):
-    """A replica rejected a part; its error is the response to the whole request."""
-
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
         self.response = response
@@ -40,7 +38,7 @@ class _Refused(Exception):
 async def respond_in_parts(
     forwarder: Forwarder, requests: Sequence[PartRequest], limits: RouterLimits
 ) -> Response:
-    """The merged response, in the order of the list, or the error response to one part.
+    """In the order of the list, or the error response to one part.
 
     Raises:
         FleetUnavailable: no replica responded to a part in time.
@@ -86,7 +84,6 @@ async def _part(forwarder: Forwarder, part: PartRequest, limits: RouterLimits) -
 
 
 def _merged_headers(of_parts: Sequence[Headers]) -> Headers:
-    """Headers of the first part, with all replicas and the oldest version."""
     named = [dict(headers) for headers in of_parts]
     replicas = dict.fromkeys(each[b"x-slipstream-replica"] for each in named)
     oldest = min(int(each[b"x-weight-version"]) for each in named)

@@ -25,7 +25,7 @@ _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def parse_object(text: bytes) -> dict[str, bytes]:
-    """Fields of an object, each as JSON; the last of duplicates wins. Raises msgspec.DecodeError."""
+    """The last of duplicates wins. Raises msgspec.DecodeError."""
     return {name: bytes(value) for name, value in _OBJECT.decode(text).items()}
 
 
@@ -40,7 +40,6 @@ class PromptList:
     completions: int  # choices per prompt
 
     def part(self, start: int, stop: int) -> bytes:
-        """Body for the prompts from `start` to `stop` (exclusive)."""
         return b'{%b,"prompt":[%b]}' % (self.rest, b",".join(self.prompts[start:stop]))
 
 
@@ -111,7 +110,7 @@ def _shares(prompts: int, fractions: Mapping[str, float]) -> list[Share]:
 
 
 def merge_responses(parts: Sequence[bytes]) -> bytes:
-    """Merge responses, each of two lines: the rest of the response, and the choices."""
+    """Each has two lines: the rest of the response, and the choices."""
     rests, choices = [], []
     for part in parts:
         rest, _, of_part = part.partition(b"\n")
@@ -126,7 +125,7 @@ def merge_responses(parts: Sequence[bytes]) -> bytes:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Sum of numbers, or per field of objects; None if all values are None."""
+    """Of numbers, or per field of objects; None if all are None."""
     there = [value for value in values if value is not None]
     if not there:
         return None

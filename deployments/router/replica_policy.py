@@ -28,7 +28,7 @@ class Candidate:
     replica_id: str
     version: int
     admitted: bool
-    in_flight: int = 0  # load from other routers
+    in_flight: int = 0
 
 
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
@@ -95,7 +95,7 @@ def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
 def _holders(
     holders: Iterable[tuple[int, Sequence[str]]], free: Collection[str], sample: Sample
 ) -> dict[str, int]:
-    """One or two free holders of each of the longest prefixes, and the prefix's bytes."""
+    """One or two free ones of each of the longest prefixes, and the prefix's bytes."""
     found: dict[str, int] = {}
     lengths = 0
     may = set(free)
@@ -109,7 +109,6 @@ def _holders(
 
 
 def _load(candidate: Candidate, demand: Demand) -> int:
-    """This router's load there, and that of the others as of the last statistics."""
     return candidate.in_flight + demand.in_flight.get(candidate.replica_id, 0)
 
 

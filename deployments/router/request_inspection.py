@@ -34,8 +34,7 @@ _FIRST_ITEM = re.compile(rb"\[\s*([^\s\]])")
 
 
 async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_S) -> bytes:
-    """Read the body with bounds on size and time: a slow client would occupy the router. Raises
-    PayloadTooLarge or BodyTooSlow."""
+    """A slow client would occupy the router. Raises PayloadTooLarge or BodyTooSlow."""
     body = bytearray()
     begin = asyncio.get_running_loop().time()
     try:
@@ -57,8 +56,7 @@ async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_
 
 
 def check_headers(request: Request) -> None:
-    """Check the size of headers, and that ours come once: a replica might read the other value. Raises
-    PayloadTooLarge or InvalidRequest."""
+    """Ours must come once: a replica might read the other value. Raises PayloadTooLarge or InvalidRequest."""
     size = sum(len(name) + len(value) for name, value in request.headers.raw)
     if size > MAX_HEADER_BYTES:
         raise PayloadTooLarge(f"the headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
@@ -69,13 +67,13 @@ def check_headers(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    sequences: int  # prompts times completions
-    prompts: PromptList | None  # None: do not split
+    sequences: int
+    prompts: PromptList | None
 
 
 def inspect(body: bytes, method: str, path: str, *, in_session: bool) -> Inspection:
-    """Count a body's sequences. vLLM rejects what is no JSON object. Raises InvalidRequest: more than
-    `MAX_SEQUENCES`, or nested too deeply."""
+    """vLLM rejects what is no JSON object. Raises InvalidRequest: more than `MAX_SEQUENCES`, or nested too
+    deeply."""
     try:
         fields, is_plain = _fields(body)
         count = _sequences(fields)
@@ -92,7 +90,7 @@ def inspect(body: bytes, method: str, path: str, *, in_session: bool) -> Inspect
 
 
 def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
-    """Fields of a JSON object, empty for anything else; whether the body is standard JSON in UTF-8."""
+    """Empty for anything but an object; whether the body is standard JSON in UTF-8."""
     try:
         return parse_object(body), True
     except msgspec.DecodeError:
@@ -104,8 +102,8 @@ def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
 
 
 def _standard_json(body: bytes) -> bytes:
-    """Rewrite what `json.loads`, vLLM's parser, accepts beyond the standard: NaN, half a surrogate pair or
-    UTF-16 must not hide a large `n`."""
+    """What `json.loads`, vLLM's parser, accepts beyond the standard: NaN, half a surrogate pair or UTF-16
+    must not hide a large `n`."""
     text = body.decode(json.detect_encoding(body), "surrogatepass").encode(errors="surrogatepass")
     # Private-use characters, which no field's name has.
     return re.sub(rb"NaN|Infinity", b"0", re.sub(rb"\\u[dD][89a-fA-F]", rb"\\ue0", text))

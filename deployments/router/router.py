@@ -55,10 +55,10 @@ NOT_FORWARDED = frozenset(
 logger = serve_logger()
 
 
-MIN_RETRIES_PER_S = 200.0  # a small load
+MIN_RETRIES_PER_S = 200.0
 RETRIES_PER_ADMITTED = 2.0  # keeps places from staying free
 MAX_PACING_S = 20.0  # OpenAI's clients wait for 60 s at most
-PERIOD_S = 2.0  # admitted requests are counted over it
+PERIOD_S = 2.0
 
 
 class RetryAfterPacing:
@@ -157,8 +157,6 @@ async def _until_disconnect(receive: Receive, stop: Callable[[], None]) -> None:
 
 
 class Router:
-    """ASGI application that forwards requests to replicas, at most `max_ongoing_requests` at a time."""
-
     def __init__(
         self,
         rollout: DeploymentHandle,
@@ -220,7 +218,6 @@ class Router:
             self._record(REQUESTS, outcome=outcome)
 
     async def metrics(self, names: Sequence[str] = ()) -> Scraped:
-        """Metrics of all replicas and nodes; with `names` only these, of replicas."""
         return await self._forwarder.metrics(names)
 
     async def close(self) -> None:
@@ -241,7 +238,6 @@ class Router:
     async def _parts(
         self, request: Outgoing, attempts: AttemptHistory, prompts: PromptList
     ) -> list[PartRequest]:
-        """Parts of a request, each with its preferred replica; empty: do not split."""
         if request.sequences < 2 * MIN_SEQUENCES:
             return []
         loads = await self._forwarder.loads(attempts.demand)

@@ -32,7 +32,7 @@ async def scrape(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Scraped:
-    """Query all concurrently. With `names` only these metrics, of replicas."""
+    """With `names` only these metrics, of replicas."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     # vLLM filters names only at this path.
     path = f"{PATH}/?{urlencode([('name[]', name) for name in names])}" if names else PATH
@@ -67,7 +67,6 @@ async def scrape(
 
 
 def _agents() -> list[str]:
-    """Addresses of Ray's metrics agents; empty without a cluster or with metrics disabled."""
     if not ray.is_initialized():
         return []
     nodes: list[dict[str, Any]] = ray.nodes()
@@ -79,7 +78,6 @@ def _agents() -> list[str]:
 
 
 def dashboard() -> str | None:
-    """Address of Ray's dashboard; None without one."""
     # A worker's `webui_url` always has the default port.
     if not internal_kv._internal_kv_initialized():
         return None

@@ -22,7 +22,7 @@ class Staging(ABC):
     def begin(self) -> None: ...
 
     def replay(self, received: ReceivedChunk) -> Findings | None:
-        """Stage and inspect a chunk known from an earlier round; None: it is not."""
+        """False: the chunk is not known from an earlier round."""
         return None
 
     @abstractmethod
@@ -46,13 +46,13 @@ class Staging(ABC):
         return False
 
     def retire(self) -> None:  # noqa: B027
-        """Free what the swap replaced."""
+        ...
 
     @abstractmethod
     def drop(self) -> None: ...
 
     def release(self) -> None:  # noqa: B027
-        """Drop references to the connection's memory."""
+        ...
 
 
 def second_instance_config(vllm_config: VllmConfig) -> VllmConfig:
@@ -65,7 +65,6 @@ def second_instance_config(vllm_config: VllmConfig) -> VllmConfig:
 
 
 def outer_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the first and the last column."""
     if tensor.dim() > 1 and tensor.shape[-1] > 1:
         return tensor[..., :: tensor.shape[-1] - 1]
     return tensor

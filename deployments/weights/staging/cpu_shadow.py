@@ -66,7 +66,7 @@ class BlankParameter:
 
 
 def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
-    """The parameters of a constructed instance; frees their memory."""
+    """Frees their memory."""
     blanks: dict[int, BlankParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -140,7 +140,7 @@ class CpuShadowStaging(Staging):
 
     def _untouched(self, complete: bool, keep_drafter: bool) -> tuple[set[str], list[str]]:
         """Paths of modules that keep their tensors, and names of unfilled parameters."""
-        states: dict[str, set[bool]] = {}  # path -> whether parameters there were loaded
+        states: dict[str, set[bool]] = {}
         unfilled: list[str] = []
         alone = []  # parameters of which nothing was loaded
         for blank in self._blanks:

@@ -149,7 +149,7 @@ class DeviceStaging(Staging):
         unfilled = self._poison.remaining()
         if not complete:
             return unfilled
-        self._poison.restore_live(unfilled)  # padding
+        self._poison.restore_live(unfilled)
         return []
 
     def _finalize_layers(self, complete: bool) -> list[str]:

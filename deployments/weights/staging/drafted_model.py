@@ -22,8 +22,6 @@ _FLAGS = ("has_own_lm_head", "has_own_embed_tokens")  # vLLM sets them while it 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
-    """How vLLM constructed a model."""
-
     vllm_config: Any
     model_config: Any
     prefix: str
@@ -93,7 +91,6 @@ class PolicyAndDrafter(torch.nn.Module):
 
     @torch.no_grad()
     def copy_drafter(self, live: torch.nn.Module) -> None:
-        """Take the drafter's parameters from the live instance."""
         sources = dict(live.named_parameters())
         for name, parameter in self.named_parameters():  # what is shared is named as the policy's
             if name.startswith(DRAFTER):

@@ -59,7 +59,7 @@ class HostStaging(Staging):
         return []
 
     def _check_tied(self) -> None:
-        """Raises ValueError if embeddings that vLLM tied because they were equal now differ."""
+        """vLLM ties embeddings that are equal. Raises ValueError."""
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
@@ -89,7 +89,6 @@ class HostStaging(Staging):
 
 
 def load_with_drafter(vllm_config: VllmConfig, model: PolicyAndDrafter, path: str) -> None:
-    """Make a checkpoint directory the live model, inside a pause."""
     staging = HostStaging(model, vllm_config.model_config)
     staging._tensors = dict(checkpoint_tensors(vllm_config, model, path))
     staging.swap()

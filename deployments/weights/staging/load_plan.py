@@ -28,7 +28,7 @@ class PlannedCopy:
     index: int  # position of the tensor in the chunk
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # elements, from the tensor's first
+    offset: int
     target: torch.Tensor
 
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -47,7 +47,7 @@ class LoadPlans:
     def __init__(self) -> None:
         self._plans: dict[Chunk, _Plan] = {}
         self._unconfirmed: dict[Chunk, _Plan] = {}
-        self.refused: dict[Chunk, str] = {}  # chunks without a plan, and why
+        self.refused: dict[Chunk, str] = {}
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -83,7 +83,7 @@ class LoadPlans:
         self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
     def confirm(self, chunks: set[Chunk]) -> None:
-        """These chunks were a complete round: keep the plans whose targets equal their sources."""
+        """Keep the plans whose targets equal their sources."""
         for chunk, plan in self._unconfirmed.items():
             found = [_digest(copy.target) for copy in plan.copies]
             if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):
@@ -99,7 +99,7 @@ class LoadPlans:
         self._unconfirmed = {}
 
     def refuse(self, chunks: set[Chunk]) -> None:
-        """A round left parameters unfilled: remove the plans of its chunks."""
+        """A round left parameters unfilled."""
         self.discard()
         suspects = chunks & self._plans.keys()
         self.refused |= dict.fromkeys(suspects, "a round with it left parameters unfilled")

@@ -43,7 +43,6 @@ def load_in_place(shadow: torch.nn.Module, model_config: ModelConfig, device: to
 
 
 def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
-    """Load as a round does: layers get new tensors, which are then processed."""
     initialize_layerwise_reload(shadow)
     loaders: list[tuple[torch.Tensor, Any]] = []
     for layer in shadow.modules():
@@ -123,8 +122,8 @@ def check_memory(vllm_config: VllmConfig, device: torch.device, model: torch.nn.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shadow:
     model: torch.nn.Module
-    layerwise: bool  # vLLM processes weights after loading them
-    moving: Moving  # what comes from the weights beside the parameters
+    layerwise: bool
+    moving: Moving
 
 
 def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.Module) -> Shadow:

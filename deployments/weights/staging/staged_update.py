@@ -60,7 +60,6 @@ class StagedUpdate:
         return {digest for name, digest in zip(self.names, digests, strict=True) if name in names}
 
     def run(self, work: Callable[[], None]) -> None:
-        """What the work raises becomes the outcome."""
         try:
             work()
         except TransferFailed as error:

@@ -24,7 +24,7 @@ class StagingWorkerExtension:
     """Called on the engine's thread, between two steps. `wait_s`: how long a call on another thread waits for
     its work to be done."""
 
-    weight_transfer_engine: Any  # a `StagedWeightTransferEngine` for `staging_*`
+    weight_transfer_engine: Any
     model_runner: Any
     vllm_config: Any
     start_weight_update: Any
@@ -41,7 +41,7 @@ class StagingWorkerExtension:
     def staging_read(
         self, part: dict[str, Any], share: float, begins: bool, retain_version: int | None
     ) -> None:
-        """`staging_receive` of a `FilePart` that every worker reads itself."""
+        """Every worker reads the file itself."""
         self._prepare(share, begins, retain_version)
         self.weight_transfer_engine.read_part(from_wire(FilePart, part))
 
@@ -68,7 +68,7 @@ class StagingWorkerExtension:
         self._weight_update_active = False  # vLLM cannot end an update without loading it
 
     def staging_store(self, body: dict[str, Any], directory: str) -> None:
-        """Begin a `WriteVersion`. Raises ValueError if the version is not retained here."""
+        """Raises ValueError if the version is not retained here."""
         engine = self.weight_transfer_engine
         if engine.worker_index == 0:
             wanted = from_wire(WriteVersion, body)
@@ -85,7 +85,6 @@ class StagingWorkerExtension:
         return reload_refusal(self.model_runner.get_model())
 
     def load_checkpoint(self, path: str) -> None:
-        """Load a checkpoint directory into the live model, inside a pause."""
         engine, model = self.weight_transfer_engine, self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             if isinstance(engine, StagedWeightTransferEngine):
@@ -114,7 +113,7 @@ class StagingWorkerExtension:
             )
 
     def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """vLLM's `update_weights`, with CUDA IPC handles in JSON types."""
+        """With CUDA IPC handles in JSON types."""
         if isinstance(payload, list):
             self.update_weights([decode_payload(part) for part in payload])
         else:

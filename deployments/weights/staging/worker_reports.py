@@ -36,5 +36,4 @@ def to_wire(report: Any) -> dict[str, Any]:
 
 
 def from_wire(kind: type[T], encoded: Any) -> T:
-    """Raises ValueError if it is not a report of this kind."""
     return _ADAPTERS[kind].validate_python(encoded)

@@ -48,7 +48,7 @@ class Incomplete(ValueError):
 async def until_complete(
     attempt: Callable[[], Awaitable[T]], lag_s: float, clock: Callable[[], float] = time.monotonic
 ) -> T:
-    """Repeat an attempt while the files are incomplete. Raises Incomplete after `lag_s`."""
+    """Raises Incomplete after `lag_s`."""
     deadline = clock() + lag_s
     while True:
         try:
@@ -65,7 +65,6 @@ class CannotWrite(OSError):
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Raises CannotWrite in place of an OSError."""
     try:
         yield
     except OSError as error:
@@ -73,8 +72,6 @@ def _writing() -> Iterator[None]:
 
 
 class AdapterStore:
-    """The directory of the copies."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
@@ -118,7 +115,7 @@ class AdapterStore:
         return AdapterFiles(path=str(final), digest=digest, size_bytes=before[1][1])
 
     def complete(self, adapter_id: int) -> None:
-        """Make a copy durable. Raises CannotWrite; the copy stays, because replicas may be reading it."""
+        """Raises CannotWrite; the copy stays, because replicas may be reading it."""
         final = self.directory / f"a{adapter_id:08d}"
         with _writing():
             for path in (final / CONFIG, final / TENSORS, final, self.directory):
@@ -139,7 +136,6 @@ class AdapterStore:
 
 
 def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
-    """Hard-link all files, or none."""
     try:
         for file, link in zip(files, links, strict=True):
             os.link(file, link)
@@ -151,7 +147,6 @@ def _linked(files: Sequence[Path], links: Sequence[Path]) -> bool:
 
 
 def _copied(files: Sequence[Path], copies: Sequence[Path]) -> str:
-    """Copy the files, and return the digest of what they hold."""
     with ThreadPoolExecutor(1) as beside:
         digesting = beside.submit(_files_digest, files)
         for file, copy in zip(files, copies, strict=True):
@@ -209,13 +204,12 @@ def _check_length(file: Path) -> None:
 
 
 def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
-    """The digest of an adapter's two files, from their contents by name."""
     contents = [memoryview(files[name]) for name in (CONFIG, TENSORS)]
     return _digest((len(each), partial(_slice, each)) for each in contents)
 
 
 def adapter_digest(directory: Path) -> str:
-    """The digest of an adapter's two files. Raises OSError."""
+    """Raises OSError."""
     return _files_digest([directory / CONFIG, directory / TENSORS])
 
 

@@ -71,7 +71,7 @@ def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    dtype: str  # the format's name
+    dtype: str
     shape: tuple[NonNegativeInt, ...]
     data_offsets: tuple[NonNegativeInt, NonNegativeInt]
 
@@ -81,7 +81,7 @@ _ENTRIES = TypeAdapter(dict[str, TensorEntry])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    entries: Mapping[str, TensorEntry]  # by tensor name
+    entries: Mapping[str, TensorEntry]
     start: int  # where the tensors' bytes begin
 
     @property
@@ -125,7 +125,7 @@ def _weight_map(directory: Path) -> dict[str, str]:
 
 
 def files_of(directory: Path) -> list[Path]:
-    """The safetensors files of the checkpoint, as Hugging Face's loaders choose them. Raises ValueError."""
+    """As Hugging Face's loaders choose them. Raises ValueError."""
     indexed = indexed_files(directory)
     if indexed is not None:
         strange = sorted(name for name in indexed if name != Path(name).name)
@@ -328,7 +328,7 @@ class Checkpoint:
     parts: Sequence[FilePart]  # without digests
     identities: Mapping[Path, Identity]  # of the files, when their headers were read
     lock: DirectoryLock
-    written: VersionManifest | None = None  # a stored version's
+    written: VersionManifest | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -362,13 +362,13 @@ class Checkpoint:
             written = _manifest_in(directory, roots)
             if written is not None:
                 _refuse_damaged(directory, written, _unnamed(parts, written), _ADVICE)
-        except BaseException:  # the caller has no lock to release
+        except BaseException:
             lock.close()
             raise
         return cls(directory=directory, parts=parts, identities=identities, lock=lock, written=written)
 
     def changed(self) -> str | None:
-        """The file that has changed since its header was read; None: no file has."""
+        """None: no file has changed since its header was read."""
         for file, identity in self.identities.items():
             with suppress(OSError):
                 if identity_of(file) == identity:

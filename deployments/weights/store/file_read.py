@@ -32,8 +32,6 @@ _FREE |= {"max_position_embeddings", "initializer_range", "attn_implementation",
 
 
 class FileRead:
-    """The read of one part to a device. `checkpoint`: the engine's."""
-
     def __init__(self, part: FilePart, checkpoint: Path, device: torch.device) -> None:
         self._part = part
         self._checkpoint = checkpoint
@@ -59,7 +57,7 @@ class FileRead:
         yield packed_chunk(chunk, received)
 
     def abort(self) -> None:
-        """Stop waiting for the disk. Called on any thread."""
+        """Called on any thread."""
         self._aborted.set()
 
     def _no_memory(self, chunk: Chunk, error: Exception) -> ValueError:

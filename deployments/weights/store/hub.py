@@ -57,7 +57,7 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
         found = snapshot_download(
             model, revision=revision, cache_dir=cache_dir, local_files_only=True, allow_patterns=[CONFIG]
         )
-    except (OSError, ValueError):  # not there, or no hub id: a GGUF file, an address of object storage
+    except (OSError, ValueError):
         return Path(model)
     return Path(found)
 

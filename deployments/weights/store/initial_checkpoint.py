@@ -66,7 +66,6 @@ class InitialCheckpoint:
         return self._weights
 
     def changed(self) -> str | None:
-        """The file that has changed since `check` read it; None: no file has."""
         now = self._identities() if self._read else {}
         for file in sorted(now.keys() | self._read.keys()):
             if now.get(file) != self._read.get(file):
@@ -77,7 +76,7 @@ class InitialCheckpoint:
         directory, found = Path(self._model), {}
         files = [*directory.glob("*.safetensors")]
         for file in files or [file for pattern in OTHER_FORMATS for file in directory.glob(pattern)]:
-            with suppress(FileNotFoundError):  # it is being replaced
+            with suppress(FileNotFoundError):
                 found[file] = identity_of(file)
         return found
 

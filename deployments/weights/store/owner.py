@@ -43,7 +43,6 @@ def check_owner(directory: Path, fleet_id: str) -> None:
 
 
 def own(directory: Path, fleet_id: str) -> None:
-    """Claim the store of a host other than the controller's, unless it has been. Raises as `claim`."""
     if not has_owner(directory, fleet_id):
         claim(directory, fleet_id, directory.parent)
 
@@ -98,9 +97,8 @@ def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
 
 
 def hold(directory: Path, wait_s: float = 0.0) -> int:
-    """A descriptor that keeps others from holding this claim: a copied journal has the same fleet id.
-    `wait_s`: for a predecessor to exit. Raises JournalError: another process holds it, or the file cannot be
-    opened."""
+    """A copied journal has the same fleet id. `wait_s`: for a predecessor to exit. Raises JournalError:
+    another process holds this claim, or the file cannot be opened."""
     until = time.monotonic() + wait_s
     try:
         descriptor = os.open(directory / OWNER, os.O_RDWR)  # a network file system locks no other

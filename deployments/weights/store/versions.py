@@ -40,20 +40,18 @@ _PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
 class StoredTensor:
     dtype: str  # torch's name, without "torch."
     shape: tuple[int, ...]
-    digest: str  # 16 hexadecimal digits, see `digest_definition`
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionManifest:
-    """The content of `manifest.json`. Unknown fields, of a newer release, are ignored."""
-
     version: int
     label: str | None = None
     fleet_id: str | None = None
     digest: str | None = None  # the `version_digest` that the fleet committed
     trainer_step: int | None = None  # optimizer steps that made it; None: unknown
     drafter: int | None = None  # the version of its drafter; None: none was published
-    tensors: Mapping[str, StoredTensor]  # by checkpoint name
+    tensors: Mapping[str, StoredTensor]
 
     @property
     def owner(self) -> str:
@@ -120,7 +118,6 @@ class Store:
         self.directory = directory
 
     def list(self) -> Sequence[int]:
-        """Complete versions, oldest first."""
         if not self.directory.is_dir():
             return []
         names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())

@@ -90,5 +90,4 @@ def _tensor(entry: Entry, block: torch.Tensor) -> torch.Tensor:
 
 
 def received_tensors(piece: Chunk, tensors: list[torch.Tensor]) -> ReceivedChunk:
-    """A piece whose tensors have memory of their own, in its order."""
     return ReceivedChunk(chunk=piece, memory_key=next(_moving), sent=None, read=lambda: tensors)

@@ -36,7 +36,6 @@ Metadata = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def gather_from_ranks(value: T) -> list[T]:
-    """Every trainer rank's value. Every rank calls this."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [value]
     values = [value] * torch.distributed.get_world_size()
@@ -45,7 +44,6 @@ def gather_from_ranks(value: T) -> list[T]:
 
 
 def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """For vLLM's own engines (`staging: none`), with its defaults."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -73,8 +71,6 @@ def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
 
 @runtime_checkable
 class ResidentSource(Protocol):
-    """A source whose tensors may stay at the same addresses; see `ParameterSource.resident`."""
-
     def resident(self) -> list[torch.Tensor] | None: ...
 
 
@@ -130,7 +126,6 @@ class ChunkPacker:
         write_digests(chunk, digests(), block)
 
     def drain(self) -> None:
-        """Run the source's pass without packing: its gathers are collectives of all ranks."""
         for _ in self._pass:
             pass
 
@@ -158,7 +153,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
     def trainer_init(
         cls, init_info: Init, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> Self:
-        """Connect to the fleet, on every trainer rank. Raises ValueError or TransferFailed."""
+        """On every trainer rank. Raises ValueError or TransferFailed."""
         if source is None:
             raise ValueError(f"transport {init_info.backend!r} needs a WeightSource, got None")
         engine = cls(
@@ -172,8 +167,8 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         return engine
 
     def send_weights(self) -> None:
-        """One round, on every trainer rank. Raises TransferFailed (a peer is gone, or the tensors have moved:
-        connect again) or ValueError (the source yields what it did not declare)."""
+        """On every trainer rank. Raises TransferFailed (a peer is gone, or the tensors have moved: connect
+        again) or ValueError (the source yields what it did not declare)."""
         self.packer.begin()
         self.prepare()
         if self.is_sender:
@@ -193,7 +188,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
     def connect(self, init_info: Init) -> None: ...
 
     def is_current(self) -> bool:
-        """Whether the connection can send the source's tensors from where they are now."""
+        """Whether the source's tensors are where the connection can send them from."""
         return True
 
     def prepare(self) -> None:
@@ -222,7 +217,6 @@ class OnePayloadSender(WeightSender[Init], Generic[Init]):
         receiving.result()
 
     def payload(self) -> dict[str, Any]:
-        """This round's update info; the connection has described its tensors."""
         return {}
 
     @abstractmethod

@@ -100,8 +100,6 @@ Plan = Callable[[Names, Names, Shapes, Any], tuple[Chunk, ...]]
 
 
 def cached_layout(size: int) -> Callable[[Plan], Plan]:
-    """Make a function return the same objects for the same description."""
-
     def decorate(plan: Plan) -> Plan:
         cached = lru_cache(maxsize=size)(plan)
 
@@ -149,8 +147,7 @@ def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, t
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Write the next tensors and their digests into `block`. Raises ValueError if they are not those
-    declared."""
+    """Raises ValueError if the tensors are not those declared."""
     copies = []
     for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
@@ -186,7 +183,6 @@ class ReceivedChunk:
 
 
 def packed_chunk(chunk: Chunk, block: torch.Tensor) -> ReceivedChunk:
-    """A chunk in one block (uint8 [chunk.size_bytes])."""
     return ReceivedChunk(
         chunk=chunk,
         memory_key=block.data_ptr(),

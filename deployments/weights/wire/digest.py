@@ -30,7 +30,6 @@ def digest_tensor(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def signed(digests: Sequence[int]) -> torch.Tensor:
-    """The inverse of `unsigned`."""
     return torch.from_numpy(np.array(digests, dtype=np.uint64).view(np.int64))
 
 

@@ -44,8 +44,6 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """A copy of a tensor of a list, or of a part of it."""
-
     index: int  # position in the list
     source: torch.Tensor
     target: torch.Tensor
@@ -66,7 +64,6 @@ def row_multipliers(rows: int) -> Table:
 
 
 def unsigned(digests: torch.Tensor) -> list[int]:
-    """Digests (int64 [n]) as unsigned numbers."""
     return [value % (1 << 64) for value in digests.tolist()]
 
 

@@ -31,8 +31,6 @@ _ADDRESS = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moving:
-    """The paths of everything beside the parameters that comes from the weights."""
-
     tensors: tuple[AccessPath, ...]
     numbers: tuple[AccessPath, ...]
 
@@ -105,7 +103,7 @@ class Derived:
         self._changes: list[tuple[AccessPath, Number]] = []
 
     def collect(self) -> None:
-        """The shadow is filled: find what to swap. Raises ValueError, naming what cannot follow."""
+        """Raises ValueError, naming what cannot follow the weights."""
         problems: list[str] = []
         self._copies, self._changes = [], []
         for path, live in self._live.items():

@@ -92,7 +92,7 @@ def assign(root: Any, path: AccessPath, value: Any) -> None:
 class Reachable:
     """Each thing once, by the first path to it."""
 
-    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)  # those that have memory
+    tensors: dict[AccessPath, torch.Tensor] = field(default_factory=dict)
     numbers: dict[AccessPath, Number] = field(default_factory=dict)
     # Objects of compiled libraries, which may hold tensors out of sight.
     closed: dict[AccessPath, str] = field(default_factory=dict)
