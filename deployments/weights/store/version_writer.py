@@ -68,7 +68,7 @@ def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Memory-mapped. Raises ValueError if one is absent."""
+    """Memory-mapped tensors of a checkpoint directory. Raises ValueError if one is absent."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")) if names else ():
         with safe_open(file, framework="pt") as tensors:
@@ -87,7 +87,7 @@ class CommittedVersion:
 
     version: int
     label: str | None
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
     fleet_id: str | None = None
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
@@ -112,21 +112,16 @@ class VersionWriter:
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._drafter: _Retained | None = None  # the newest one, until it is in the store
         self._writing = False
-        self._reports = 0
+        self._reports = 0  # under way
         self._thread: threading.Thread | None = None
-        self.result: StoreResult | None = None
-        self.newest: int | None = None
+        self.result: StoreResult | None = None  # of the last write
+        self.newest: int | None = None  # that was written
 
     def put(self, version: CommittedVersion, store: Store) -> None:
         with self._changed:
             if self.result is not None and self.result.version == version.version:
-<<<<<<< HEAD
                 self.result = None  # of an earlier attempt
             if drafter := _drafter_of(version.tensors, version.mtp):
-=======
-                self.result = None
-            if drafter := _drafter_of(version.tensors):
->>>>>>> 74ea177f (Words: router and weights say what names do not)
                 self._drafter = version.version, drafter
             self._drafter = version.drafter or self._drafter
             self._waiting = replace(version, drafter=self._drafter), store
@@ -136,7 +131,7 @@ class VersionWriter:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until nothing waits or is being written, and a short time until it is reported. False after
+        """Wait until nothing waits or is being written, and a short time until it is reported; False after
         `timeout_s`."""
         with self._changed:
             written = self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
@@ -305,6 +300,7 @@ class RetainedVersions:
         self._drafter: _Retained | None = None
 
     def begin(self, version: int | None) -> None:
+        """Discard what is arriving, and retain what arrives from now on as this version; None: do not."""
         self._arriving = None if version is None else (version, {})
 
     def add(self, received: ReceivedChunk) -> None:
@@ -313,12 +309,13 @@ class RetainedVersions:
             arriving[1].update((name, tensor.cpu()) for name, tensor in received.named())
 
     def commit(self) -> None:
-        """Also if what arrived is not retained."""
+        """What arrived replaces the retained version, also if it is not retained."""
         self._committed, self._arriving = self._arriving, None
         if self._committed is not None and (drafter := _drafter_of(self._committed[1], self._mtp)):
             self._drafter = self._committed[0], drafter
 
     def forget(self, version: int) -> None:
+        """Free this version and older ones."""
         if self._committed is not None and self._committed[0] <= version:
             self._committed = None
         if self._drafter is not None and self._drafter[0] <= version:
