@@ -30,6 +30,7 @@ from deployments.protocol.rollouts import (
     GENERATING,
     GROUP_HEADER,
     ID_HEADER,
+    NAMES,
     ROLLOUT_URL,
     SIZE_HEADER,
     rollout_of,
@@ -43,6 +44,7 @@ PAGE_FILES = {
     "/": "page.html",
     **{f"/page/{name}": name for name in ("page.css", "page.js", "uPlot.iife.min.js", "uPlot.min.css")},
 }
+NAMED = frozenset(name.encode() for name in NAMES)
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
 OWN = Routes()  # in the order in which the reference has them
@@ -176,9 +178,11 @@ class _PassedOn:
             )
         require_passed(scope["method"], path)
         if scope["method"] == "POST" and path in GENERATING:
-            request = Request(scope)
-            if ID_HEADER in request.headers:
-                scope["rollout"] = rollout_of(request.headers, self._guard.owner(request), path)
+            own = {
+                name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in NAMED
+            }
+            if ID_HEADER in own:
+                scope["rollout"] = rollout_of(own, self._guard.owner(Request(scope)), path)
         await self._router(scope, receive, send)
 
 

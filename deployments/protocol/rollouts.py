@@ -1,8 +1,7 @@
 """What routers, replicas and the controller tell each other about captured rollouts."""
 
 import re
-import struct
-import uuid
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,9 +18,9 @@ CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is los
 NAMES = (ID_HEADER, REQUEST_HEADER, GROUP_HEADER, SIZE_HEADER, CONTINUE_HEADER)
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `RolloutRequest`
 # From router to replica: the client's body has so many bytes; after them comes what was said already. In a
-# response: the stream comes in frames, each of lines that say more of it, and of the events after them.
+# response: each chunk of the stream is a frame of events, END, lines that say what they are made of, END.
 SAID_HEADER = b"x-slipstream-said"
-FRAME = struct.Struct("<II")  # where its events begin, and where it ends
+END = b"\0"  # JSON has none
 NOT_CONTINUED = b"null\n"  # the last line: the answer cannot be continued
 MOVED = b'"moved"\n'  # the last line: the replica is being stopped, in order
 CAPTURED = (  # paths
@@ -124,8 +123,7 @@ class CapturedTurn:
 
 
 def framed(said: bytes, events: bytes) -> bytes:
-    begin = FRAME.size + len(said)
-    return FRAME.pack(begin, begin + len(events)) + said + events
+    return b"%b\0%b\0" % (events, said)
 
 
 def check_id(name: str, value: str) -> str:
@@ -165,7 +163,7 @@ def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequ
     return RolloutRequest(
         rollout_ids=tuple(check_id(ID_HEADER, name) for name in names),
         owner=owner,
-        request=check_id(REQUEST_HEADER, headers.get(REQUEST_HEADER, uuid.uuid4().hex)),
+        request=check_id(REQUEST_HEADER, headers.get(REQUEST_HEADER, secrets.token_hex(16))),
         group=None if group is None else check_id(GROUP_HEADER, group),
         group_size=int(number_of(headers, SIZE_HEADER, 0, most=MAX_SIZE, whole=True)),
     )

@@ -28,6 +28,7 @@ from deployments.protocol.errors import Conflict
 from deployments.protocol.rollouts import NOT_CONTINUED
 
 TOKENS = "slipstream_said"  # in the extra_args of an engine's request: token ids of the answer so far
+MAX_BYTES = 1 << 26  # for an answer, about a million tokens; a router keeps them
 TURN = 64  # pieces that are replayed while other requests wait, 0.1 ms each
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each line
 
@@ -56,6 +57,7 @@ class Said:
         self._begin = json.loads(begin)
         self._repeated = len(self._lines)  # outputs that the router knows
         self._news: list[bytes] = []
+        self._room = MAX_BYTES - len(received)
         self._continues = True
         # vLLM's own lists, which grow
         self.versions: list[tuple[str, int]] = []
@@ -97,7 +99,7 @@ class Said:
             return
         if self._begin is None:
             self._begin = begin_of(output.prompt_token_ids, adapter, output.num_cached_tokens)
-            self._news.append(_line(self._begin))
+            self._say(self._begin)
         (completion,) = output.outputs
         fields = ("logprob", "rank", "decoded_token") if with_logprobs else ("logprob",)
         logprobs = [
@@ -107,7 +109,14 @@ class Said:
         end = completion.finish_reason, completion.stop_reason
         routed = self._new_routed(len(completion.token_ids)) if self._routed else None
         if self._continues:
-            self._news.append(_line([[*completion.token_ids], logprobs, self.versions, *end, routed]))
+            self._say([[*completion.token_ids], logprobs, self.versions, *end, routed])
+
+    def _say(self, value: Any) -> None:
+        line = _ENCODER.encode(value).encode() + b"\n"
+        self._news.append(line)
+        self._room -= len(line)
+        if self._room < 0:
+            self.give_up()
 
     def _new_routed(self, tokens: int) -> str | None:
         """What vLLM has said of the positions before the newest token; the next replica begins there."""
@@ -190,10 +199,6 @@ def begin_of(prompt: Sequence[int], adapter: str | None, cached: int | None) -> 
     """What must be the same on both replicas (a prompt's checksum, the adapter), and the prompt's tokens that
     the first one had cached."""
     return [zlib.crc32(array("i", prompt).tobytes()), adapter, cached]
-
-
-def _line(value: Any) -> bytes:
-    return _ENCODER.encode(value).encode() + b"\n"
 
 
 def resume(core: Any, request: Any) -> None:

@@ -1,33 +1,29 @@
 """What a router keeps of a stream to continue it elsewhere; see `deployments.replica.continuation`."""
 
-from deployments.protocol.rollouts import FRAME, MOVED, NOT_CONTINUED
+from deployments.protocol.rollouts import END, MOVED, NOT_CONTINUED
 from deployments.protocol.routing import ERROR_EVENTS
-
-MAX_KEPT_BYTES = 1 << 26  # about a million tokens
-HEAD_BYTES, frame_at = FRAME.size, FRAME.unpack_from
 
 
 class CutStream:
     """The frames of one request's stream, from one replica after another."""
 
-    __slots__ = ("_again", "_kept", "_passed", "_rest")
+    __slots__ = ("_again", "_kept", "_rest")
 
     def __init__(self) -> None:
         self._rest = b""  # the beginning of a frame, which is not passed before its end
-        self._kept = bytearray()  # what the replicas said
-        self._passed = 0  # frames whose events the client has
+        self._kept: list[bytes] = []  # what was said, by frames whose events the client has
         self._again = 0  # frames that come again and are dropped
 
     @property
     def said(self) -> bytes | None:
         """What the replicas said of it; None: it cannot be continued."""
-        said = self._kept.removesuffix(MOVED)
-        return None if said.endswith(NOT_CONTINUED) or len(said) > MAX_KEPT_BYTES else bytes(said)
+        said = b"".join(self._kept).replace(END, b"").removesuffix(MOVED)
+        return None if said.endswith(NOT_CONTINUED) else said
 
     @property
     def moved(self) -> bool:
         """Whether the replica ended the stream because it is being stopped."""
-        return self._kept.endswith(MOVED)
+        return bool(self._kept) and self._kept[-1] == MOVED + END
 
     @property
     def is_short(self) -> bool:
@@ -35,27 +31,25 @@ class CutStream:
         return self._again > 0
 
     def events(self, piece: bytes) -> bytes:
-        """The events of the frames that a piece of the stream completes, but those that the client has."""
+        """The events of the frame that a piece of the stream is, or completes, but those that the client
+        has."""
         if self._rest:
-            piece = self._rest + piece
-        kept, passed = self._kept, b""
-        while len(piece) >= HEAD_BYTES:
-            begin, end = frame_at(piece)
-            if end > len(piece):
-                break
-            if len(kept) <= MAX_KEPT_BYTES:
-                kept += piece[HEAD_BYTES:begin]
-            if self._again and begin < end and not piece.startswith(ERROR_EVENTS, begin):
+            piece, self._rest = self._rest + piece, b""
+        events, _, said = piece.partition(END)
+        if not said or piece[-1] != 0:
+            self._rest = piece
+            return b""
+        if self._again:
+            if events and not events.startswith(ERROR_EVENTS):
                 self._again -= 1
-            elif begin < end:
-                self._again = 0  # the client has no such error
-                self._passed += 1
-                passed += piece[begin:end]
-            piece = piece[end:]
-        self._rest = piece
-        return passed
+                self._kept[-1] += said
+                return b""
+            self._again = 0  # the client has no such error
+        self._kept.append(said)
+        return events
 
     def continues(self) -> None:
         """The next piece is another replica's, which makes the events from the beginning."""
-        self._kept = self._kept.removesuffix(MOVED)
-        self._again, self._rest = self._passed, b""
+        if self.moved:
+            self._kept.pop()
+        self._again, self._rest = len(self._kept), b""

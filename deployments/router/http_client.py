@@ -74,14 +74,16 @@ class ReplicaResponse:
             if self.is_complete:
                 return b""
             await self._wait()
-        return self._pop()
+        return b"".join(self._pop())
 
-    async def pass_on(self, take: Take) -> None:
-        """Call `take` with each remaining piece. While it does not block, it runs inside the parser's
-        callback, without waking a task. Raises ResponseLost."""
+    async def pass_on(self, take: Take, *, joined: bool = True) -> None:
+        """Call `take` with each remaining piece, of one chunk or, if `joined`, of several. While it does not
+        block, it runs inside the parser's callback, without waking a task. Raises ResponseLost."""
         while True:
             while self._pieces:
-                await take(self._pop())
+                pieces = self._pop()
+                for piece in [b"".join(pieces)] if joined else pieces:
+                    await take(piece)
             if self.is_complete:
                 return
             self._take = take
@@ -161,14 +163,12 @@ class ReplicaResponse:
         self.is_complete = True
         self._wake()
 
-    def _pop(self) -> bytes:
-        pieces = self._pieces
-        piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
+    def _pop(self) -> list[bytes]:
+        pieces, self._pieces = self._pieces, []
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._connection.resume_reading()
         self._unread_bytes = 0
-        return piece
+        return pieces
 
     async def _wait(self) -> None:
         if self._failure is not None:

@@ -128,7 +128,7 @@ class StreamProxy(Response):
         async def take(piece: bytes) -> None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
 
-        async def take_events(piece: bytes) -> None:
+        async def take_frame(piece: bytes) -> None:
             assert cut is not None
             if events := cut.events(piece):
                 await send({"type": "http.response.body", "body": events, "more_body": True})
@@ -137,7 +137,7 @@ class StreamProxy(Response):
         while True:
             async with started.connection:
                 try:
-                    await started.response.pass_on(take if cut is None else take_events)
+                    await started.response.pass_on(take if cut is None else take_frame, joined=cut is None)
                     if cut is None or not cut.is_short:
                         break
                     raise ResponseLost("it ended before what the client has")

@@ -265,6 +265,20 @@ def test_an_answer_that_cannot_be_continued_says_so_once() -> None:
     assert said.news() == b"null\n" and said.news() == b""
 
 
+def test_an_answer_that_has_said_too_much_is_not_continued(
+    tokenizer: TokenizerLike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both replicas together."""
+    monkeypatch.setattr(continuation, "MAX_BYTES", 100)
+    first = Replica(tokenizer, sampling())
+    first.samples([10])
+    second = Replica(tokenizer, sampling(), first.told)
+    assert not first.told.endswith(b"null\n")
+    for token in (11, 12):
+        second.samples([token])
+    assert second.told.count(b"null\n") == 1 and second.told.endswith(b"null\n")
+
+
 class Grammar:
     """A grammar that is being compiled, in vLLM's StructuredOutputManager."""
 

@@ -99,9 +99,26 @@ END = b"0\r\n\r\n"
 LATE = says(CHUNKED, STREAM.removeprefix(CHUNKED))  # its body comes to one who waits for it
 
 
-async def pass_on(pool: ConnectionPool, address: str, take: Callable[[bytes], Any]) -> None:
+async def pass_on(
+    pool: ConnectionPool, address: str, take: Callable[[bytes], Any], *, joined: bool = True
+) -> None:
     async with pool.request(address, "POST", "/", [], b"") as answer:
-        await answer.pass_on(take)
+        await answer.pass_on(take, joined=joined)
+
+
+@both_loops
+async def test_a_piece_is_of_one_chunk_if_they_are_not_joined() -> None:
+    """Also those that came before, or while the one that takes them was busy."""
+    for joined, least in ((False, len(EVENTS)), (True, 1)):
+        async with serving(says(STREAM + END)) as (_, address, pool):
+            taken: list[bytes] = []
+
+            async def take(piece: bytes) -> None:
+                taken.append(piece)  # noqa: B023  # of this turn
+                await asyncio.sleep(0)
+
+            await pass_on(pool, address, take, joined=joined)
+            assert b"".join(taken) == b"".join(EVENTS) and least <= len(taken) <= least + joined
 
 
 @pytest.mark.slow
