@@ -51,7 +51,7 @@ class Record:
     calls: list[Call] = field(default_factory=list)
 
     def of(self, path: str) -> list[Call]:
-        return [call for call in self.calls if call.path == path]
+        return [call for call in self.calls if call.path.partition("?")[0] == path]
 
 
 @contextmanager
