@@ -18,6 +18,7 @@ from app.command.cluster import APPLICATIONS, dashboard_client
 from app.command.shell import reported
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import ConfigError
+from deployments.host.network import host_port
 
 LIVE: Mapping[str, tuple[str, ...]] = {
     "router": ("max_ongoing_requests", "request_timeout_s"),
@@ -46,7 +47,7 @@ class ServeFile:
     def url_on(self, this: str) -> str:
         """If proxies listen on all addresses, `this` is the host's."""
         host = this if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return f"http://{host_port(host, self.port)}"
 
 
 def read_serve_file(path: Path) -> ServeFile:

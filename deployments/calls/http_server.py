@@ -8,6 +8,8 @@ from typing import Any
 
 import uvicorn
 
+from deployments.host.network import host_port
+
 KEEP_ALIVE_S = 75
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -20,7 +22,7 @@ class HttpServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, backlog=backlog)
         port = listening.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = host_port(host, port)
         config = uvicorn.Config(
             app,
             interface="asgi3",  # uvicorn cannot detect it on a bound method

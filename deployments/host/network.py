@@ -7,6 +7,11 @@ from deployments.protocol.errors import TransferFailed
 _DISCARD = 9  # a port
 
 
+def host_port(host: str, port: int) -> str:
+    """An address as URLs have it: `[::1]:80`, with brackets if it is IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def interface_of(address: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):

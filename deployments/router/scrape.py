@@ -11,6 +11,7 @@ import ray
 from ray._private.services import get_webui_url_from_internal_kv
 from ray.experimental import internal_kv
 
+from deployments.host.network import host_port
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 
 PATH = "/metrics"
@@ -71,7 +72,7 @@ def _agents() -> list[str]:
         return []
     nodes: list[dict[str, Any]] = ray.nodes()
     return [
-        f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
+        host_port(node["NodeManagerAddress"], node["MetricsExportPort"])
         for node in nodes
         if node["Alive"] and node["MetricsExportPort"] > 0
     ]

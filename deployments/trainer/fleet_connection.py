@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, Weight
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import RESTART_WAIT_S, RETRY_S, CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
+from deployments.host.network import host_port
 from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
@@ -134,7 +135,7 @@ class FleetConnection:
             largest_tensor_bytes=max(spec.dtype.itemsize * prod(spec.shape) for spec in self._source.specs()),
         )
         if TRANSPORTS[self._spec.transport].rendezvous:
-            at = f"{facts.master_address}:{facts.master_port}"
+            at = host_port(facts.master_address, facts.master_port)
             logger.info("%d workers meet at %s for %s", facts.workers, at, self._spec.transport)
         chosen = backend(self._spec.transport, staging="none" if self._spec.native else "host")
         self._engine = WeightTransferTrainerFactory.trainer_init(

@@ -20,6 +20,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
+from deployments.host.network import host_port
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.wire.chunk_layout import DescribedTensors
 
@@ -247,5 +248,5 @@ def _incomplete(info: RendezvousInfo, absent: list[int]) -> TransferFailed:
 
 
 def _expected(info: RendezvousInfo) -> str:
-    address = f"{info.master_address}:{info.master_port}"
+    address = host_port(info.master_address, info.master_port)
     return f"{info.world_size} members were expected at {address} within {info.timeout_s:g} s"

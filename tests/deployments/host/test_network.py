@@ -1,6 +1,6 @@
 import pytest
 
-from deployments.host.network import address_towards, interface_of
+from deployments.host.network import address_towards, host_port, interface_of
 
 
 def test_an_address_has_the_interface_that_the_system_shows() -> None:
@@ -13,3 +13,9 @@ def test_an_address_has_the_interface_that_the_system_shows() -> None:
 )
 def test_the_address_is_one_of_the_network_that_leads_to_the_peer(peer: str, here: str) -> None:
     assert address_towards(peer) == here
+
+
+def test_an_ipv6_address_has_brackets_before_its_port() -> None:
+    """Without them the router asked Ray's nodes for metrics at an address that is none."""
+    assert host_port("fd77::1", 8000) == "[fd77::1]:8000"
+    assert host_port("10.0.0.1", 80) == "10.0.0.1:80"
