@@ -106,6 +106,8 @@ async def prepared(
         run.say(f"--resume: {line}")
     with announced(f"RL job: asking the fleet what it has of run {name}", STATUS_S):
         await continued(run, metrics.records(path) if options.resume else ())
+    kept = metrics.unrewarded(path) if options.resume else {}
+    run.unrewarded = {number: answers for number, answers in kept.items() if number in run.inherited}
     return run
 
 
@@ -130,7 +132,10 @@ def only_job(url: str) -> Iterator[None]:
 async def loop(run: Run, trackers: Trackers) -> None:
     count = 0 if run.options.imitates else run.options.groups_in_flight
     producers = [produce(run) for _ in range(count)]
-    await run_beside(learn(run, trackers), [*producers, show_status(run)])
+    try:
+        await run_beside(learn(run, trackers), [*producers, show_status(run)])
+    finally:
+        metrics.keep_unrewarded(run.path, run.unrewarded)
 
 
 async def show_status(run: Run) -> None:

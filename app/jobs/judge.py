@@ -87,8 +87,7 @@ class Judge:
                 if no_score or error.status in (400, 413, 422):
                     raise Unanswered(said) from error
                 raise FleetError(
-                    f"{said}. Rollouts with a reward are kept, and no other one has got one: continue with "
-                    "--resume",
+                    f"{said}. No rollout is lost, and none got another reward: continue with --resume",
                     status=error.status,
                 ) from error
 
