@@ -15,8 +15,6 @@ from app.jobs.options import Tracking
 from app.jobs.user_code import blamed
 
 PROJECT = "slipstream"
-BEHIND = 8  # unlogged steps
-PATIENCE_S = 2.0
 FINISH_S = 30.0
 
 
@@ -71,7 +69,7 @@ SHOWN_ROLLOUTS = 16
 
 def _table(rollouts: Sequence[Row]) -> list[list[Any]]:
     made = []
-    for row in rollouts[:SHOWN_ROLLOUTS]:
+    for row in rollouts:
         versions = sorted({span[0] for spans in row["weight_versions"] for span in spans})
         cells = {**row, "versions": ", ".join(map(str, versions))}
         made.append([cells[name] for name in COLUMNS])
@@ -112,17 +110,14 @@ class Trackers:
 
     def log(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
         for thread in self._threads:
-            thread.put(step, values, rollouts)
+            thread.steps.put((step, values, rollouts[:SHOWN_ROLLOUTS]))
 
     def close(self) -> None:
         ends = time.monotonic() + self._finish_s
         for thread in self._threads:
             thread.steps.put(None)
         for thread in self._threads:
-            thread.join(min(PATIENCE_S, self._finish_s))
-            if thread.is_alive():
-                self._say(f"waiting for {thread.name} to take the last steps, {self._finish_s:.0f} s at most")
-                thread.join(max(0.0, ends - time.monotonic()))
+            thread.join(max(0.0, ends - time.monotonic()))
             if thread.is_alive():
                 self._say(f"{thread.name} may lack the last steps, which the record has: it does not finish")
 
@@ -132,28 +127,19 @@ class _Thread(threading.Thread):
         super().__init__(name=type(tracker).__name__, daemon=True)  # does not delay the exit
         self.steps = queue.SimpleQueue[tuple[int, Mapping[str, float], Sequence[Row]] | None]()
         self._tracker, self._say = tracker, say
-        self._problem = ""
         self.start()
 
-    def put(self, step: int, values: Mapping[str, float], rollouts: Sequence[Row]) -> None:
-        if self.steps.qsize() < BEHIND:
-            self.steps.put((step, values, rollouts))
-        else:
-            self._tell(step, f"it has yet to take the {BEHIND} steps before")
-
     def run(self) -> None:
+        problem = ""  # said once until a step succeeds
         while (logged := self.steps.get()) is not None:
             try:
                 self._tracker.log(*logged)
-                self._problem = ""
+                problem = ""
             except Exception as error:  # a service may raise anything
-                self._tell(logged[0], str(error))
+                if problem != str(error):
+                    problem = str(error)
+                    self._say(f"steps from {logged[0]} on are in the record only: {self.name}: {problem}")
         try:
             self._tracker.close()
         except Exception as error:  # a service may raise anything
             self._say(f"{self.name} may lack the last steps, which the record has: {error}")
-
-    def _tell(self, step: int, problem: str) -> None:
-        if problem != self._problem:
-            self._problem = problem
-            self._say(f"steps from {step} on are in the record only: {self.name}: {problem}")
