@@ -309,8 +309,6 @@ class TrainerConfig(LearnerConfig):
     checkpoint_every: NonNegativeInt = 10
     """A checkpoint for a restart is written after every n-th published step; 0: never. It takes 8 bytes a
     parameter in float32, and 12 where `wire_dtype` rounds the weights."""
-    seed: int = 0
-    """Of torch, and of an adapter's first weights."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
     """What Ray reserves for a rank with device `cuda`."""
     step_timeout_s: PositiveFloat = 600.0

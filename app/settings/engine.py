@@ -45,8 +45,6 @@ class EngineConfig(Section):
     """The most tokens of a sequence, prompt included. None: the model's own."""
     max_num_seqs: PositiveInt = 256
     """The most sequences that one replica computes at once."""
-    seed: int = 0
-    """Of sampling in the engines."""
     tensor_parallel_size: PositiveInt = 1
     """Ranks over which each layer of a replica is split."""
     pipeline_parallel_size: PositiveInt = 1

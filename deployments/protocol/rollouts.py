@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.routing import number_of
@@ -49,9 +49,6 @@ class RolloutLimits(BaseModel):
     waited for its job for longer than `keep_s`; if there is none, new ones get 503."""
     max_gib: PositiveFloat = 16.0
     """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
-    user_share: float = Field(default=0.25, gt=0, le=1)
-    """The part of `max_rollouts` and `max_gib` that the rollouts of one user's token may take: those that are
-    open or wait for a trainer, and the bytes of those that are kept; above that: 429."""
     group_timeout_s: PositiveFloat = 3600.0
     """When an incomplete group closes, with the members that are rewarded by then."""
     keep_s: PositiveFloat = 3600.0

@@ -33,6 +33,7 @@ from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
 RUN_KEPT_S = 30 * 86400.0
 MAX_TOKENS = 1 << 20  # of one rollout, forks included: an answer of `/rollouts/take` has about as many
+USER_SHARE = 1 / 4  # of `max_rollouts` and `max_gib`: what the rollouts of one user's token may take
 ALONE = "~"  # begins the group of a rollout without one; no id has it
 TOKEN_BYTES, TURN_BYTES = 40, 2048  # on disk, at most: with a reward for each token, and ids of 128 letters
 
@@ -239,12 +240,12 @@ class RolloutLedger:
         if not owner:
             return
         limits, waiting, stored = self._limits, self._waiting[owner] + more, self._bytes[owner]
-        most = math.ceil(limits.user_share * limits.max_rollouts)
-        most_bytes = int(limits.user_share * limits.max_gib * 2**30)
+        most = math.ceil(USER_SHARE * limits.max_rollouts)
+        most_bytes = int(USER_SHARE * limits.max_gib * 2**30)
         if waiting > most or stored > most_bytes:
             raise OverQuota(
                 f"one user's rollouts: expected at most {most} that are open or wait for a trainer, and "
-                f"{most_bytes} bytes ('rollouts.user_share'), got {waiting} and {stored}: discard some, "
+                f"{most_bytes} bytes, got {waiting} and {stored}: discard some, "
                 "or wait until a trainer has taken them"
             )
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS_KEPT = 2  # the older one, in case the newest cannot be read
 STORED_TIMEOUT_S = 60.0
+SEED = 0  # of an adapter's first weights, on all ranks
 logger = serve_logger()
 
 
@@ -128,7 +129,7 @@ class TrainerRank:
         # Before the group, whose other ranks would wait for the download in it.
         self._spec = replace(self._spec, model=str(downloaded(model, commit or revision)))
         self._base = BaseCheckpoint(Path(self._spec.model))
-        torch.manual_seed(self._spec.config.seed)
+        torch.manual_seed(SEED)
         if self._spec.config.compute_dtype is not None and self._spec.device == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32, for products that autocast leaves
         if self._spec.config.strategy != Strategy.FSDP2:
@@ -175,7 +176,7 @@ class TrainerRank:
         if (changed := self._checkpoint.changed()) is not None:
             raise ValueError(changed)
         if lora is not None:
-            policy.adapt(lora, seed=config.seed)
+            policy.adapt(lora, seed=SEED)
         return policy
 
     def _open_checkpoints(self, name: str) -> None:

@@ -100,7 +100,7 @@ def test_deploy_names_the_settings_that_restart_the_fleet(
     Dashboard.deployed = read_serve_file(file(tmp_path)).document["applications"][0]
     deploy(file(tmp_path, weights={"commit": "rolling"}), url)
     assert capsys.readouterr().out == "Deployed; nothing restarts\n"
-    deploy(file(tmp_path, engine={"seed": 3}), url)
+    deploy(file(tmp_path, engine={"max_num_seqs": 3}), url)
     assert capsys.readouterr().out == (
         "Deployed; the fleet restarts, replica after replica, because of: engine\n"
     )

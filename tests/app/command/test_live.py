@@ -51,8 +51,8 @@ def test_what_the_controller_takes_is_the_ledgers() -> None:
 
 
 def test_the_setting_is_named() -> None:
-    old, new = (application(engine={"seed": seed, "max_num_seqs": 3})["args"] for seed in (1, 2))
-    assert restarting(old, new) == ["engine.seed"]
+    old, new = (application(engine={"max_num_seqs": most, "dtype": "float32"})["args"] for most in (1, 2))
+    assert restarting(old, new) == ["engine.max_num_seqs"]
 
 
 @pytest.mark.parametrize("section", ["trainer", "engine", "store"])

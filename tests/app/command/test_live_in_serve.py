@@ -71,5 +71,5 @@ def test_live_settings_restart_nothing(
 
 @pytest.mark.slow
 def test_any_other_setting_restarts_the_fleet(directory: Path) -> None:
-    before, after = versions(schema(directory)), versions(schema(directory, engine={"seed": 1}))
+    before, after = versions(schema(directory)), versions(schema(directory, engine={"max_num_seqs": 1}))
     assert all(before[name].requires_actor_restart(after[name]) for name in after)

@@ -163,7 +163,7 @@ def test_a_users_rollouts_take_no_more_of_the_disk_than_is_counted(store: Rollou
         )
 
     for turns, tokens in ((60, 1), (1, 50_000)):
-        store._ledger._limits = LIMITS.model_copy(update={"user_share": 1.0, "max_gib": 9})
+        store._ledger._limits = LIMITS.model_copy(update={"max_gib": 36})
         before, owner, name = size(), f"{turns:0>32}", f"{turns:->128}"
         store.open(request(name, owner=owner, group=name))
         for turn in range(turns):
