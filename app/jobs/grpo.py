@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 import uuid
@@ -115,17 +114,11 @@ async def prepared(
 def only_job(url: str) -> Iterator[None]:
     """Claim the fleet among this host's jobs. Raises ValueError."""
     name = b"\0slipstream-rl-" + sha256(without_credentials(url)[0].encode()).digest()
-    with socket.socket(socket.AF_UNIX) as held:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
         try:
             held.bind(name)
-            held.listen()
         except OSError:
-            with socket.socket(socket.AF_UNIX) as other:
-                other.connect(name)
-                peer = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            raise ValueError(
-                f"the RL job of process {struct.unpack('3i', peer)[0]} trains this fleet: end it first"
-            ) from None
+            raise ValueError("another RL job of this host trains this fleet: end it first") from None
         yield
 
 

@@ -83,7 +83,7 @@ def test_a_second_job_of_a_host_is_refused_until_the_first_has_ended() -> None:
     assert holder.stdout is not None
     try:
         assert holder.stdout.readline()
-        refused = pytest.raises(ValueError, match=f"the RL job of process {holder.pid} trains this fleet")
+        refused = pytest.raises(ValueError, match="another RL job of this host trains this fleet")
         with refused, only_job("http://x:token@127.0.0.1:8000"):
             pass
         with only_job("http://127.0.0.1:8001"):
