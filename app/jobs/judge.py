@@ -86,9 +86,9 @@ class Judge:
                 no_score = error.status == 200 and self._rubric is not None
                 if no_score or error.status in (400, 413, 422):
                     raise Unanswered(said) from error
+                token = f". Its token is expected in {TOKEN}" if error.status == 401 else ""
                 raise FleetError(
-                    f"{said}. No rollout is lost, and none got another reward: continue with --resume",
-                    status=error.status,
+                    f"{said}{token}. No rollout is lost, and none got another reward: continue with --resume"
                 ) from error
 
     def _call(self, model: str, messages: list[dict[str, Any]]) -> Call[float]:

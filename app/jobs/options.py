@@ -234,6 +234,8 @@ class JobOptions:
                 f"--teacher needs --loss {', '.join(DISTILLING)} or sft, which read no advantages, or "
                 "--teacher-kl, which is a part of them"
             )
+        if re.search(r"@-(?![1-9]\d*$)", self.teacher or ""):
+            raise ValueError(f"--teacher: expected NAME@-K, K versions behind, got {self.teacher!r}")
         if self.imitates and self.environment is not None:
             raise ValueError("--loss sft with --teacher needs answers of one turn: leave --environment out")
 

@@ -58,9 +58,9 @@ class Teacher:
             return await self.client.send(call)
         except FleetError as error:
             url = str(self.client.http.base_url).rstrip("/")
+            token = f". Its token is expected in {TOKEN}" if error.status == 401 else ""
             raise FleetError(
-                f"the teacher {self.model} at {url}: {error}. No rollout is lost: continue with --resume",
-                status=error.status,
+                f"the teacher {self.model} at {url}: {error}{token}. Nothing is lost: continue with --resume"
             ) from error
 
     async def check(self, policy: Policy, version: int) -> None:

@@ -44,6 +44,7 @@ def verifiers(**settings: object) -> list[str]:
             ["--teacher", "math@1"],
             "--teacher needs --loss forward_kl, reverse_kl, jsd or sft, .*or --teacher-kl",
         ),
+        (["--teacher", "math@-", "--loss", "jsd"], "expected NAME@-K, K versions behind, got 'math@-'"),
         (["--teacher", "math@1", "--loss", "jsd", "--teacher-kl", "1"], "which read no advantages"),
         (["--teacher", "a", "--loss", "sft", "--environment", "calculator"], "answers of one turn"),
         (["--task-settings", "[]"], "--task-settings: expected a JSON object"),

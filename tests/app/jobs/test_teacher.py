@@ -13,6 +13,7 @@ from app.jobs.policy import Policy
 from app.jobs.teacher import Teacher, read_scores
 from tests.app.fake_answers import client_of, refusal
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
+from tests.trainers import tiny
 
 
 def row(**logprobs: float) -> dict[str, Any]:
@@ -161,6 +162,16 @@ async def test_a_teacher_with_another_vocabulary_is_refused() -> None:
     other.probe = [5, 7]
     with pytest.raises(ValueError, match=r"small's vocabulary, got big: .* 2 tokens .*\[5, 6\].* \[5, 7\]"):
         await other.teacher().check(policy, 3)
+
+
+async def test_a_token_that_is_missing_is_said_by_its_own_name() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return refusal(401, "unauthorized", "no token")
+
+    teacher = Teacher(client=client_of(answer), model="big", top_k=1, kl=0.0)
+    with pytest.raises(FleetError, match="expected in SLIPSTREAM_TEACHER_TOKEN") as refused:
+        await teacher.score([tiny.trajectory((1, 2), (3,))], 1)
+    assert refused.value.status is None, "else the fleet's own token would be asked for"
 
 
 def test_a_lagging_teacher_is_an_earlier_version() -> None:
