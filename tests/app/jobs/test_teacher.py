@@ -104,9 +104,7 @@ async def test_a_teacher_that_is_down_loses_nothing(tmp_path: Path) -> None:
     fleet, fake = FakeFleet(), FakeTeacher()
     asked = ("--steps", "2", "--teacher", "a", "--loss", "reverse_kl")
     fake.is_down = True
-    with pytest.raises(
-        FleetError, match=r"the teacher big at http://fleet: .*CUDA error. No rollout is lost"
-    ):
+    with pytest.raises(FleetError, match=r"the teacher big at http://fleet: .*CUDA error. Nothing is lost"):
         await run_job(fleet, tmp_path / "m.jsonl", *asked, teacher=fake.teacher())
     sampled, fake.is_down = dict(fleet.asked_for), False
     records = await run_job(fleet, tmp_path / "m.jsonl", *asked, "--resume", teacher=fake.teacher())
