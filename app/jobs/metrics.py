@@ -16,6 +16,7 @@ from app.client.completions import Answer
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
 from app.jobs.run_display import duration_text
+from deployments.host.durable_files import replacing
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
@@ -254,7 +255,8 @@ def unrewarded(path: Path) -> dict[int, dict[str, Answer]]:
 def keep_unrewarded(path: Path, answers: dict[int, dict[str, Answer]]) -> None:
     file = path.with_suffix(UNREWARDED)
     if any(answers.values()):
-        file.write_bytes(_ANSWERS.dump_json({number: each for number, each in answers.items() if each}))
+        with replacing(file) as partial:  # half a file would refuse each --resume
+            partial.write_bytes(_ANSWERS.dump_json({n: each for n, each in answers.items() if each}))
     else:
         file.unlink(missing_ok=True)
 
