@@ -90,6 +90,27 @@ def test_scores_and_their_gradients_are_those_of_the_whole_model(
     assert len(scores.entropies) == 5, "the backward pass computes none again"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "at_once", "compiled"), [("llama", 3 * 40, False), ("granite", 1, False), ("llama", 80, True)]
+)
+def test_other_tokens_are_scored_in_the_same_pass(family: str, at_once: int, compiled: bool) -> None:
+    one, other = model(family).eval(), model(family).eval()
+    others = torch.stack([torch.randperm(40)[:3] for _ in TARGETS])
+    asked = torch.cat([TARGETS[:, None], others], dim=1)
+    logits = one(**INPUTS).logits.flatten(0, 1)[POSITIONS].float()
+    expected = logits.log_softmax(-1).gather(-1, asked)
+    head = OutputHead(other, at_once=at_once, compiled=compiled)
+    scores = head.scores(POSITIONS, TARGETS, others=others, **INPUTS)
+    assert scores.others is not None
+    found, weights = torch.cat([scores.logprobs[:, None], scores.others], dim=1), torch.randn_like(expected)
+    torch.testing.assert_close(found, expected)
+    (expected * weights).sum().backward()
+    (found * weights).sum().backward()
+    for left, right in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+
+
 @pytest.mark.parametrize(("at_once", "largest"), [(1, 1), (80, 2), (1000, 5)])
 def test_logits_are_made_of_few_positions_at_a_time(at_once: int, largest: int) -> None:
     llama = model("llama")

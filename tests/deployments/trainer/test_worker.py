@@ -313,4 +313,6 @@ def test_a_bad_batch_is_refused_and_changes_nothing(
     worker = started(spec, controller)
     with pytest.raises(InvalidRequest, match="trajectory 0: loss_mask must have 2 entries"):
         worker.step([BATCH[0] | {"loss_mask": [True]}, BATCH[1]])
+    with pytest.raises(InvalidRequest, match="trajectory 0: teacher: the loss 'jsd' expects one of each"):
+        worker.step(BATCH, settings={"loss": {"name": "jsd"}})
     assert worker.step(BATCH)["step"] == 1
