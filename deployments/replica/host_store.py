@@ -29,7 +29,8 @@ from deployments.weights.store.versions import DirectoryLock, Store
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
-WRITER = ".writer"  # locked by the replica that writes; its kernel unlocks it when the process exits
+WRITER = ".writer"  # names the last version; locked by the replica that writes, until its process exits
+NOTE_BYTES = 1 << 10
 PIECE_BYTES = 1 << 20  # a token waits for one piece at most
 SILENCE_S = 10.0  # of a holder; then the next one is asked
 QUIET_S = 60.0  # without a byte of any holder: a version is stored some time after its commit
@@ -50,16 +51,8 @@ class HostStore:
         self._store = Store(directory)
         self._keep = keep
 
-    def find(self, wanted: WriteVersion) -> str | None:
-        """The directory of a version, once it is complete. Blocks."""
-        with suppress(OSError, ValueError):
-            found = self._store.manifest_of(wanted.version)
-            if found.fleet_id == wanted.fleet_id and wanted.digest in (None, found.digest):
-                return str(self._store.path_of(wanted.version))
-        return None
-
     def lock(self, fleet_id: str) -> int | None:
-        """A descriptor: until it is closed, no other replica writes here; None: another one does. Blocks.
+        """A descriptor: until `unlock`, no other replica writes here; None: another one does. Blocks.
         Raises OSError: the store cannot be written, or JournalError: it is not this fleet's."""
         if self._keep is None:
             check_owner(self.directory, fleet_id)
@@ -77,6 +70,21 @@ class HostStore:
             self._store.remove(version)  # one that is being read stays for now
         return descriptor
 
+    def find(self, descriptor: int, wanted: WriteVersion) -> str | None:
+        """The directory of the version, if it was written last. Blocks."""
+        # Not the directory itself: a network file system may hide it for a minute from other hosts.
+        was_written = os.pread(descriptor, NOTE_BYTES, 0) == _note(wanted)
+        return str(self._store.path(wanted.version)) if was_written else None
+
+    def unlock(self, descriptor: int, written: WriteVersion | None) -> None:
+        """Blocks."""
+        try:
+            if written is not None:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, _note(written), 0)
+        finally:
+            os.close(descriptor)
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         number, _, name = scope["path"].removeprefix(VERSIONS).partition("/")
         response: Response = PlainTextResponse(f"{scope['path']} is not in this host's store", 404)
@@ -89,6 +97,10 @@ class HostStore:
                 elif name in sizes:
                     response = _Pieces(directory / name)
         await response(scope, receive, send)
+
+
+def _note(written: WriteVersion) -> bytes:
+    return f"{written.version} {written.digest} of fleet {written.fleet_id}".encode()
 
 
 class _Pieces(FileResponse):

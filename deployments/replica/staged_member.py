@@ -1,7 +1,6 @@
 """Staged updates: received while the engine generates, swapped between two steps."""
 
 import asyncio
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -153,21 +152,24 @@ class StagedMember(EngineMember):
 
     async def _write(self, body: WriteVersion, store: HostStore) -> StoreResult | None:
         """None: another replica has the lock."""
-        if path := await asyncio.to_thread(store.find, body):
-            return _result(body, path=path)
         lock = await asyncio.to_thread(store.lock, body.fleet_id)
         if lock is None:
             return None
+        written = None
         try:
+            if path := await asyncio.to_thread(store.find, lock, body):
+                return _result(body, path=path)
             async with asyncio.timeout(WRITE_S):
                 await self._engine.workers(
                     "staging_store", body=to_wire(body), directory=str(store.directory)
                 )
-                return await self._written(body.version)
+                result = await self._written(body.version)
+            written = None if result.problem else body
+            return result
         except TimeoutError:
             raise TimeoutError(f"did not end within {WRITE_S:g} s") from None
         finally:
-            await asyncio.to_thread(os.close, lock)
+            await asyncio.to_thread(store.unlock, lock, written)
 
     async def _written(self, version: int) -> StoreResult:
         while True:

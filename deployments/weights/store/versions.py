@@ -125,7 +125,7 @@ class Store:
 
     def path_of(self, version: int) -> Path:
         """Raises FileNotFoundError, naming the versions in the store."""
-        path = self._path(version)
+        path = self.path(version)
         if not path.is_dir():
             raise FileNotFoundError(
                 f"version {version} is not in {self.directory}, expected one of {self.list()}"
@@ -147,7 +147,7 @@ class Store:
         be written or is another fleet's, or a newer version was complete first)."""
         if fleet_id is not None:
             check_owner(self.directory, fleet_id)
-        final = self._path(version)
+        final = self.path(version)
         if final.exists():
             raise FileExistsError(f"version {version} is in {self.directory} already")
         partial = self.directory / f".{final.name}.{uuid.uuid4().hex[:8]}.partial"
@@ -200,13 +200,13 @@ class Store:
         except ValueError as error:
             raise FileNotFoundError(str(error)) from error
         try:
-            yield self._path(version)
+            yield self.path(version)
         finally:
             lock.close()
 
     def remove(self, version: int) -> bool:
         """Remove a version; False: it is being read. Raises OSError if it is absent or stays."""
-        path = self._path(version)
+        path = self.path(version)
         locked = _lockable(path)
         descriptor = os.open(locked, os.O_RDONLY if locked == path else os.O_RDWR)  # NFS locks for writing
         try:
@@ -220,7 +220,7 @@ class Store:
             os.close(descriptor)
         return True
 
-    def _path(self, version: int) -> Path:
+    def path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"
 
 

@@ -244,11 +244,18 @@ def test_a_file_system_without_locks_has_several_writers(
         os.close(lock or 0)
 
 
-def test_a_version_of_other_weights_is_not_what_was_wanted(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    digest = Store(tmp_path).manifest_of(VERSION).digest
-    wanted = WriteVersion(version=VERSION, label=None, fleet_id=FLEET, digest=digest)
-    store = HostStore(tmp_path, None)
-    assert store.find(wanted) == store.find(replace(wanted, digest=None)) == str(path)
-    for other in ({"digest": "x"}, {"fleet_id": "x"}, {"version": 8}):
-        assert store.find(replace(wanted, **other)) is None  # type: ignore[arg-type]
+def test_the_version_that_was_written_last_is_known_to_other_replicas(tmp_path: Path) -> None:
+    store = HostStore(tmp_path, 3)
+    wanted = WriteVersion(version=VERSION, label=None, fleet_id=FLEET, digest="d" * 32)
+    for written in (None, wanted, None):
+        lock = store.lock(FLEET)
+        assert lock is not None
+        store.unlock(lock, written)
+    lock = store.lock(FLEET)
+    assert lock is not None and store.find(lock, wanted) == str(Store(tmp_path).path(VERSION))
+    for other in ({"digest": "x"}, {"fleet_id": "x"}, {"version": 77}):
+        assert store.find(lock, replace(wanted, **other)) is None  # type: ignore[arg-type]
+    store.unlock(lock, replace(wanted, version=8, digest=None))
+    lock = store.lock(FLEET)
+    assert lock is not None and store.find(lock, wanted) is None
+    os.close(lock)
