@@ -294,14 +294,11 @@ class DurableLedger:
     async def _keep_journal(self) -> None:
         while self._failure is None:
             await asyncio.sleep(self._tick_s)
-            try:
-                await self._in_thread(self._journal.stay)
-            except Exception as error:  # it cannot be put back
-                self._fail(error)
-            await self._reserve()
+            await self._reserve(look=True)
 
-    async def _reserve(self) -> None:
-        if self._failure is not None or (self._journal.has_space and self._no_space is None):
+    async def _reserve(self, *, look: bool = False) -> None:
+        known = self._journal.has_space and self._no_space is None and not look
+        if self._failure is not None or known:
             return
         before = self._no_space
         try:

@@ -7,15 +7,14 @@ In sqlite's EXCLUSIVE locking mode one process uses the file, the kernel release
 no memory is shared, so the file may be on a network file system.
 
 On a full disk, spare pages and a write-ahead log of constant length hold the ledger's own decisions (a member
-joins, is fenced, a round ends); publishers are refused. A file that is moved or removed while it is open is
-written again: a successor without it would start from the first checkpoint. One whose disk was unmounted
-stays in use, and publishers are refused, because a successor would not find it.
+joins, is fenced, a round ends); publishers are refused. So they are while the file is moved, removed or its
+disk unmounted: it stays in use, and a successor would not find it.
 """
 
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -56,7 +55,7 @@ class Journal:
         self.has_space = False  # whether what the ledger decides can be written on a full disk
         with self._named_errors():
             if not self._path.exists():
-                self._create(None)
+                self._create()
             self._open(lock_wait_s)
 
     def append(self, decisions: Iterable[Decision]) -> None:
@@ -75,17 +74,17 @@ class Journal:
                 self._db.execute("BEGIN IMMEDIATE")
                 self._db.executemany("INSERT INTO decisions VALUES (?, ?)", rows)
                 self._db.executemany("DELETE FROM decisions WHERE number = ?", superseded)
-            self.stay()
-            if not self._is_unmounted():
-                self._look_at_space()
+            self._look_at_space()
 
     def reserve(self) -> str | None:
-        """Returns why there is no space, for a person. Raises JournalError: the disk is gone."""
-        if self.has_space:
+        """Returns why a publisher's decisions cannot be kept, for a person. Raises JournalError: the disk is
+        gone."""
+        if self.has_space and self.is_in_place():
             return None
+        self.has_space = False
         with self._named_errors():
-            if self._is_unmounted():
-                return f"{self._path} is on a disk that is not mounted there any more: mount it again"
+            if not self.is_in_place():
+                return f"{self._path} is not there any more: put it back, or mount its disk again"
             try:
                 # A transaction that fits the log and not the file would block every checkpoint.
                 os.posix_fallocate(self._file, 0, os.fstat(self._file).st_size + RESERVE_BYTES)
@@ -101,34 +100,12 @@ class Journal:
             self._look_at_space()
         return None
 
-    def stay(self) -> None:
-        """Write everything again if the file was moved or removed. Durable when it returns. Raises
-        JournalError: another file took its place, or the disk is gone."""
-        with self._named_errors():
-            found = None
-            with suppress(FileNotFoundError, NotADirectoryError):
-                found = self._path.stat()  # once: it may be moved between two looks
-            if found is not None:
-                if not os.path.samestat(found, os.fstat(self._file)):
-                    raise JournalError(
-                        f"{self._path}: another file took this journal's place while a controller uses it; "
-                        "stop the fleet, and put back the one that is this fleet's"
-                    )
-                return
-            if self._is_unmounted():
-                self.has_space = False
-                return
-            db, file = self._db, self._file
-            self._create(db)
-            self._open(0.0)
-            db.close()
-            os.close(file)
-            logger.error("%s was moved or removed while in use: it is written again", self._path)
-
-    def _is_unmounted(self) -> bool:
-        """Whether the open file is where it was, on a disk that is mounted elsewhere or not at all."""
-        held, place = os.fstat(self._file), next(each for each in self._path.parents if each.exists())
-        return not self._path.exists() and held.st_nlink > 0 and held.st_dev != place.stat().st_dev
+    def is_in_place(self) -> bool:
+        """Whether a successor would find this file: it may be moved, removed or unmounted."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file))
+        except OSError:
+            return False
 
     def close(self) -> None:
         if self._file >= 0:
@@ -136,14 +113,12 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
-    def _create(self, source: sqlite3.Connection | None) -> None:
-        """Put a complete file in place, empty or a copy. Raises FileExistsError if there is one by now."""
+    def _create(self) -> None:
+        """Put an empty, complete file in place. Raises FileExistsError if there is one by now."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_suffix(f".{os.getpid()}")
         try:
             with closing(sqlite3.connect(aside)) as new:
-                if source is not None:
-                    source.backup(new)
                 new.executescript(TABLES)
             # sqlite would apply a leftover log to this file.
             Path(f"{self._path}-wal").unlink(missing_ok=True)
@@ -197,6 +172,9 @@ class Journal:
             self._last = number
 
     def _look_at_space(self) -> None:
+        if not self.is_in_place():
+            self.has_space = False
+            return
         pages, spare, page_bytes = (
             self._db.execute(f"PRAGMA {name}").fetchone()[0]
             for name in ("page_count", "freelist_count", "page_size")

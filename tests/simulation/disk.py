@@ -69,9 +69,6 @@ class SimJournal(Journal):
         self.has_space = not self._disk.full
         return "No space left on device" if self._disk.full else None
 
-    def stay(self) -> None:
-        pass
-
     def close(self) -> None:
         if self._disk.holder is self._holder:
             self._disk.holder = None

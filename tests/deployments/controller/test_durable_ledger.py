@@ -1,14 +1,13 @@
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
 
 from deployments.controller.controller import Controller
-from deployments.controller.journal import NAME
 from deployments.protocol.engine_state import InFlight, Pause, Resume
 from deployments.protocol.errors import FleetUnavailable
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
+from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.full_disk import full_disk, longest_in
 
 
@@ -73,33 +72,26 @@ async def test_no_replica_learns_of_a_decision_that_is_not_on_the_disk(fleet: Fl
     assert (await publishing).version == 1
 
 
-@pytest.mark.parametrize("how", ["directory moved", "file moved", "directory removed"])
-async def test_a_journal_that_is_taken_away_is_written_again(fleet: Fleet, tmp_path: Path, how: str) -> None:
+async def test_while_the_journal_is_not_in_its_place_publishers_are_refused(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """A successor would begin a new fleet."""
     await fleet.serve("a")
     await publish(fleet)
-    match how:
-        case "directory removed":
-            shutil.rmtree(tmp_path / "state")
-        case "directory moved":
-            (tmp_path / "state").rename(tmp_path / "aside")
-        case _:
-            (tmp_path / "state" / NAME).rename(tmp_path / "aside")
-    await fleet.until(lambda: (tmp_path / "state" / NAME).exists())
-    await publish(fleet)
-    await fleet.restart("a")
-    status = await fleet.controller.fleet()
-    assert status.committed_version == 2 and [each.state for each in status.members] == ["returning"]
-
-
-async def test_a_journal_that_takes_this_ones_place_is_left_alone(fleet: Fleet, tmp_path: Path) -> None:
-    await fleet.serve("a")
-    (tmp_path / "another").write_text("another fleet's\n")
-    (tmp_path / "another").replace(tmp_path / "state" / NAME)
-    with pytest.raises(FleetUnavailable, match="another file took this journal's place"):
+    (tmp_path / "state").rename(tmp_path / "aside")
+    with pytest.raises(FleetUnavailable, match="is not there any more: put it back"):
         while True:
             await fleet.controller.acquire("trainer")
             await asyncio.sleep(0.01)
-    assert (tmp_path / "state" / NAME).read_text() == "another fleet's\n"
+    await fleet.polled("a")
+    await fleet.controller.check_health()
+    fleet.add(FakeReplica(replica_id="b", incarnation="b-1", version=1))
+    await fleet.admitted("a", "b")  # what the ledger itself decides is still recorded
+    (tmp_path / "aside").rename(tmp_path / "state")
+    await publish(fleet)
+    await fleet.restart("a", "b")
+    status = await fleet.controller.fleet()
+    assert status.committed_version == 2 and len(status.members) == 2
 
 
 async def use_reserve(controller: Controller) -> None:

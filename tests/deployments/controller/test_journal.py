@@ -4,7 +4,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import closing
@@ -295,24 +294,26 @@ def test_a_log_that_was_left_is_not_applied_to_a_new_file(tmp_path: Path) -> Non
     assert recovered(tmp_path) == []
 
 
-def test_a_file_whose_disk_is_unmounted_is_used_and_not_written_anew(tmp_path: Path) -> None:
-    """The disk of `mounted` is another than that of the directory below it."""
-    place, empty = tmp_path / "place", tmp_path / "empty"
-    empty.mkdir()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as mounted:
-        place.symlink_to(mounted)
-        with closing(Journal(place)) as journal:
-            place.unlink()
-            place.symlink_to(empty)
-            journal.append(DECISIONS)
-            journal.stay()
-            assert not [*empty.iterdir()]
-            assert not journal.has_space and "mounted there any more" in str(journal.reserve())
-            place.unlink()
-            place.symlink_to(mounted)
-            journal.stay()
-            assert journal.reserve() is None and journal.has_space
-        assert recovered(place) == DECISIONS
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_not_in_its_place_stays_in_use_and_is_not_written_anew(
+    tmp_path: Path, replaced: bool
+) -> None:
+    place, aside = tmp_path / "place", tmp_path / "aside"
+    with closing(Journal(place)) as journal:
+        assert journal.reserve() is None
+        place.rename(aside)
+        if replaced:
+            place.mkdir()
+            (place / NAME).write_text("another")
+        journal.append(DECISIONS)
+        assert not journal.has_space and "is not there any more" in str(journal.reserve())
+        assert place.exists() is replaced
+        if replaced:
+            assert (place / NAME).read_text() == "another"
+            shutil.rmtree(place)
+        aside.rename(place)
+        assert journal.reserve() is None and journal.has_space
+    assert recovered(place) == DECISIONS
 
 
 # -- a full disk -----------------------------------------------------------------------------
