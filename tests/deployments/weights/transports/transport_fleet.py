@@ -222,7 +222,7 @@ def worker_config(directory: str) -> Any:
     """The part of vLLM's configuration that a transfer engine reads."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
-        model_config=SimpleNamespace(model=directory, revision=None),
+        model_config=SimpleNamespace(model=directory, revision=None, get_total_num_hidden_layers=lambda: 1),
         load_config=LoadConfig(),
         additional_config={},
         speculative_config=None,
