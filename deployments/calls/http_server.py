@@ -27,7 +27,7 @@ class HttpServer:
             app,
             interface="asgi3",  # uvicorn cannot detect it on a bound method
             log_config=None,
-            log_level="critical",  # the application reports errors
+            log_level="critical",
             access_log=False,
             ws="none",
             lifespan="off",  # an engine enters its application's lifespan itself

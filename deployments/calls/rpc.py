@@ -197,7 +197,7 @@ class CallHandle:
             caller = asyncio.current_task()
             if caller is None or caller.cancelling():
                 raise
-            raise _lost(name, "Serve cancelled the look-up") from error  # it stops that process
+            raise _lost(name, "Serve cancelled the look-up") from error  # Serve is stopping that process
 
 
 def _lost(name: str, reason: str, *, unreachable: bool = False) -> FleetUnavailable:

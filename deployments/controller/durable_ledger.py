@@ -33,7 +33,7 @@ from deployments.ledger.ledger import Ledger
 from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import FleetUnavailable
 
-DISK_S = 60.0  # for one write; after that the disk hangs, and the next process may have more luck
+DISK_S = 60.0  # one write; if the disk hangs, the next process may have more luck
 LOCK_WAIT_S = 10.0
 LOOK_SHARE = 0.2  # the share of the event loop's time that looks may take
 STALL_S = 2.0
@@ -148,7 +148,7 @@ class DurableLedger:
         self._written = asyncio.Event()
         self._failure: str | None = None
         self._running: list[asyncio.Task[None]] = []
-        self.looks = 0  # at the consequences of reports, so far; see `look_soon`
+        self.looks = 0  # looks at the consequences of reports so far
         self._look_scheduled = False
         self._look_at = 0.0  # event-loop time before which no look happens
 

@@ -29,7 +29,7 @@ from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner
 from deployments.weights.store.versions import Store, VersionManifest
 
 PREDECESSOR_S = 10.0
-DISK_S = 120.0  # for one adapter; a disk that takes longer hangs
+DISK_S = 120.0  # a disk that takes longer for one adapter hangs
 ADAPTERS = "adapters"
 THREADS = 8  # a disk that hangs blocks one of them for each adapter
 
@@ -62,7 +62,7 @@ class StoreKeeper:
         self._state_dir = state_dir
         self._ledger = ledger
         self._hold_claim = hold_claim
-        self._held: int | None = None  # the claim, until `release`
+        self._held: int | None = None
         self._adapters = AdapterStore(store.directory / ADAPTERS)
         self._pass: asyncio.Task[None] | None = None
         self._problem: OSError | None = None

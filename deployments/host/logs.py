@@ -25,7 +25,7 @@ def kept_log_file() -> Iterator[None]:
     finally:
         for handler, file in zip(handlers, files, strict=True):
             if file is not None:
-                handler.setTarget(file)  # reopened by the next line
+                handler.setTarget(file)
 
 
 def _shorten_answers(record: logging.LogRecord) -> bool:

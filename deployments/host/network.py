@@ -4,7 +4,7 @@ import psutil
 
 from deployments.protocol.errors import TransferFailed
 
-_DISCARD = 9  # a port
+_DISCARD = 9  # the port of the discard protocol
 
 
 def host_port(host: str, port: int) -> str:

@@ -50,7 +50,7 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
         version = state.committed_version
         member = membership.recover_member(state, each, version=version, was_serving=True)
         if member is not None:
-            member.engine_state = state.engine_state  # like every replica that served
+            member.engine_state = state.engine_state
     if committed is not None:
         commit_phase.resume(state, committed)
 

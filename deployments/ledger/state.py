@@ -88,7 +88,7 @@ class Member:
     loading_version: int | None = None  # reported; an earlier controller may have told it to
     patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store
     last_report: int = 0
-    failed_transfers: int = 0  # consecutive ones, while others received
+    failed_transfers: int = 0  # consecutive failures while others received
     updates_in_place: bool = False  # RECEIVE changes its live weights
     draining: Draining | None = None
     leaving: bool = False
@@ -140,7 +140,7 @@ class PendingCall:
     certain: bool = False
     batch: set[Member] | None = None
     round_id: int | None = None
-    answers: dict[str, Acknowledgement] = field(default_factory=dict)  # replica id -> answer
+    answers: dict[str, Acknowledgement] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)  # replica id -> why it did not answer
     done: bool = False
     error: SlipstreamError | None = None
@@ -216,7 +216,7 @@ class PendingDrain:
 class PendingOperation:
     operation: Operation
     of_one: bool = False
-    drain_id: str = ""  # `mode=wait`
+    drain_id: str = ""
     draining: bool = False
 
 
@@ -309,11 +309,11 @@ class Round:
     committed_at: float | None = None
     part: RoundPart = RoundPart.OPEN
     part_since: float = 0.0
-    parts: dict[RoundPart, float] = field(default_factory=lambda: dict.fromkeys(RoundPart, 0.0))  # seconds
+    parts: dict[RoundPart, float] = field(default_factory=lambda: dict.fromkeys(RoundPart, 0.0))
     decided_for: int = 0  # participants of a decision that a restart resumes; some may be fenced since
     drained: bool = False
-    not_drained: dict[str, int] = field(default_factory=dict)  # replica id -> running requests
-    left_behind: dict[str, str] = field(default_factory=dict)  # replica id -> why
+    not_drained: dict[str, int] = field(default_factory=dict)
+    left_behind: dict[str, str] = field(default_factory=dict)
 
     @property
     def decided(self) -> bool:
@@ -422,7 +422,7 @@ class Proof:
     version: int = -1
     due: float | None = None
     replicas: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    adapters: dict[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)  # by NAME@VERSION
+    adapters: dict[str, Mapping[str, tuple[float, ...]]] = field(default_factory=dict)  # keys: NAME@VERSION
     trainer: tuple[float, ...] | None = None
     told: set[tuple[str, str, bool]] = field(default_factory=set)
 

@@ -11,7 +11,7 @@ from deployments.ledger.state import Member, MemberState, Refusal, State
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.poll import Report, StoreResult
 
-RETRY_S = 30.0  # to load a version that a replica could not
+RETRY_S = 30.0  # then a replica may be able to load the version
 
 
 def set_stored(state: State, version: int, path: str, label: str | None) -> None:

@@ -21,7 +21,7 @@ class LoadRequest:
     is_3d: bool = False
     after: int | None = None  # the newest live version that the caller knows, 0 for none; None: any
     load_id: str = ""  # 32 hexadecimal digits; the call may be repeated with it
-    digest: str = ""  # of files that never change again, see `AdapterStore.copy`
+    digest: str = ""  # stated if the files never change again, see `AdapterStore.copy`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ class SizeLimits(BaseModel):
     least: int = Field(default=1, ge=1)
     most: int = Field(default=1, ge=1)
     wanted: int | None = None  # the first target; None: as many as the load needs
-    fixed: str | None = "'engine.max_replicas' is not set"  # why the number cannot change
+    fixed: str | None = "'engine.max_replicas' is not set"
 
     def check(self, wanted: int | None) -> None:
         if self.fixed is not None:
@@ -99,9 +99,9 @@ class LedgerConfig(RoundConfig):
     shared_store: bool = True  # False: each host has a store of its own
     outside_versions: bool = True  # replicas write versions whose publisher does not
     # Constants; tests make them shorter.
-    commit_timeout_s: float = Field(default=60.0, gt=0)  # `host` loads inside it
+    commit_timeout_s: float = Field(default=60.0, gt=0)  # staging `host` loads during the commit
     call_timeout_s: float = Field(default=60.0, gt=0)
-    proof_timeout_s: float = Field(default=90.0, gt=0)  # for scores, since the version's first ones
+    proof_timeout_s: float = Field(default=90.0, gt=0)  # waits for scores since the version's first ones
 
     catch_up_timeout_s: float = Field(default=1800.0, gt=0)  # loading a stored version, beside rounds
     grace_s: float = Field(default=5.0, ge=0)  # a replica may report its own timeout before it is fenced

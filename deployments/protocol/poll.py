@@ -72,7 +72,7 @@ class Receive:
     payload: JsonValue | FilePart
     # The same for every payload of a round.
     retain_version: int | None = None  # keep the received tensors under this version, for a store
-    in_flight: InFlight = InFlight.KEEP  # with `staging: none`, which pauses here
+    in_flight: InFlight = InFlight.KEEP  # used with `staging: none`, which pauses here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class Directive:
 class InitialWeights:
     """What version 0 is: the weights of a directory, or a commit of a repository of Hugging Face's hub."""
 
-    digest: str | None = None  # of the directory's weight files, 32 hexadecimal digits
+    digest: str | None = None  # the directory's weight files, 32 hexadecimal digits
     commit: str | None = None
     revision: str | None = field(default=None, compare=False)  # the setting that led to the commit
 
@@ -228,8 +228,8 @@ class JoinAnswer:
     fleet_id: str | None = None  # the manifest must name it; None only with path None
     digest: str | None = None  # the manifest must name it; None: not known
     holders: tuple[ReplicaEndpoint, ...] = ()  # if hosts share no store: those that may have it
-    initial: InitialWeights | None = None  # with path None: what it must load; None: not known, or replaced
-    served: bool = False  # with `initial`: by others, so that one that has other weights may wait
+    initial: InitialWeights | None = None  # must be loaded if `path` is None; None: not known, or replaced
+    served: bool = False  # others serve `initial`, so a replica with other weights may wait
 
 
 class Outcome(StrEnum):
@@ -302,7 +302,7 @@ class Unloadable:
         object.__setattr__(self, "reason", printable(self.reason))
 
 
-NO_NUMBER = -1e4  # for a score that is NaN or infinite; JSON has neither
+NO_NUMBER = -1e4  # stands for a score that is NaN or infinite; JSON has neither
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

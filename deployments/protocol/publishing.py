@@ -40,7 +40,7 @@ class ReplicaTimings:
 class Deviation:
     """How far a replica's scores of the proof are from the trainer's, or from the other replicas'."""
 
-    mean: float  # of the absolute differences of log-probabilities, in nats
+    mean: float  # mean absolute difference of log-probabilities, in nats
     worst: float
 
 

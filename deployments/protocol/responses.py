@@ -13,7 +13,7 @@ from deployments.protocol.publishing import RoundReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorDetails:
-    type: str  # `SlipstreamError.type`
+    type: str
     message: str
     detail: Mapping[str, Any]
 
@@ -117,8 +117,8 @@ class ReplicaLoad:
     running: int
     waiting: int
     kv_cache_use: float  # 0 to 1; of the fullest engine
-    drafted_tokens: int = 0  # by speculative decoding, since its version is live
-    accepted_tokens: int = 0  # of them
+    drafted_tokens: int = 0  # speculative decoding, since its version is live
+    accepted_tokens: int = 0  # the accepted part of `drafted_tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +195,7 @@ class TakenStep:
     stale_groups: int
     ready_groups: int
     groups: Sequence[TakenGroup]
-    left_groups: int  # that the same call brings with `offset`
+    left_groups: int  # groups that the same call returns with `offset`
 
 
 StepMetrics = Mapping[str, float | int | bool | None]  # one optimizer step; None: not a finite number
@@ -238,7 +238,7 @@ class AdapterReport:
     base_version: int
     digest: str
     size_bytes: int
-    write_s: float  # writing its files
+    write_s: float
     duration_s: float
 
 

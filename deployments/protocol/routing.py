@@ -10,7 +10,7 @@ from deployments.protocol.errors import InvalidRequest
 KEY_HEADER = b"x-slipstream-key"  # proves that a router belongs to the fleet
 REFUSED_HEADER = b"x-slipstream-refused"  # another replica may answer; NOT_BEGUN or LOST
 NOT_BEGUN = b"not-begun"  # the request did not reach the engine, or the replica is being stopped
-ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # beginnings: vLLM's, and replicas' own
+ERROR_EVENTS = (b'data: {"error"', b"event: error\n")  # how error events begin: vLLM's, and replicas' own
 LOST = b"lost"  # the engine had the request when it failed
 PART_HEADER = b"x-slipstream-part"  # the request is a part of a client's; see `Part`
 ROUTER_HEADER = b"x-slipstream-router"  # the sending router, and what the request adds to the load
@@ -70,7 +70,7 @@ class Demand:
     # Replicas by the bytes of the prompt that they have cached at a version, most first.
     holders: Callable[[int], Iterable[tuple[int, Sequence[str]]]] = no_holders
     refused: tuple[str, ...] = ()  # replicas that refused this request come last
-    router: str = ""  # id of the asking router
+    router: str = ""
     in_flight: Mapping[str, int] = field(default_factory=dict)  # replica -> the router's load there
     prefer: str | None = None  # the replica that this part of a split request is meant for
     load_factor: float = 1000.0  # sessions and prefixes leave a replica at this multiple of the mean load

@@ -167,7 +167,7 @@ class Follower:
         self.last_contact = sent
         for seq in directive.acknowledged:
             self._acknowledgements.pop(seq, None)
-        if self._fenced is not None:  # for good, even if a restarted controller has forgotten it
+        if self._fenced is not None:  # a fence is for good, even if a restarted controller has forgotten it
             return directive
         self._fenced, self._directive = directive.fenced, directive
         self._member.on_directive(self._trusted(directive))

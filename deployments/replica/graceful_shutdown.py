@@ -17,8 +17,8 @@ from deployments.host.logs import serve_logger
 
 RELEASE_S = 60.0  # longer than most rounds
 LOST_CONTACT_S = 30.0  # the controller may be restarting
-WRITE_S = 300.0  # for the version that it writes
-APPLICATION_DRAIN_S = 10.0  # if the whole application stops
+WRITE_S = 300.0  # waits for the version that it writes
+APPLICATION_DRAIN_S = 10.0  # the limit if the whole application stops
 STATUS_S = 3.0
 LAST_REPORT_S = 5.0
 RECHECK_S = 0.05

@@ -152,7 +152,7 @@ class ReplicaFront:
         if not hmac.compare_digest(headers.get(KEY_HEADER, b""), self.key.encode()):
             return await _send_error(send, InvalidRequest("this port is for the fleet's own processes"))
         if scope["method"] == "GET" and scope["path"] in METRICS:
-            return await self._app(scope, receive, send)  # in every state; not a client's request
+            return await self._app(scope, receive, send)  # served in every state; not a client's request
         if self._versions is not None and scope["path"].startswith(VERSIONS):
             return await self._versions(scope, receive, send)
         task = asyncio.current_task()
@@ -220,14 +220,14 @@ class _Response:
         self._start: Message | None = None  # held back until the first piece of the body
         self.begun = False
         self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages
-        self._replacement: SlipstreamError | None = None  # for the engine's own response
+        self._replacement: SlipstreamError | None = None
         self._body = bytearray()
 
     async def run(self, app: App, scope: Message, receive: Receive) -> None:
         RECORDER.set(self._recorder)
         try:
             await app(scope, receive, self._on_message)
-        except Exception as error:  # of any kind: another replica may be intact
+        except Exception as error:  # another replica may be intact
             if self.begun:
                 await self._cut_off(error)
                 return

@@ -72,7 +72,7 @@ class NativeMember(EngineMember):
         self._loaded: int | None = None
         self._offered: Offered = {}
         self._described: JsonValue = {}
-        self._reading: FileRead | None = None  # if weights come from files
+        self._reading: FileRead | None = None
         self._directory: str | None = None
         self._in_flight = InFlight.KEEP
         self._pausing = False  # held, nothing loaded yet; later the commit ends the hold

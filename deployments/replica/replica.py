@@ -42,7 +42,7 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.versions import DirectoryLock
 
 ASK_AGAIN_S = 1.0
-RECORD_S = 90.0  # for a call of the ledger of rollouts; the controller waits for its disk
+RECORD_S = 90.0  # the controller waits for the disk of the rollouts
 JOIN_S = 20.0  # the controller answers `join` at once; after this the call or its answer is lost
 logger = serve_logger()
 
@@ -84,7 +84,7 @@ async def find_first_weights(
             await asyncio.sleep(ask_again_s)
 
 
-FAILED_REQUESTS_S = 1.0  # for requests of a dead engine to send their errors
+FAILED_REQUESTS_S = 1.0  # requests of a dead engine send their errors meanwhile
 
 
 class Replica:

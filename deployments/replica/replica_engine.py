@@ -221,8 +221,8 @@ def require_text(name: str, value: Any) -> None:
         ) from error
 
 
-FIRST_CALL_S = 60.0  # for calls that only read or set a value
-EXIT_S = 4.0  # for the engine's processes; vLLM then kills them
+FIRST_CALL_S = 60.0  # calls that only read or set a value
+EXIT_S = 4.0  # then vLLM kills the engine's processes
 STOP_S = 8.0  # then we kill them
 
 

@@ -108,9 +108,9 @@ def _hidden(value: Any, secrets: Sequence[str], name: str = "", *, free_form: bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    running: int  # requests
+    running: int
     waiting: int
-    places: int  # `max_num_seqs` of all ranks
+    places: int  # sum of `max_num_seqs` over all ranks
     kv_use: float  # share of KV cache blocks in use of the fullest rank, 0 to 1
 
 

@@ -39,7 +39,7 @@ class SpanRecorder:
     def __init__(self, version: int) -> None:
         self.version = version
         self.spans: dict[int, list[Span]] = {}
-        self.adapter: str | None = None  # full name
+        self.adapter: str | None = None
         self.looked_up: dict[str, Any] = {}
         self.capture: Capture | None = None
         self.ended = False

@@ -142,7 +142,7 @@ class StagedMember(EngineMember):
                 if body is self._unstored and result is not None and not result.problem:
                     await self._engine.workers("staging_forget", version=body.version)
                     self.retained_version = self._unstored = None
-            except Exception as error:  # of any kind: this replica serves the version
+            except Exception as error:  # this replica serves the version in any case
                 result = _result(body, problem=f"{type(error).__name__}: {error}")
             if result is not None and (body is self._unstored or not result.problem):
                 self.store_result = result

@@ -107,7 +107,7 @@ class Affinity:
     def _bit(self, replica_id: str) -> int:
         bit = self._bits.get(replica_id)
         if bit is None:
-            if len(self._replicas) == MAX_REPLICAS:  # most are gone
+            if len(self._replicas) == MAX_REPLICAS:
                 self._holders.clear()
                 self._bits.clear()
                 self._replicas.clear()

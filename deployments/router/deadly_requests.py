@@ -34,7 +34,7 @@ class RequestIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remembered:
-    replicas: frozenset[str]  # lost during responses to it
+    replicas: frozenset[str]
     refused: bool
     until: float
 

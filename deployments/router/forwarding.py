@@ -31,10 +31,10 @@ from deployments.router.replica_policy import LOAD_FACTOR, load_of
 from deployments.router.scrape import Scraped, scrape
 from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Record, record
 
-RETRY_AFTER_S = 1.0  # minimum, for clients
+RETRY_AFTER_S = 1.0  # minimum that clients are told
 RETRY_PAUSE_S = 0.05
 WAITED_S = 0.1  # choosing takes less if a replica is free
-MAX_REFUSALS = 8  # per request
+MAX_REFUSALS = 8  # for one request
 CENSUS_TIMEOUT_S = 1.0  # no remote call: it returns at once, or no replica is admitted
 SILENCE_S = 30.0
 PROBE_TIMEOUT_S = 30.0  # tokenizing a long list of prompts takes seconds
@@ -45,7 +45,7 @@ logger = serve_logger()
 class RouterLimits:
     max_ongoing_requests: int  # client requests; a split one counts once
     max_body_bytes: int
-    request_timeout_s: float  # to find a replica, and to wait for a version without x-weight-timeout
+    request_timeout_s: float  # limits the search for a replica; the default of x-weight-timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Outgoing:
     headers: CIMultiDict[str]  # without the fleet's key
     body: bytes
     sequences: int
-    identity: RequestIdentity  # identifies the client's whole request
+    identity: RequestIdentity
     blocks: Sequence[int] = ()
-    turn: RolloutRequest | None = None  # of a rollout
+    turn: RolloutRequest | None = None
 
     @property
     def load(self) -> int:
@@ -109,7 +109,7 @@ class Forwarder:
         self._silence_s = silence_s
         self._probe_timeout_s = probe_timeout_s
         self._affinity = Affinity()
-        self._in_flight: Counter[str] = Counter()  # load, per replica
+        self._in_flight: Counter[str] = Counter()
         self._router_id = uuid.uuid4().hex
         self._connections = ConnectionPool()
         self._probes: dict[str, asyncio.Task[bool]] = {}
@@ -280,7 +280,7 @@ class Forwarder:
             return False
 
     def _probe_session(self) -> aiohttp.ClientSession:
-        if self._session is None:  # in the event loop that serves requests
+        if self._session is None:  # made in the event loop that serves requests
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None)

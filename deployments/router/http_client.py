@@ -208,7 +208,7 @@ class _EagerCoroutine:
             while True:
                 try:
                     value = yield waits_for
-                except BaseException as error:  # for example a cancellation
+                except BaseException as error:  # a cancellation, for example
                     waits_for = self._coroutine.throw(error)
                 else:
                     waits_for = self._coroutine.send(value)

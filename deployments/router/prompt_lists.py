@@ -36,7 +36,7 @@ def parse_list(text: bytes) -> list[bytes]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
     rest: bytes  # other fields of the body, as JSON without braces
-    prompts: Sequence[bytes]  # each as JSON
+    prompts: Sequence[bytes]
     completions: int  # choices per prompt
 
     def part(self, start: int, stop: int) -> bytes:

@@ -15,7 +15,7 @@ from deployments.host.network import host_port
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 
 PATH = "/metrics"
-TIMEOUT_S = 3.0  # in total; Prometheus gives up after ten
+TIMEOUT_S = 3.0  # total; Prometheus gives up after ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ Address = tuple[str, int]
 class HostFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     unseen: Sequence[str] = ()
-    model: Mapping[str, str] = field(default_factory=dict)  # of each file its size, or its digest
+    model: Mapping[str, str] = field(default_factory=dict)  # file name -> size or digest
     shared_memory_bytes: int = MIN_SHARED_MEMORY_BYTES
     taken: Address | None = None  # where another program listens instead of Serve
     listening: Address | None = None

@@ -73,7 +73,7 @@ def main() -> None:
         os.environ[REASON] = str(error)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         os.execv(sys.executable, [sys.executable, *command])
-    if status < 0:  # die of the same signal
+    if status < 0:
         with contextlib.suppress(OSError):  # SIGKILL has no handler
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -122,7 +122,7 @@ def _ensure_server(directory: str) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _start_server(directory, lock)
-        except BlockingIOError:  # it is importing
+        except BlockingIOError:
             pass
         finally:
             os.close(lock)

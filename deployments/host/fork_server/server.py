@@ -119,7 +119,7 @@ def preload(names: Iterable[str]) -> None:
 
 def _require_forkable() -> None:
     """A fork has only the thread that forked, and cannot use CUDA if its parent has initialised it."""
-    with contextlib.suppress(OSError, AttributeError):  # no NVIDIA driver
+    with contextlib.suppress(OSError, AttributeError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         while nvml.nvmlShutdown() == 0:  # torch looks for GPUs at import and leaves NVML's files open
             pass

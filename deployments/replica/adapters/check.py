@@ -71,7 +71,7 @@ def _halves(schema: Schema, max_rank: int) -> Iterator[str]:
         if len(halves) < 2:
             yield f"{module!r} has lora_{next(iter(halves))} alone"
         elif any(len(half.shape) != 2 for half in halves.values()):
-            continue  # another layout, which vLLM checks
+            continue  # vLLM checks other layouts
         elif halves["A"].shape[0] != halves["B"].shape[1]:
             shapes = f"{list(halves['A'].shape)} and {list(halves['B'].shape)}"
             yield f"{module!r}: lora_A and lora_B have the shapes {shapes}"

@@ -153,7 +153,7 @@ class EngineAdapters:
         except PayloadRejected:
             await self._forget(adapter)
             raise
-        except Exception as error:  # from a worker; other workers may have loaded it
+        except Exception as error:  # other workers may have loaded it
             await self._forget(adapter)
             await self._llm.remove_lora(adapter.adapter_id)
             raise PayloadRejected(f"{adapter.full_name}: vLLM cannot load it: {_last_line(error)}") from error

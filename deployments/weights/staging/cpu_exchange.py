@@ -81,7 +81,7 @@ class Exchange:
                 continue
             for name, live, twin in _registered(module, problems):
                 if not live.numel() and not twin.numel():
-                    continue  # packed elsewhere
+                    continue
                 known = tensors.setdefault(id(live), (name, live, twin))
                 if known[2] is not twin and not torch.equal(known[2], twin):
                     problems.append(tied_refusal(known[0], name))

@@ -101,7 +101,7 @@ class CpuShadowStaging(Staging):
             self._open = True
             for blank in self._blanks:
                 blank.allocate()
-        with disable_mtp_completeness_check():  # a chunk is a part
+        with disable_mtp_completeness_check():  # each chunk is a part
             self._shadow.load_weights(tensors)
 
     def finalize(

@@ -8,7 +8,7 @@ from vllm.triton_utils import tl, triton
 
 from deployments.weights.staging.base import outer_columns
 
-ROWS = 1024  # per program
+ROWS = 1024
 
 # The bits of NaN and of infinity without the sign: what is larger than infinity is NaN.
 _FORMATS = {

@@ -56,7 +56,7 @@ def load_by_layers(shadow: torch.nn.Module, model_config: ModelConfig) -> None:
                 continue
             if is_deferred_attention_layer(layer):
                 loader = _get_original_loader(tensor)
-                loaded = torch.rand(tensor.shape, device=info.restore_device) + 0.5  # a scale
+                loaded = torch.rand(tensor.shape, device=info.restore_device) + 0.5
                 info.loaded_weights.append((name, inspect.signature(loader).bind(tensor, loaded)))
             else:
                 loaders.append((tensor, tensor.weight_loader))
@@ -73,14 +73,14 @@ def fill(param: torch.Tensor) -> None:
     """A weight loader: numbers eight times vLLM's dummy weights, so that derived scales differ."""
     value = getattr(param, "dummy_weight_value", None)
     generator = torch.Generator(param.device).manual_seed(_SEED)
-    if value is not None:  # of norms since vLLM 0.33, of scales: vLLM may refuse what is far from it
+    if value is not None:  # vLLM may refuse what is far from the dummy value of norms (since 0.33) and scales
         param.fill_(value + (0.25 if param.is_floating_point() else 1))
     elif param.is_floating_point():
         values = torch.empty(param.shape, dtype=torch.float16, device=param.device)
         param.copy_(values.uniform_(1e-4, 8e-3, generator=generator))
     elif param.itemsize == 1 and param.dtype != torch.bool:
         param.random_(0, 100, generator=generator)
-    elif param.dtype == torch.int64:  # an index
+    elif param.dtype == torch.int64:
         param.fill_(1)
     else:
         param.zero_()

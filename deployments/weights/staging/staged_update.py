@@ -15,7 +15,7 @@ from deployments.weights.wire.checkpoint_schema import join_reasons, repeated
 from deployments.weights.wire.chunk_layout import ReceivedChunk
 from deployments.weights.wire.digest_definition import Digests, Findings, version_digest
 
-Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape by name
+Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> dtype, shape
 
 _NOTHING = StagingState(payloads_done=0, size_bytes=0, stage_s=0.0, verify_s=0.0, outcome=Outcome.DONE)
 
@@ -34,9 +34,9 @@ class StagedUpdate:
     state: StagingState = _NOTHING
     from_files: bool = False
     offered: Offered = field(default_factory=dict)
-    pending: list[ChunkFindings] = field(default_factory=list)  # inspected, not compared
+    pending: list[ChunkFindings] = field(default_factory=list)
 
-    names: list[str] = field(default_factory=list)  # whose digests were compared
+    names: list[str] = field(default_factory=list)
     compared: list[Digests] = field(default_factory=list)
     checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # passed by all that arrived
 

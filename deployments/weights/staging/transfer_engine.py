@@ -78,7 +78,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         # A replica that caught up may lack the hub's files; its stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
-        self._drafter: Schema = {}  # of its own checkpoint
+        self._drafter: Schema = {}  # schema of a drafter with a checkpoint of its own
         self._mtp: Set[str] = frozenset()
         if isinstance(self.updated, PolicyAndDrafter) and self.updated.own_checkpoint:
             self._add_drafter(vllm_config.speculative_config.draft_model_config)

@@ -31,7 +31,7 @@ from deployments.weights.store.checkpoint_files import is_below, read_header
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PART_BYTES = 1 << 20  # malloc would keep larger ones for each of the controller's threads
-COPY_BYTES = 1 << 30  # at a time
+COPY_BYTES = 1 << 30  # bytes of one call
 THREADS = 4
 MAX_CONFIG_BYTES = 1 << 20
 LAG_S = 10.0  # a shared file system may show files this much later than their writer

@@ -36,7 +36,7 @@ from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest_definition import digest_bytes
 
 PART_BYTES = 256 << 20  # staged at a time, within one deadline
-READ_BYTES = 16 << 20  # at a time
+READ_BYTES = 16 << 20  # bytes of one call
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"

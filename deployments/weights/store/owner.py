@@ -116,7 +116,7 @@ def hold(directory: Path, wait_s: float = 0.0) -> int:
                 f"the store {directory} is used by another controller of the same fleet: was 'state_dir' "
                 "copied? Stop that fleet, or copy the store too and set 'store.path' to the copy"
             ) from None
-        except OSError:  # a file system without locks
+        except OSError:
             pass
         return descriptor
 

@@ -79,7 +79,9 @@ class BroadcastGroup(Protocol):
         """End every wait, from any thread, for good."""
 
 
-MakeGroup = Callable[[RendezvousInfo, int, Check], BroadcastGroup]  # of this rank
+MakeGroup = Callable[
+    [RendezvousInfo, int, Check], BroadcastGroup
+]  # takes the info, this member's rank, and its check
 Init = TypeVar("Init", bound=BroadcastTrainerInitInfo)
 WorkerInit = TypeVar("WorkerInit", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)

@@ -192,7 +192,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
     _round_id = 0
     _shared: SharedTensors | None = None
     _page: Page | None = None
-    _ranks: TrainerRanks  # once connected
+    _ranks: TrainerRanks
 
     def send_weights(self) -> None:
         self._round_id += 1

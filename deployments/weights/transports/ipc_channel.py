@@ -84,7 +84,7 @@ BUFFERS = 2
 
 
 class TensorLocation(NamedTuple):
-    storage: int  # index
+    storage: int
     offset_bytes: int
 
 
@@ -106,7 +106,7 @@ class ResidentTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    page: str  # name of the segment
+    page: str
     memory: Annotated[PackedBuffers | ResidentTensors, Field(discriminator="kind")]
 
 
@@ -255,7 +255,7 @@ class OpenedTensors:
         self._storages = [open_memory(handle, device) for handle in described.storages]
         self._storage_bytes = [storage.numel() for storage in self._storages]
         self._table = open_memory(described.digests, device)[:size].view(torch.int64)
-        self._read: dict[Chunk, tuple[int, list[torch.Tensor]]] = {}  # memory key and tensors
+        self._read: dict[Chunk, tuple[int, list[torch.Tensor]]] = {}
 
     def received(self, chunks: Sequence[Chunk]) -> list[ReceivedChunk]:
         """The chunks in the trainer's memory. Raises ValueError unless they have the opened tensors."""

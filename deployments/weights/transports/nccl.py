@@ -41,7 +41,7 @@ MINIMUM_NCCL = (2, 29, 7)
 _CREATION_POLL_S = 0.01
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
-Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]  # makes one of this class
+Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]
 
 
 def create_in_time(

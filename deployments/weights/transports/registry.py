@@ -84,7 +84,7 @@ _ALL = (
 TRANSPORTS: Mapping[str, Transport] = MappingProxyType({transport.name: transport for transport in _ALL})
 _BY_BACKEND = {transport.backend: transport for transport in _ALL}
 _NATIVE = tuple(transport.name for transport in _ALL if transport.native)
-BACKENDS = (*_BY_BACKEND, *_NATIVE)  # every name that `trainer_init_info` takes
+BACKENDS = (*_BY_BACKEND, *_NATIVE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
     init_info_cls = ShmTrainerInitInfo
 
     def connect(self, init_info: ShmTrainerInitInfo) -> None:
-        self._segments: set[str] = set()  # names
+        self._segments: set[str] = set()
         if self.is_sender:
             remove_orphans()
             self.client.init_weight_transfer_engine({})

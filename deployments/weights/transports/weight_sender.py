@@ -83,7 +83,7 @@ class ChunkPacker:
         self._source = source
         self.metadata: Metadata = [(spec.name, spec.dtype, tuple(spec.shape)) for spec in specs_of(source)]
         self.chunks = plan_chunks(self.metadata, chunk_bytes)
-        self.resident: list[torch.Tensor] | None = None  # before the cast
+        self.resident: list[torch.Tensor] | None = None  # tensors before the cast
         self.in_place: list[torch.Tensor] | None = None  # the same if no tensor is cast
         self._firsts = list(accumulate((len(chunk.entries) for chunk in self.chunks), initial=0))
         self._pass: Iterator[tuple[str, torch.Tensor]] = iter(())

@@ -44,7 +44,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    index: int  # position in the list
+    index: int
     source: torch.Tensor
     target: torch.Tensor
 

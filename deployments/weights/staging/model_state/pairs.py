@@ -57,8 +57,8 @@ def pair(model: torch.nn.Module, shadow: torch.nn.Module) -> Pairs:
     shadows = dict(named_tensors(shadow))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs, problems = Pairs(), []
-    seen: dict[Place, str] = {}  # by the live tensor
-    owners: dict[Place, str] = {}  # by the shadow's
+    seen: dict[Place, str] = {}  # live tensor's place -> name
+    owners: dict[Place, str] = {}  # shadow tensor's place -> name
     for name, live in named_tensors(model):
         twin = shadows.get(name)
         if twin is None:
