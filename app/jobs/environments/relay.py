@@ -6,20 +6,18 @@ They get the policy's distribution and version, and the fleet's token, which no 
 agent, as of a judge, is a rollout of its own.
 """
 
-import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from app.client.completions import Answer, Completion, read_completion
 from app.client.connection import Call, FleetError
 from app.jobs.policy import DISTRIBUTION, Moved, Policy, Unanswered, is_too_long
-from app.jobs.task_groups import run_beside
 
 CHAT = "/v1/chat/completions"
 GENERATE = "/inference/v1/generate"
@@ -30,8 +28,6 @@ DROPPED = (
     *("seed", "logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "max_tokens"),
     *("stream", "stream_options"),  # a whole answer can be sampled again
 )
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,21 +48,6 @@ class AgentSession:
     failure: Exception | None = None
     refused: str | None = None
     over: bool = False
-    _failed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def fail(self, error: Exception) -> None:
-        self.failure = self.failure or error
-        self._failed.set()
-
-    async def unless_failed(self, agent: Coroutine[Any, Any, T]) -> T:
-        """The agent's result. Cancels it and raises when a request fails."""
-
-        async def failing() -> NoReturn:
-            await self._failed.wait()
-            assert self.failure is not None
-            raise self.failure
-
-        return await run_beside(agent, [failing()])
 
 
 class Relay:
@@ -153,10 +134,10 @@ async def _ask(session: AgentSession, path: str, body: Mapping[str, Any], name: 
         if error.status == 413 or is_too_long(error):
             session.refused = error.message
         elif error.status != 400:  # the agent's own mistake, which it may handle
-            session.fail(error)
+            session.failure = session.failure or error
         return _error(error.status or 502, error.message)
     except (Unanswered, Moved) as error:
-        session.fail(error)
+        session.failure = session.failure or error
         return _error(409, str(error))
     session.answers.setdefault(name, []).append(completion.answer)
     return content

@@ -134,9 +134,11 @@ class Verifiers(Environment):
         asked = program.ask(task=number % HELD_OUT, url=session.url, model=session.policy.name)
         try:
             async with asyncio.timeout(self.settings.rollout_timeout_s):
-                result = await session.unless_failed(asked)
+                result = await asked
         except TimeoutError:
             raise Failed(f"a rollout took longer than {self.settings.rollout_timeout_s:g} s") from None
+        if session.failure is not None:  # the agent has got errors since
+            raise session.failure
         session.over = True
         name = next((each for each in result.get("sessions", ()) if each in session.answers), "")
         answers = session.answers.get(name, []) if name else []

@@ -59,8 +59,6 @@ class FakeRunner:
         try:
             await self.turn(asked, session, 2)
         except urllib.error.HTTPError as error:
-            if self.how == "waits":  # although its request has failed
-                await asyncio.sleep(600)
             return {"error": f"ProviderError: {error.code}", "sessions": [session]}
         text = json.dumps({name: os.environ.get(name) for name in ("SLIPSTREAM_TOKEN", "NO_PROXY", "COLOUR")})
         return {"reward": float(asked["task"]), "sessions": [session], "text": text}
@@ -86,9 +84,6 @@ class FakeRunner:
 @asynccontextmanager
 async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
     _, _, how, folder = arguments
-    if how == "refuses":
-        print("╭─ Errors ─╮\n│ --env.taskset.id: no such task set │\n╰──────────╯", file=sys.stderr)
-        raise SystemExit(1)
     if how == "has no tasks":
         raise ValueError("the task set has no tasks")
     (Path(folder) / "pid").write_text(str(os.getpid()))
