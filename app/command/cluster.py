@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from typing import Any
 import httpx
 
 from app.client.announcement import tell
-from app.command.runs import MARK, RAY_LOG, keep_logs_only, marked_processes, new_run
+from app.command.runs import CLUSTER_DIRECTORY, MARK, RAY_LOG, keep_logs_only, marked_processes
 
 APPLICATIONS = "/api/serve/applications/"
 # Ray replaces 127.0.0.1 by an address that other hosts can reach.
@@ -113,7 +114,7 @@ class LocalCluster(Cluster):
         super().__init__(f"http://127.0.0.1:{dashboard_port}", environment)
         self.mark = uuid.uuid4().hex
         self._dashboard_port = dashboard_port
-        self.directory = new_run(self.mark)
+        self.directory = Path(tempfile.mkdtemp(prefix="slip-", dir=CLUSTER_DIRECTORY))
         self._ports = PortBlock()
         self._environment = {**_proxy(self.directory, self._ports), **environment, MARK: self.mark}
         self._head: subprocess.Popen[bytes] | None = None

@@ -19,7 +19,7 @@ from app.http import engine_routes, fleet_routes, rollout_routes, train_routes, 
 from app.http.auth import Access, Guard, Unauthorized, passed_access, require_guarded
 from app.http.directory_publisher import DirectoryPublisher
 from app.http.fleet_routes import Scrape
-from app.http.openapi import Description
+from app.http.openapi import description
 from app.http.route import MAX_BODY_BYTES, GuardedRoute, Routes, explain
 from app.settings.security import Tokens
 from deployments.calls.rpc import CallHandle, is_lost
@@ -52,7 +52,8 @@ OWN = Routes()  # in the order in which the reference has them
 
 @OWN("GET", "/openapi.json", access=Access.USER, include_in_schema=False)
 async def openapi(request: Request) -> JSONResponse:
-    return JSONResponse(await request.app.state.description.document(request.app))
+    state = request.app.state
+    return JSONResponse(await description(request.app, state.router, state.guard.asks))
 
 
 def _sender(file: Path) -> Callable[[], Awaitable[FileResponse]]:
@@ -141,9 +142,9 @@ def build_app(
     )
     state = app.state
     state.guard, state.max_body_bytes, state.allow_pickled_ipc = guard, max_body_bytes, allow_pickled_ipc
-    state.controller, state.trainer, state.scrape = controller, trainer, scrape
+    state.router, state.scrape = router, scrape
+    state.controller, state.trainer = controller, trainer
     state.directories = DirectoryPublisher(controller, checkpoint_roots, checkpoint_urls)
-    state.description = Description(router, guard.asks)
     return app
 
 

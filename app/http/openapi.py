@@ -1,7 +1,5 @@
-"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's of the forwarded ones.
-
-Ours wins on conflict. While no replica responds, the last document is used.
-"""
+"""`/openapi.json`: FastAPI's document of our routes, merged with a replica's of the forwarded ones. Ours wins
+on conflict."""
 
 import asyncio
 import json
@@ -18,7 +16,7 @@ from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.passed_routes import PASSED
 
 FETCH_TIMEOUT_S = 2.0
-_NO_REPLICA = "No replica has described vLLM's routes yet: these are the fleet's own."
+_NO_REPLICA = "No replica answers, which would describe vLLM's routes: these are the fleet's own."
 _SCHEMAS = "#/components/schemas/"
 _PREFIX = "Slipstream"  # vLLM has schemas of the same names
 _SECURITY: list[dict[str, list[str]]] = [{"slipstream_token": []}, {"slipstream_password": []}]
@@ -26,18 +24,11 @@ _SECURITY: list[dict[str, list[str]]] = [{"slipstream_token": []}, {"slipstream_
 Document = dict[str, Any]
 
 
-class Description:
-    def __init__(self, router: ASGIApp, asks: Callable[[Access], bool]) -> None:
-        self._router, self._asks = router, asks
-        self._theirs: Document | None = None
-
-    async def document(self, app: FastAPI) -> Document:
-        ours = own_document(app, self._asks)
-        if (fetched := await fetch(self._router)) is not None:
-            self._theirs = fetched
-        if self._theirs is None:
-            return {**ours, "info": {**ours["info"], "description": _NO_REPLICA}}
-        return merged(self._theirs, ours, self._asks)
+async def description(app: FastAPI, router: ASGIApp, asks: Callable[[Access], bool]) -> Document:
+    ours = own_document(app, asks)
+    if (theirs := await fetch(router)) is None:
+        return {**ours, "info": {**ours["info"], "description": _NO_REPLICA}}
+    return merged(theirs, ours, asks)
 
 
 def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:

@@ -9,7 +9,6 @@ from vllm.entrypoints.launchers.app import build_app
 
 from app.http.openapi import fetch, merged, own_document
 from app.http.route import GuardedRoute
-from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.passed_routes import PASSED
 from deployments.replica.server_arguments import EngineSpec, server_arguments
 from deployments.replica.server_info import add_server_info
@@ -78,29 +77,6 @@ async def test_without_a_replicas_document_ours_stands_alone(router: ASGIApp) ->
     made = await document(router)
     assert made["info"]["title"] == "Slipstream" and "No replica" in made["info"]["description"]
     assert "/fleet" in made["paths"] and "/v1/completions" not in made["paths"]
-
-
-class ComingAndGoing(FakeRouter):
-    """The router of a fleet whose only replica comes late, and is lost."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda path: VLLM)
-        self.serves = False
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self.serves:
-            raise FleetUnavailable("no replica is ready")
-        await super().__call__(scope, receive, send)
-
-
-async def test_last_document_is_used_while_no_replica_answers() -> None:
-    router = ComingAndGoing()
-    async with client(FakeController(), router=router) as fleet:
-        seen = []
-        for router.serves in (False, True, False):
-            seen.append((await fleet.get("/openapi.json")).json())
-    assert "/v1/completions" not in seen[0]["paths"] and "/v1/completions" in seen[1]["paths"]
-    assert seen[2] == seen[1]
 
 
 def test_document_of_vllms_own_server_is_merged_whole() -> None:
