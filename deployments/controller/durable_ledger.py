@@ -89,7 +89,7 @@ class Waits:
             try:
                 if not ready():
                     continue
-            except Exception as error:
+            except Exception as error:  # raised in its own waiter
                 if not woken.done():
                     woken.set_exception(error)
             self._ready.append(woken)
@@ -303,7 +303,7 @@ class DurableLedger:
         before = self._no_space
         try:
             self._no_space = await self._in_thread(self._journal.reserve)
-        except Exception as error:
+        except Exception as error:  # the disk is gone
             self._fail(error)
         if self._no_space is not None and before is None:
             logger.error("no space for decisions, publishers are refused: %s", self._no_space)

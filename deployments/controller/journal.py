@@ -148,7 +148,7 @@ class Journal:
             db.execute("PRAGMA synchronous=FULL")
             db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
             self._read(db)
-        except BaseException:
+        except BaseException:  # no one else can close it
             db.close()
             raise
         self._db = db

@@ -23,7 +23,7 @@ def replacing(final: Path, partial: Path | None = None) -> Iterator[Path]:
         if aside.is_file():
             sync(aside)
         rename(aside, final)
-    except BaseException:
+    except BaseException:  # any error leaves incomplete content
         with suppress(OSError):
             aside.unlink()  # it may have filled the disk
         shutil.rmtree(aside, ignore_errors=True)

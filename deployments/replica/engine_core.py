@@ -78,7 +78,7 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
     def when_idle(core: Any) -> None:
         try:
             done.set_result(finish(core))
-        except Exception as error:
+        except Exception as error:  # the caller decides
             done.set_exception(error)
         # The core now blocks on its input queue and would not notice new work.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))

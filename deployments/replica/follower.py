@@ -236,7 +236,7 @@ class Follower:
         """Why the running instruction is not interrupted; TimeoutError: the engine hangs."""
         try:
             await asyncio.wait_for(self._member.interrupt(), self._interrupt_s)
-        except Exception as error:
+        except Exception as error:  # a dead or hung engine; this or the next instruction reports it
             logger.warning(
                 "engine did not interrupt the running instruction: %s: %s", type(error).__name__, error
             )
@@ -268,7 +268,7 @@ class Follower:
                 else:
                     outcome = Outcome.REJECTED
                     message += "" if failure is None else f", and was not interrupted: {failure}"
-        except Exception as error:
+        except Exception as error:  # the controller decides what to do with a failed replica
             outcome, message = Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}"
         changes_weights = isinstance(instruction.body, Commit | CatchUp) or self._member.partially_updated
         if outcome is Outcome.REPLICA_FAILED and changes_weights:

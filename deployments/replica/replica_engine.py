@@ -95,7 +95,7 @@ class EngineDrain:
                 self._running = sum(await self._ask(utility))
         except TimeoutError:
             self._running = None
-        except Exception as error:
+        except Exception as error:  # a dead engine, which the health check reports
             logger.debug("cannot count running requests: %s", error)
             self._running = None
 

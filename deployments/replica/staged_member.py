@@ -188,7 +188,7 @@ class StagedMember(EngineMember):
         self._leftover = True
         try:
             await self._discard_leftover()
-        except Exception as error:
+        except Exception as error:  # live weights are untouched
             if self._engine.dead:
                 raise
             logger.warning("a staged update is not discarded: %s: %s", type(error).__name__, error)

@@ -141,6 +141,6 @@ def answer_calls(connection: socket.socket, methods: Mapping[str, Callable[..., 
             answer, error = None, None
             try:
                 answer = methods[method](**arguments)
-            except Exception as raised:
+            except Exception as raised:  # sent to the caller
                 error = f"{type(raised).__name__}: {raised}"
             connection.sendall(json.dumps([number, answer, error]).encode() + b"\n")

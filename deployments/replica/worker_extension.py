@@ -63,7 +63,7 @@ def _reads(manager: Any) -> dict[int, "Future[Any]"]:
 def _read(read: "Future[Any]", load: Any) -> None:
     try:
         read.set_result(load())
-    except Exception as error:
+    except Exception as error:  # `adapter_is_read` raises it
         read.set_exception(error)
 
 

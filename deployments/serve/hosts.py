@@ -222,7 +222,7 @@ def _answer(answer: Any, has_answered: bool) -> Any:
         )
     try:
         return ray.get(answer)
-    except Exception as error:
+    except Exception as error:  # whatever the host's Python raised: a package is missing or another one
         return (
             f"expected the same Python packages as on the other hosts: {str(error).strip().splitlines()[-1]}"
         )

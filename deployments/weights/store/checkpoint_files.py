@@ -362,7 +362,7 @@ class Checkpoint:
             written = _manifest_in(directory, roots)
             if written is not None:
                 _refuse_damaged(directory, written, _unnamed(parts, written), _ADVICE)
-        except BaseException:
+        except BaseException:  # the caller has no lock to release
             lock.close()
             raise
         return cls(directory=directory, parts=parts, identities=identities, lock=lock, written=written)
