@@ -41,9 +41,9 @@ from deployments.protocol.engine_state import (
 )
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_of_round
-from deployments.replica.adapters.engine_adapters import EngineAdapters, Uses
 from deployments.replica.continuation import TOKENS
 from deployments.replica.draft_counts import DraftCounts
+from deployments.replica.engine_adapters import EngineAdapters, Uses
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING
 from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
 from deployments.replica.server_info import fleet_fingerprint

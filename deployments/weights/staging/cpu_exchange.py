@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from deployments.weights.staging.base import tied_refusal
-from deployments.weights.staging.model_state.observation import layout_of, other_layout
+from deployments.weights.staging.observation import layout_of, other_layout
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)

@@ -19,11 +19,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from deployments.weights.staging.base import Staging, Tensors
+from deployments.weights.staging.derived import Derived
 from deployments.weights.staging.drafted_model import PolicyAndDrafter, checkpoint_tensors
 from deployments.weights.staging.load_plan import LoadPlans
-from deployments.weights.staging.model_state.derived import Derived
-from deployments.weights.staging.model_state.pairs import pair
 from deployments.weights.staging.nan_poison import NanPoison
+from deployments.weights.staging.pairs import pair
 from deployments.weights.staging.shadow_model import build_shadow, check_memory, check_support
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk

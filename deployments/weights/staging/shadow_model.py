@@ -24,11 +24,11 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, second_instance_config
+from deployments.weights.staging.derived import Moving, classify, keep_constants
 from deployments.weights.staging.drafted_model import PolicyAndDrafter, second_instance
-from deployments.weights.staging.model_state.derived import Moving, classify, keep_constants
-from deployments.weights.staging.model_state.observation import changed_tensors, differing, observe
-from deployments.weights.staging.model_state.pairs import named_tensors
-from deployments.weights.staging.model_state.reachable import path_name, reachable
+from deployments.weights.staging.observation import changed_tensors, differing, observe
+from deployments.weights.staging.pairs import named_tensors
+from deployments.weights.staging.reachable import path_name, reachable
 from deployments.weights.wire.checkpoint_schema import join_reasons
 from deployments.weights.wire.digest import digest_tensor
 

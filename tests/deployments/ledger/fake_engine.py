@@ -57,7 +57,7 @@ from deployments.protocol.poll import (
 
 @dataclass(slots=True)
 class FakeAdapters:
-    """What `deployments.replica.adapters` does, with nothing to load."""
+    """What `deployments.replica.engine_adapters` does, with nothing to load."""
 
     held: dict[int, Adapter] = field(default_factory=dict)
     live: dict[int, Adapter] = field(default_factory=dict)

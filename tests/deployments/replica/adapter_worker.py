@@ -18,7 +18,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.model_loader import get_model
 
 from deployments.protocol.adapters import Adapter
-from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.replica.engine_adapters import EngineAdapters
 from deployments.replica.worker_calls import WorkerCalls
 from deployments.replica.worker_extension import WorkerExtension
 from deployments.weights.store.adapter_store import adapter_digest

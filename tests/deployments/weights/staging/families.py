@@ -22,10 +22,10 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention import selector
 
-from deployments.weights.staging.model_state.derived import Derived
-from deployments.weights.staging.model_state.observation import changed, observe
-from deployments.weights.staging.model_state.pairs import pair
-from deployments.weights.staging.model_state.reachable import path_name
+from deployments.weights.staging.derived import Derived
+from deployments.weights.staging.observation import changed, observe
+from deployments.weights.staging.pairs import pair
+from deployments.weights.staging.reachable import path_name
 from deployments.weights.staging.shadow_model import build_shadow
 
 AMX = torch.cpu._is_amx_tile_supported()

@@ -21,14 +21,14 @@ from deployments.weights.staging import device, nan_poison
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
 from deployments.weights.staging.host import HostStaging, reload_refusal, replacing_all
-from deployments.weights.staging.model_state.observation import (
+from deployments.weights.staging.observation import (
     Content,
     Observation,
     changed,
     observe,
     same,
 )
-from deployments.weights.staging.model_state.reachable import AccessPath, path_name
+from deployments.weights.staging.reachable import AccessPath, path_name
 from deployments.weights.wire.chunk_layout import describe, layout, pack, packed_chunk
 from tests.deployments.weights.staging.families import (
     EXPERTS,

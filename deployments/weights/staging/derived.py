@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from deployments.weights.staging.model_state.observation import (
+from deployments.weights.staging.observation import (
     Observation,
     changed,
     differing,
@@ -15,7 +15,7 @@ from deployments.weights.staging.model_state.observation import (
     other_layout,
     same,
 )
-from deployments.weights.staging.model_state.reachable import (
+from deployments.weights.staging.reachable import (
     IN_SET,
     AccessPath,
     Number,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.weights.staging.model_state.derived import Derived, Moving, classify, keep_constants
-from deployments.weights.staging.model_state.observation import changed_tensors, observe
-from deployments.weights.staging.model_state.pairs import pair
-from deployments.weights.staging.model_state.reachable import path_name, reachable
+from deployments.weights.staging.derived import Derived, Moving, classify, keep_constants
+from deployments.weights.staging.observation import changed_tensors, observe
+from deployments.weights.staging.pairs import pair
+from deployments.weights.staging.reachable import path_name, reachable
 
 Hide = Callable[[Any, torch.Tensor], None]
 

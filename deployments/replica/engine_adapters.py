@@ -21,7 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from deployments.host.logs import serve_logger
 from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.adapters.check import check_adapter
+from deployments.replica.adapter_check import check_adapter
 from deployments.replica.spans import RECORDER
 from deployments.replica.worker_calls import Workers
 from deployments.weights.store.adapter_store import LAG_S, until_complete

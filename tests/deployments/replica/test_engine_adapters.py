@@ -1,6 +1,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,18 +16,36 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.lora.resolver import LoRAResolverRegistry
 from vllm.plugins.lora_resolvers.filesystem_resolver import register_filesystem_resolver
 
+from deployments.host.shared_memory import disown
 from deployments.protocol.adapters import Adapter
 from deployments.protocol.errors import PayloadRejected
-from deployments.replica.adapters.check import check_adapter
-from deployments.replica.adapters.engine_adapters import EngineAdapters
+from deployments.replica.adapter_check import check_adapter
+from deployments.replica.engine_adapters import EngineAdapters
 from deployments.replica.spans import RECORDER, SpanRecorder, annotate_json
 from deployments.weights.store.adapter_store import Incomplete
 from deployments.weights.store.hub import read_schema
-from tests.deployments.replica.adapters.fake_llm import CONFIG, FIRST, FakeLlm, adapter, changed
+from tests.deployments.replica.adapter_llm import CONFIG, FIRST, FakeLlm, adapter, changed
 from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
+from tests.tiny_models import save_tiny_llama
 
 LOAD = "1" * 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_tiny_llama(tmp_path_factory.mktemp("model"), 1))
+
+
+@pytest.fixture
+def llm(model: str) -> FakeLlm:
+    return FakeLlm(model)
+
+
+@pytest.fixture
+def adapters(llm: FakeLlm) -> Iterator[EngineAdapters]:
+    yield EngineAdapters(llm, llm.workers, SimpleNamespace(lora_requests={}), lag_s=0.0)
+    disown()  # what has arrived
 
 
 async def test_load_waits_for_a_lagging_file_system(tmp_path: Path, llm: FakeLlm) -> None:

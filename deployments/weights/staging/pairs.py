@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deployments.weights.staging.base import tied_refusal
-from deployments.weights.staging.model_state.observation import Layout, is_plain, layout_of, other_layout
+from deployments.weights.staging.observation import Layout, is_plain, layout_of, other_layout
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 _LARGE_BYTES = 1 << 20

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deployments.weights.staging.model_state.reachable import AccessPath, Number, reachable
+from deployments.weights.staging.reachable import AccessPath, Number, reachable
 from deployments.weights.wire.digest import digest_tensor
 
 Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device]

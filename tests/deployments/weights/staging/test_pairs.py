@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deployments.weights.staging.model_state.pairs import pair
+from deployments.weights.staging.pairs import pair
 
 
 class Tied(torch.nn.Module):
