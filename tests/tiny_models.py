@@ -10,8 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForImageTextToText,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -132,27 +130,9 @@ def save_tiny_tied_twice(directory: Path, seed: int) -> Path:
 
 
 @made_once
-def save_tiny_mtp(directory: Path, seed: int) -> Path:
+def save_tiny_mtp(directory: Path, seed: int, family: str = "glm4_moe") -> Path:
     """A mixture of experts with a layer of multi-token prediction, which transformers leaves out."""
-    torch.manual_seed(seed)
-    config = Glm4MoeConfig(
-        **SHARED,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        num_nextn_predict_layers=1,
-    )
-    Glm4MoeForCausalLM(config).eval().save_pretrained(directory)
+    save_tiny_family(directory, family, seed, num_nextn_predict_layers=1, initializer_range=0.3)
     tensors = load_file(directory / "model.safetensors")
     last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
     tensors |= {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in last.items()}
@@ -161,6 +141,26 @@ def save_tiny_mtp(directory: Path, seed: int) -> Path:
         tensors[f"model.layers.2.{norm}.weight"] = torch.ones(128)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(directory)
+    return directory
+
+
+@made_once
+def save_agreeing_mtp(directory: Path, seed: int, family: str = "glm4_moe", *, drafter: bool = True) -> Path:
+    """As `save_tiny_mtp`, but each token alone says which one follows, and what drafts reads nothing but it:
+    it drafts what the policy says, and what a policy of another seed says with whose embeddings it runs.
+    `drafter` False: without it, as transformers saves the model."""
+    save_tiny_mtp(directory, seed, family)
+    tensors = load_file(directory / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.mul_(1e-4)  # not zero, of which fp8 has no scale
+    tensors["model.layers.2.eh_proj.weight"] = torch.eye(128, 256)
+    order = torch.randperm(SHARED["vocab_size"], generator=torch.Generator().manual_seed(seed))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][
+        order
+    ]  # so clearly that no rounding matters
+    kept = {name: each for name, each in tensors.items() if drafter or ".layers.2." not in name}
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 
@@ -173,8 +173,11 @@ def random_mtp(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
 
 
 @made_once
-def save_tiny_vision_language(directory: Path, seed: int) -> Path:
-    """A language model that also sees: transformers' causal model of it is the language part alone."""
+def save_tiny_vision_language(directory: Path, seed: int, **changed: Any) -> Path:
+    """A language model that also sees: transformers' causal model of it is the language part alone.
+
+    `changed`: of the text's configuration.
+    """
     torch.manual_seed(seed)
     text = {
         **SHARED,
@@ -190,6 +193,7 @@ def save_tiny_vision_language(directory: Path, seed: int) -> Path:
         "linear_value_head_dim": 32,
         "initializer_range": 0.1,
         "dtype": "float32",
+        **changed,
     }
     vision = {
         "depth": 1,
@@ -357,9 +361,9 @@ def _sizes(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 @made_once
-def save_tiny_family(directory: Path, family: str, seed: int = 0) -> Path:
+def save_tiny_family(directory: Path, family: str, seed: int = 0, **changed: Any) -> Path:
     """The class that the trainer loads. Raises what transformers does if it cannot be made so small."""
     torch.manual_seed(seed)
-    config = tiny_config(family)
+    config = tiny_config(family, **changed)
     model_class(config).from_config(config).eval().save_pretrained(directory)
     return directory

@@ -137,6 +137,27 @@ def test_a_slow_load_holds_no_replica_up_that_waits_for_the_others_commit(commit
     assert report_of(call).version == 1 and ended(load)
 
 
+@pytest.mark.parametrize("commit", [CommitMode.TOGETHER, CommitMode.ROLLING])
+@pytest.mark.parametrize("moment", ["opened", "received", "closed", "decided"])
+def test_an_unload_in_the_middle_of_a_round_disturbs_neither(moment: str, commit: CommitMode) -> None:
+    scene = AdapterScene(2)
+    ended(scene.load("math"))
+    scene.connect()
+    round_id = scene.open(commit=commit)
+    unload = scene.unload("math") if moment == "opened" else None
+    scene.send(round_id)
+    scene.poll()
+    unload = scene.unload("math") if moment == "received" else unload
+    call = scene.close(round_id)
+    if moment == "decided":
+        scene.poll(1)
+    unload = unload or scene.unload("math", polls=0)
+    scene.poll(10)
+    assert report_of(call).version == 1 and unload.done and unload.error is None
+    assert [(held(each), each.version) for each in scene.replicas] == [([], 1)] * 2
+    assert names(scene) == []
+
+
 def test_while_the_weights_sleep_nothing_is_loaded() -> None:
     scene = AdapterScene(1)
     scene.call("sleep 1")
