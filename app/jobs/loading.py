@@ -14,8 +14,6 @@ from app.jobs.tasks import PromptFileTask, ReasoningGymTask
 from app.jobs.user_code import imported
 from trainers.settings import wrong_fields
 
-BUILT_IN = {"calculator": "app.jobs.environments.calculator:Calculator"}
-
 
 def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
     """For training and for evaluation. Raises ValueError."""
@@ -29,17 +27,14 @@ def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
         except ValidationError as error:
             raise ValueError(f"--environment-settings of verifiers: {wrong_fields(error)}") from error
         return learned, Verifiers(of_verifiers.held_out()) if options.eval_every else learned
-    if options.environment in BUILT_IN:
-        settings = {"seed": options.seed} | settings
     made = load_environment(options.environment, settings)
     talks = Conversations(made, options.max_turns, options.reward_timeout)
     return talks, talks
 
 
 def load_environment(path: str, settings: Mapping[str, object]) -> TurnEnvironment:
-    """By name or import path; `settings` are arguments of its factory."""
-    expected = f"package.module:factory, or be one of {[*BUILT_IN, 'verifiers']}"
-    factory = imported(BUILT_IN.get(path, path), "--environment", expected)
+    """`settings` are arguments of its factory."""
+    factory = imported(path, "--environment", "package.module:factory, or be 'verifiers'")
     try:
         made: TurnEnvironment = factory(**settings)
     except (TypeError, ValueError) as error:

@@ -128,7 +128,7 @@ class JobOptions:
     environment: Annotated[
         str | None,
         typer.Option(
-            help="instead of --task: calculator, verifiers (docs/guides/environments.md), package.module:name"
+            help="instead of --task: package.module:factory, or verifiers (docs/guides/environments.md)"
         ),
     ] = None
     environment_settings: Annotated[

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from app.client.program_options import LOCAL_URL, parse
-from app.jobs.environments.calculator import Calculator
-from app.jobs.environments.environment import Conversations
 from app.jobs.environments.verifiers import Verifiers
 from app.jobs.loading import load_environments
 from app.jobs.options import JobOptions
@@ -46,7 +44,7 @@ def verifiers(**settings: object) -> list[str]:
         ),
         (["--teacher", "math@-", "--loss", "jsd"], "expected NAME@-K, K versions behind, got 'math@-'"),
         (["--teacher", "math@1", "--loss", "jsd", "--teacher-kl", "1"], "which read no advantages"),
-        (["--teacher", "a", "--loss", "sft", "--environment", "calculator"], "answers of one turn"),
+        (["--teacher", "a", "--loss", "sft", "--environment", "mine:factory"], "answers of one turn"),
         (["--task-settings", "[]"], "--task-settings: expected a JSON object"),
         (["--keep-best", "/x"], "needs --eval-every"),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
@@ -54,8 +52,11 @@ def verifiers(**settings: object) -> list[str]:
             ["--metrics", "lr-0.1"],
             "--metrics must end in .jsonl",
         ),  # and lr-0.2 would share lr-0.rollouts.jsonl
-        (["--environment", "calculator", "--prompts", "x"], "prompts and rewards of its own"),
-        (["--environment", "calculator", "--environment-settings", "3"], "--environment-settings: expected"),
+        (["--environment", "mine:factory", "--prompts", "x"], "prompts and rewards of its own"),
+        (
+            ["--environment", "m:f", "--environment-settings", "3"],
+            "--environment-settings: expected",
+        ),
         (verifiers(), "of verifiers: command: Field required"),
         (verifiers(command=" "), "command: Value error, expected what vf-eval takes"),
         (
@@ -98,10 +99,3 @@ def test_held_out_tasks_of_verifiers_have_a_command_of_their_own() -> None:
     assert isinstance(learned, Verifiers) and isinstance(held_out, Verifiers)
     assert (learned.settings.arguments, held_out.settings.arguments) == (["a", "@", "b"], ["c"])
     assert learned.settings.python == held_out.settings.python == sys.executable
-
-
-def test_an_environment_of_several_turns_has_the_runs_seed() -> None:
-    options = parse(JobOptions, ["--environment", "calculator", "--seed", "5", "--max-turns", "2"])
-    learned, _ = load_environments(options)
-    assert learned == Conversations(Calculator(seed=5), max_turns=2)
-    assert options.longest == 32

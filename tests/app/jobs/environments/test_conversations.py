@@ -5,12 +5,12 @@ from typing import Any
 import httpx
 import pytest
 
-from app.jobs.environments.calculator import Calculator, calculated
 from app.jobs.environments.environment import Conversations, Reply
 from app.jobs.environments.transcript import between
 from app.jobs.loading import load_environment
 from app.jobs.policy import Moved, Policy, Unanswered
 from tests.app.fake_answers import client_of, refusal
+from tests.app.jobs.environments.calculator import Calculator
 
 END, START = 2, 1  # of a turn
 
@@ -66,7 +66,7 @@ class ChattingFleet:
         return httpx.Response(200, json={"choices": [choice]})
 
 
-CALCULATOR = Conversations(Calculator(digits=2, seed=3), max_turns=4)
+CALCULATOR = Conversations(Calculator(digits=2), max_turns=4)
 
 
 async def test_a_turns_prompt_is_what_was_sampled_and_what_came_after_it() -> None:
@@ -76,7 +76,7 @@ async def test_a_turns_prompt_is_what_was_sampled_and_what_came_after_it() -> No
     assert second["prompt"][: len(first["prompt"])] == first["prompt"]
     sampled = [*tokens("11 + 22"), END]
     rest = second["prompt"][len(first["prompt"]) :]
-    told = fleet.render([{"role": "user", "content": "Calculator: 11+22 = 33. What is the answer?"}])
+    told = fleet.render([{"role": "user", "content": "Calculator: 33. What is the answer?"}])
     assert rest == [*sampled, *told], "the end of the turn is there once"
     assert (rollout.tokens, rollout.turns) == (len(sampled) + len(tokens("so 33")) + 1, 2)
     (name,) = {headers["x-rollout-id"] for headers in fleet.headers}
@@ -119,25 +119,10 @@ async def test_answers_of_another_version_are_asked_again_and_then_refused() -> 
 
 async def test_a_conversation_that_gets_too_long_ends() -> None:
     fleet = ChattingFleet("1")
-    fleet.too_long_from = 80
+    fleet.too_long_from = 40
     (rollout,) = await CALCULATOR.rollouts(0, 1, fleet.policy())
     assert rollout.reward == 0.0 and rollout.text == "1"
     assert (rollout.turns, rollout.tokens) == (1, 2)
-
-
-def test_the_calculator_computes_the_last_sum_that_it_is_given() -> None:
-    assert calculated("first 1 + 2, then 300+ 45 - 5.") == "300+45-5 = 340"
-    assert calculated("I do not know") == "no sum was given"
-
-
-async def test_the_last_turn_is_rewarded_for_the_right_number() -> None:
-    talk = Calculator(digits=2, seed=3).start(5)
-    first = await talk.reply("40 + 2")
-    assert not first.done and "40+2 = 42" in first.messages[0]["content"]
-    assert (await Calculator(digits=2, seed=3).start(5).reply("x")).messages != ()
-    assert (await talk.reply(f"it is {talk.expected}.")).reward == 1.0
-    assert Calculator(seed=1).start(5).messages == Calculator(seed=1).start(5).messages
-    assert Calculator(seed=1).start(5).messages != Calculator(seed=2).start(5).messages
 
 
 class BadTools:
@@ -170,18 +155,14 @@ async def test_a_reply_that_times_out_leaves_the_problem_out() -> None:
         await hanging.rollouts(0, 1, ChattingFleet("1").policy())
 
 
-def test_environments_are_found_by_name_and_path() -> None:
-    assert load_environment("calculator", {"digits": 4}) == Calculator(digits=4)
-    assert load_environment("app.jobs.environments.calculator:Calculator", {}) == Calculator()
+def test_environments_are_found_by_their_path() -> None:
+    calculator = "tests.app.jobs.environments.calculator:Calculator"
+    assert load_environment(calculator, {"digits": 4}) == Calculator(digits=4)
     for path, settings, message in (
-        (
-            "nothing",
-            {},
-            "must look like package.module:factory, or be one of \\['calculator', 'verifiers'\\]",
-        ),
+        ("nothing", {}, "must look like package.module:factory, or be 'verifiers'"),
         ("app.jobs.nowhere:x", {}, "cannot be imported"),
-        ("calculator", {"digits": 99}, "digits must lie in"),
-        ("calculator", {"colour": 1}, "refuses"),
+        (calculator, {"digits": 99}, "digits must lie in"),
+        (calculator, {"colour": 1}, "refuses"),
         ("builtins:dict", {}, "start\\(number\\)"),
     ):
         with pytest.raises(ValueError, match=message):
