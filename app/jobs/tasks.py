@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.client.completions import Answer
-from app.jobs.environments.environment import Problem, Task
-from app.jobs.environments.transcript import Message
+from app.jobs.environments.environment import Message, Problem, Task
 from app.jobs.options import Extraction
 from app.jobs.rewards import Reward, checked
 

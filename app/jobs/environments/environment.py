@@ -12,17 +12,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 from app.client.completions import Answer
 from app.client.connection import FleetError
-from app.jobs.environments.transcript import Message, between, probes
 from app.jobs.groups import Rollout
 from app.jobs.policy import Policy, Unanswered, is_too_long
 from app.jobs.rewards import checked
 from app.jobs.task_groups import all_of
 from app.jobs.user_code import blamed
 
+Message = dict[str, Any]  # "role" and "content"
+WORDS = ("1", "2")  # equally many tokens
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
 MAX_SAID = 4000  # characters of a message, which may have images
 HELD_OUT = 1 << 39  # problems from here on are for evaluation only
@@ -185,6 +187,32 @@ class Conversations(Environment):
                     return await conversation.reply(answer)
         except TimeoutError:
             raise Unanswered(f"the environment's reply took longer than {self.reply_timeout_s:g} s") from None
+
+
+def probes(told: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """For `between`."""
+    first, second = (
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}, *told] for word in WORDS
+    )
+    return first, second
+
+
+def between(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """The tokens that follow the assistant's word in both renderings.
+
+    Raises:
+        ValueError: the chat template rewrites earlier messages.
+    """
+    pairs = zip(reversed(first), reversed(second), strict=False)
+    common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    head = len(first) - common - 1
+    if common == 0 or head < 0 or len(first) != len(second) or first[:head] != second[:head]:
+        raise ValueError(
+            "a conversation of several turns needs a chat template that writes each message after the one "
+            f"before; the model's renders {len(first)} and {len(second)} tokens for two conversations that "
+            "differ in one word, with other differences too"
+        )
+    return list(first[len(first) - common :])
 
 
 def _said(messages: Sequence[Message]) -> str:

@@ -4,8 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.jobs.environments.environment import Reply
-from app.jobs.environments.transcript import Message
+from app.jobs.environments.environment import Message, Reply
 
 _SUM = re.compile(r"(\d+) ?\+ ?(\d+)")
 

@@ -5,8 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from app.jobs.environments.environment import Conversations, Reply
-from app.jobs.environments.transcript import between
+from app.jobs.environments.environment import Conversations, Reply, between
 from app.jobs.loading import load_environment
 from app.jobs.policy import Moved, Policy, Unanswered
 from tests.app.fake_answers import client_of, refusal
