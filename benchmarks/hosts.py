@@ -106,6 +106,12 @@ class Host(Namespaces):
         self.run("tc", "qdisc", "replace", "dev", LINK, *limit)
         self._switch.run("tc", "qdisc", "replace", "dev", self._port, *limit)
 
+    def lose(self, share: float) -> None:
+        """Lose this share of the packets that it sends, and of those that it gets. Needs iptables."""
+        for chain, link in (("OUTPUT", "-o"), ("INPUT", "-i")):
+            chance = ("-m", "statistic", "--mode", "random", "--probability", f"{share}")
+            self.run("iptables", "-A", chain, link, LINK, *chance, "-j", "DROP")
+
     def cut(self) -> None:
         """Lose all packets from and to it, without an error at either end."""
         self._switch.run("ip", "link", "set", self._port, "down")

@@ -1,6 +1,6 @@
 """What a round takes over slow links: several hosts beside one, with Gloo.
 
-    python -m benchmarks.links [--rate 1gbit] [--mib 512] [--hosts 1 3]
+    python -m benchmarks.links [--rate 1gbit] [--mib 512] [--hosts 1 3] [--lost 0.01]
 
 The publisher and each receiver are on hosts of their own (`benchmarks/hosts.py`) whose links are shaped. The
 receivers drop what arrives. A link that carries each byte once takes as long for three as for one.
@@ -75,11 +75,13 @@ def sent_bytes(host: Host) -> int:
     return int(link["stats64"]["tx"]["bytes"])
 
 
-def measured(receivers: int, rate: str, mib: int, rounds: int) -> tuple[list[float], float]:
+def measured(receivers: int, rate: str, mib: int, rounds: int, lost: float) -> tuple[list[float], float]:
     """Seconds of each round, and how often the publisher's link carried each byte."""
     with Hosts.made(receivers + 1) as hosts:
         for host in hosts:
             host.shape(rate)
+        for host in hosts[1:] if lost else ():
+            host.lose(lost)
         before = sent_bytes(hosts[0])
         forks = multiprocessing.get_context("fork")  # which have all imports done
         with ProcessPoolExecutor(receivers + 1, forks) as pool:
@@ -95,12 +97,13 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--lost", type=float, default=0.0, help="share of a receiver's packets, each way")
     arguments = parser.parse_args()
     print("| hosts that receive | seconds of a round | beside the first line | bytes sent by the publisher |")
     print("|---|---|---|---|")
     first = None
     for receivers in arguments.hosts:
-        seconds, times = measured(receivers, arguments.rate, arguments.mib, arguments.rounds)
+        seconds, times = measured(receivers, arguments.rate, arguments.mib, arguments.rounds, arguments.lost)
         middle = sorted(seconds)[len(seconds) // 2]
         first = middle if first is None else first
         took = f"{min(seconds):.2f} to {max(seconds):.2f}"
