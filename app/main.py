@@ -8,7 +8,6 @@ import hashlib
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -82,7 +81,6 @@ def build(args: AppConfig) -> Application:
     check_proxy(host, os.environ)
     tokens = args.security.tokens(host=host)  # before the model, which may take minutes
     model = str(resolve_model(args.model))
-    check_config_path(model, args.engine.extra)
     if ray.is_initialized():
         require_hosts(args, model, sum(node["Alive"] for node in ray.nodes()), http)
     controller = _controller(args)
@@ -95,17 +93,6 @@ def build(args: AppConfig) -> Application:
         trainer = _single("trainer", Trainer, **options).bind(spec, controller, slots)
     rollout = _rollout(args, model, controller, slots)
     return _router(args, tokens, rollout=rollout, controller=controller, trainer=trainer)
-
-
-def check_config_path(model: str, extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError if engines would look for the model's commit in another repository."""
-    path = extra.get("hf_config_path")
-    if path not in (None, model) and not Path(path).is_dir() and not Path(model).is_dir():
-        raise ConfigError(
-            f"'engine.extra.hf_config_path': expected a directory on each host, got {path!r}: vLLM looks "
-            f"there for the commit of {model!r} that is served. Download the configuration ('hf download "
-            f"{path} --include *.json'), and name its directory"
-        )
 
 
 def require_hosts(args: AppConfig, model: str, count: int, http: tuple[str, int] | None = None) -> None:

@@ -10,7 +10,6 @@ from app.main import (
     IN_ENGINE_PROCESS,
     THREADS_BIND,
     build,
-    check_config_path,
     check_proxy,
     executor,
     require_hosts,
@@ -182,22 +181,6 @@ def test_without_staging_the_trainer_sends_with_vllms_own_engine() -> None:
     assert config.trainer is not None
     spec = trainer_spec(config, config.trainer, "/models/m")
     assert (spec.native, spec.chunk_bytes) == (True, 1 << 20)
-
-
-def test_a_configuration_in_another_repository_is_refused_with_what_can_be_done(tmp_path: Path) -> None:
-    """vLLM would look for the model's commit there."""
-    refused = (
-        r"'engine.extra.hf_config_path': expected a directory on each host, got 'org/config'.*hf download"
-    )
-    with pytest.raises(ConfigError, match=refused):
-        check_config_path("org/m", {"hf_config_path": "org/config"})
-    for model, path in (
-        ("org/m", None),
-        ("org/m", "org/m"),
-        ("org/m", str(tmp_path)),
-        (str(tmp_path), "org/config"),  # its weights have no commit
-    ):
-        check_config_path(model, {"hf_config_path": path})
 
 
 def test_the_trainer_begins_with_the_revision_that_the_replicas_load() -> None:
