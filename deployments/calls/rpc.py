@@ -60,8 +60,7 @@ class CallAddress:
 
 
 class CallServer:
-    """Serves the public coroutine methods of an object, from the first `address()` on, in its event
-    loop."""
+    """Serves the public coroutine methods of an object, from the first `address()` on, in its event loop."""
 
     def __init__(self, target: object, host: Callable[[], str] = ray.util.get_node_ip_address) -> None:
         self._target = target

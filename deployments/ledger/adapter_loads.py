@@ -1,8 +1,7 @@
 """How an adapter becomes live on all replicas or on none, and how it is retired.
 
     caller    begin ─► (the shell copies the files) ─► stage ─► PendingCall
-    replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─►
-    answer
+    replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
               one rejects it ─► SET_ADAPTERS without it ─► the caller's error
 
 After each event every replica's last report is compared with the catalog, and the first thing that

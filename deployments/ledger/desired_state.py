@@ -122,8 +122,7 @@ def check_awake(state: State) -> None:
 
 
 def converge(state: State, member: Member) -> bool:
-    """Send a member the operations that lead to the fleet's engine state. Returns whether it is
-    there."""
+    """Send a member the operations that lead to the fleet's engine state. Returns whether it is there."""
     if any(
         not pending.of_one and isinstance(pending.operation, LASTING) for pending in state.operations.values()
     ):

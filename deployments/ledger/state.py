@@ -321,8 +321,7 @@ class Round:
 
     @property
     def hold(self) -> bool:
-        """Whether replicas wait after their swap for the others, including those that a restart
-        forgot."""
+        """Whether replicas wait after their swap for the others, including those that a restart forgot."""
         return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
 
     @property

@@ -100,8 +100,7 @@ FOREIGN: Mapping[str, str] = {
 
 
 def require_passed(method: str, path: str) -> None:
-    """Raises NotFound or MethodNotAllowed. `path` is percent-decoded once, without Serve's route
-    prefix."""
+    """Raises NotFound or MethodNotAllowed. `path` is percent-decoded once, without Serve's route prefix."""
     methods = PASSED.get(path)
     if methods is None:
         methods = PASSED.get(_ID.sub("{response_id}", path))
