@@ -30,7 +30,6 @@ from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
 WRITER = ".writer"  # names the last version; locked by the replica that writes, until its process exits
-NOTE_BYTES = 1 << 10
 PIECE_BYTES = 1 << 20  # a token waits for one piece at most
 SILENCE_S = 10.0  # a holder that is silent for longer is left
 QUIET_S = 60.0  # without a byte of any holder: a version is stored some time after its commit
@@ -70,11 +69,13 @@ class HostStore:
             self._store.remove(version)  # one that is being read stays for now
         return descriptor
 
-    def find(self, descriptor: int, wanted: WriteVersion) -> str | None:
+    def find(self, wanted: WriteVersion) -> str | None:
         """The directory of the version, if it was written last. Blocks."""
         # Not the directory itself: a network file system may hide it for a minute from other hosts.
-        was_written = os.pread(descriptor, NOTE_BYTES, 0) == _note(wanted)
-        return str(self._store.path(wanted.version)) if was_written else None
+        with suppress(FileNotFoundError):
+            if (self.directory / WRITER).read_bytes() == _note(wanted):
+                return str(self._store.path(wanted.version))
+        return None
 
     def unlock(self, descriptor: int, written: WriteVersion | None) -> None:
         """Blocks."""

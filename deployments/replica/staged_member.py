@@ -152,12 +152,14 @@ class StagedMember(EngineMember):
 
     async def _write(self, body: WriteVersion, store: HostStore) -> StoreResult | None:
         """None: another replica has the lock."""
+        if path := await asyncio.to_thread(store.find, body):
+            return _result(body, path=path)
         lock = await asyncio.to_thread(store.lock, body.fleet_id)
         if lock is None:
             return None
         written = None
         try:
-            if path := await asyncio.to_thread(store.find, lock, body):
+            if path := await asyncio.to_thread(store.find, body):
                 return _result(body, path=path)
             async with asyncio.timeout(WRITE_S):
                 await self._engine.workers(

@@ -252,10 +252,10 @@ def test_the_version_that_was_written_last_is_known_to_other_replicas(tmp_path: 
         assert lock is not None
         store.unlock(lock, written)
     lock = store.lock(FLEET)
-    assert lock is not None and store.find(lock, wanted) == str(Store(tmp_path).path(VERSION))
+    assert lock is not None and store.find(wanted) == str(Store(tmp_path).path(VERSION))
     for other in ({"digest": "x"}, {"fleet_id": "x"}, {"version": 77}):
-        assert store.find(lock, replace(wanted, **other)) is None  # type: ignore[arg-type]
+        assert store.find(replace(wanted, **other)) is None  # type: ignore[arg-type]
     store.unlock(lock, replace(wanted, version=8, digest=None))
     lock = store.lock(FLEET)
-    assert lock is not None and store.find(lock, wanted) is None
+    assert lock is not None and store.find(wanted) is None
     os.close(lock)

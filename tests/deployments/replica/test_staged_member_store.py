@@ -1,8 +1,10 @@
 import asyncio
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -91,6 +93,22 @@ async def test_what_another_replica_has_written_is_reported_and_freed(
     member.store.unlock(lock, KEEP)
     await reached(lambda: member.retained_version is None)
     assert member.store_result == ended(tmp_path) and not llm.named("staging_store")
+
+
+async def test_a_replica_that_cannot_write_frees_what_another_one_has_written(
+    member: StagedMember, llm: FakeLlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host has mounted the store for reading."""
+    member.store, other = store_at(tmp_path), store_at(tmp_path)
+    monkeypatch.setattr(member.store, "lock", MagicMock(side_effect=OSError(errno.EROFS, "Read-only")))
+    await commit(member)
+    await reached(lambda: member.store_result is not None)
+    assert member.store_result is not None and "Read-only" in member.store_result.problem
+    lock = other.lock("f")
+    assert lock is not None
+    other.unlock(lock, KEEP)
+    await reached(lambda: member.retained_version is None)
+    assert member.store_result == ended(tmp_path)
 
 
 @pytest.mark.parametrize("shared", [True, False])
