@@ -120,7 +120,7 @@ class CapturedTurn:
 
 
 def framed(said: bytes, events: bytes) -> bytes:
-    return b"%b\0%b\0" % (events, said)
+    return events + END + said + END
 
 
 def check_id(name: str, value: str) -> str:

@@ -11,19 +11,19 @@ class CutStream:
 
     def __init__(self) -> None:
         self._rest = b""  # the beginning of a frame, which is not passed before its end
-        self._kept: list[bytes] = []  # what was said, by frames whose events the client has
+        self._kept = bytearray()  # what was said, and END, of each frame whose events the client has
         self._again = 0  # frames that come again and are dropped
 
     @property
     def said(self) -> bytes | None:
         """What the replicas said of it; None: it cannot be continued."""
-        said = b"".join(self._kept).replace(END, b"").removesuffix(MOVED)
+        said = bytes(self._kept).replace(END, b"").removesuffix(MOVED)
         return None if said.endswith(NOT_CONTINUED) else said
 
     @property
     def moved(self) -> bool:
         """Whether the replica ended the stream because it is being stopped."""
-        return bool(self._kept) and self._kept[-1] == MOVED + END
+        return self._kept.endswith(MOVED + END)
 
     @property
     def is_short(self) -> bool:
@@ -42,14 +42,13 @@ class CutStream:
         if self._again:
             if events and not events.startswith(ERROR_EVENTS):
                 self._again -= 1
-                self._kept[-1] += said
+                self._kept[-1:] = said
                 return b""
             self._again = 0  # the client has no such error
-        self._kept.append(said)
+        self._kept += said
         return events
 
     def continues(self) -> None:
         """The next piece is another replica's, which makes the events from the beginning."""
-        if self.moved:
-            self._kept.pop()
-        self._again, self._rest = len(self._kept), b""
+        self._kept = self._kept.removesuffix(MOVED + END)
+        self._again, self._rest = self._kept.count(END), b""
