@@ -60,7 +60,7 @@ class DirectoryPublisher:
         self._urls = tuple(urls)
         self._part_bytes = part_bytes
         self._disk = DiskThread(disk_s)
-        self._network = DiskThread(DOWNLOAD_S)
+        self._network = DiskThread(DOWNLOAD_S, "the network")
 
     async def publish(self, path: str, label: str | None) -> RoundReport:
         """Publish the weights in a directory, or at a URL, as the next version.
@@ -179,17 +179,19 @@ def remove_left(parent: Path) -> None:
 
 
 class DiskThread:
-    """Reads in a daemon thread: a hung disk delays neither callers nor process exit."""
+    """Reads in a daemon thread: a hung disk delays neither callers nor process exit. `source`: named in
+    errors."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, limit_s: float, source: str = "the disk") -> None:
         self._limit_s = limit_s
+        self._source = source
         self._running = False
 
     async def run(self, work: Callable[[], T], what: str) -> T:
         """Raises InvalidRequest (`work` raised ValueError or OSError), RoundAborted (the deadline passed) or
         Conflict (an earlier call still hangs)."""
         if self._running:
-            raise errors.Conflict(f"{what}: a disk has not answered since an earlier call")
+            raise errors.Conflict(f"{what}: {self._source} has not answered since an earlier call")
         self._running = True
         result: Future[T] = Future()
 
@@ -209,7 +211,9 @@ class DiskThread:
             async with asyncio.timeout(self._limit_s):
                 return await asyncio.wrap_future(result)
         except TimeoutError:
-            raise errors.RoundAborted(f"{what}: the disk has not answered for {self._limit_s:g} s") from None
+            raise errors.RoundAborted(
+                f"{what}: {self._source} has not answered for {self._limit_s:g} s"
+            ) from None
         except OSError as error:
             raise errors.InvalidRequest(f"{what} cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:

@@ -205,7 +205,7 @@ async def test_hung_disk_is_not_waited_for() -> None:
     disk, goes = DiskThread(0.05), threading.Event()
     with pytest.raises(RoundAborted, match=r"/nfs: the disk has not answered for 0\.05 s"):
         await disk.run(goes.wait, "/nfs")
-    with pytest.raises(Conflict, match="/nfs: a disk has not answered since an earlier call"):
+    with pytest.raises(Conflict, match="/nfs: the disk has not answered since an earlier call"):
         await disk.run(lambda: None, "/nfs")
     goes.set()
     async with asyncio.timeout(5):
