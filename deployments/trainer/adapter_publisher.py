@@ -4,6 +4,7 @@ name is still at the version found. A controller that dies is succeeded by one t
 Versions that others loaded under the name are never replaced: this trainer's name the fleet and its step.
 """
 
+import json
 import shutil
 import time
 import uuid
@@ -25,7 +26,7 @@ from deployments.weights.store.adapter_store import TENSORS, digest_of
 from trainers.lora import LoraAdapter
 
 CALL_TIMEOUT_S = 60.0
-FLEET, STEP, LABEL = "fleet_id", "trainer_step", "label"  # metadata of the safetensors file
+FLEET, STEP, LABELS = "fleet_id", "trainer_step", "trainer_labels"  # metadata of the safetensors file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class LiveVersion:
     version: int
     path: Path
     step: int | None  # the trainer's step; None: others loaded the version
-    label: str | None
+    labels: Sequence[str]  # of its newest steps
 
 
 class AdapterPublisher:
@@ -60,11 +61,17 @@ class AdapterPublisher:
         if not found:
             return None
         newest = max(found, key=lambda each: each.version)
-        step, label = _origin(Path(newest.path) / TENSORS, self._fleet_id)
-        return LiveVersion(version=newest.version, path=Path(newest.path), step=step, label=label)
+        step, labels = _origin(Path(newest.path) / TENSORS, self._fleet_id)
+        return LiveVersion(version=newest.version, path=Path(newest.path), step=step, labels=labels)
 
     def publish(
-        self, adapter: LoraAdapter, *, step: int, base_version: int, label: str | None
+        self,
+        adapter: LoraAdapter,
+        *,
+        step: int,
+        labels: Sequence[str],
+        base_version: int,
+        label: str | None,
     ) -> AdapterReport:
         """Make the adapter the next version of its name, on all replicas or on none.
 
@@ -74,7 +81,7 @@ class AdapterPublisher:
             FleetUnavailable: too few replicas serve, or the controller does not answer.
         """
         began = time.monotonic()
-        metadata = {FLEET: self._fleet_id, STEP: str(step)} | ({} if label is None else {LABEL: label})
+        metadata = {FLEET: self._fleet_id, STEP: str(step), LABELS: json.dumps(labels)}
         files = adapter.files(dtype=self._dtype, metadata=metadata)
         contents = {name: memoryview(in_host_memory(each).numpy()) for name, each in files.items()}
         directory = self._directory / f"step-{step:06d}-{uuid.uuid4().hex[:8]}"
@@ -139,13 +146,13 @@ class AdapterPublisher:
         return run_sync(retried(self._controller, "adapters", limit_s=CALL_TIMEOUT_S))
 
 
-def _origin(file: Path, fleet_id: str) -> tuple[int | None, str | None]:
-    """The trainer's step and label; None: others loaded it."""
+def _origin(file: Path, fleet_id: str) -> tuple[int | None, Sequence[str]]:
+    """The trainer's step and labels; None: others loaded it."""
     try:
         with safe_open(file, framework="pt") as tensors:
             metadata = tensors.metadata() or {}
     except (OSError, SafetensorError):  # being removed, because it was unloaded
-        return None, None
+        return None, ()
     step = metadata.get(STEP, "")
     is_own = step.isdecimal() and metadata.get(FLEET) == fleet_id
-    return (int(step), metadata.get(LABEL)) if is_own else (None, None)
+    return (int(step), json.loads(metadata.get(LABELS, "[]"))) if is_own else (None, ())

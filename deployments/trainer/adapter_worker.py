@@ -4,7 +4,7 @@ published."""
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ logger = serve_logger()
 class _Published:
     version: int
     step: int
-    label: str | None
+    labels: Sequence[str]
     values: Mapping[str, torch.Tensor]
 
 
@@ -81,11 +81,12 @@ class AdapterWorker(TrainerRank):
             )
         published = from_rank_0(self._published() if self._rank == 0 else None)
         difference = self._resume(published)
+        self._labels = () if published is None else tuple(published.labels)
         self._log_resumed(f"trains the adapter {self._lora.name!r}", difference)
         return LoadedTrainer(
             version=self._base_version,
             step=self._learner.steps_done,
-            label=published.label if published is not None else None,
+            labels=self._labels,
             parameters=sum(parameter.numel() for parameter in self._policy.parameters()),
             adapter_version=0 if published is None else published.version,
             initial=self._initial,
@@ -103,7 +104,11 @@ class AdapterWorker(TrainerRank):
                 {"expected": self._base_version, "version": committed},
             )
         return self._publisher.publish(
-            self._adapter, step=self._learner.steps_done, base_version=self._base_version, label=label
+            self._adapter,
+            step=self._learner.steps_done,
+            labels=self._labels,
+            base_version=self._base_version,
+            label=label,
         )
 
     def save_checkpoint(self) -> None:
@@ -163,7 +168,7 @@ class AdapterWorker(TrainerRank):
                 f"version {live.version} of the adapter is live, and is not one of this trainer's settings: "
                 f"{error}; choose another 'trainer.lora.name', or unload it"
             ) from error
-        return _Published(version=live.version, step=live.step, label=live.label, values=values)
+        return _Published(version=live.version, step=live.step, labels=live.labels, values=values)
 
     def _resume(self, published: _Published | None) -> str | None:
         """Continue from the newest checkpoint, or from the live version if that is newer. Returns the

@@ -30,7 +30,7 @@ from deployments.protocol.responses import (
     TrainerStatus,
 )
 from deployments.serve.instruments import STEP, STEPS, Record, record
-from deployments.trainer.spec import LoadedTrainer, TrainerSpec
+from deployments.trainer.spec import LABELS_KEPT, LoadedTrainer, TrainerSpec
 from deployments.trainer.trainer_rounds import TrainerRounds, end_former_session
 from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
@@ -175,7 +175,6 @@ def count_step(entry: StepEntry, record: Record = record) -> None:
             record(STEP, float(value), source="job" if entry.run else "trainer", figure=figure)
 
 
-LABELS_KEPT = 1000
 FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # Serve waits a few seconds for calls first
 
@@ -209,8 +208,7 @@ class Trainer:
         self._rounds = TrainerRounds(self._group, fleet, spec, self._loaded)
         self._step = self._loaded.step
         self._made: dict[str, StepMetrics] = {}  # by label, the newest ones
-        if self._loaded.label is not None:
-            self._made[self._loaded.label] = {"step": self._step}
+        self._know(self._loaded.labels)
         self._published: dict[str | None, RoundReport | AdapterReport] = {}  # by label, since the newest step
         self._adapter_version = self._loaded.adapter_version
         self._proving: asyncio.Task[None] | None = None
@@ -375,7 +373,7 @@ class Trainer:
         self._rounds.require_committed()
         published = self._rounds.version if self._lora is None else self._adapter_version
         metrics: StepMetrics = await self._group.call(
-            "step", trajectories, published, settings, timeout_s=self._step_timeout_s
+            "step", trajectories, published, settings, label, timeout_s=self._step_timeout_s
         )
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"
@@ -392,14 +390,17 @@ class Trainer:
         self._history.add(entry)
         count_step(entry)
 
+    def _know(self, labels: Sequence[str]) -> None:
+        """These steps are in the weights, and no others; their metrics are not known."""
+        self._made = {label: {"step": self._step} for label in labels}
+
     async def _go_back(self, version: int) -> RoundReport:
         label = f"rollback to {version}"
         settled = await self._rounds.outcome()
         if settled is not None and settled.label == label:
             return settled
         await retried(self._controller, "rollback_source", version)
-        await self._group.call("load_version", version, timeout_s=self._step_timeout_s)
-        self._made.clear()
+        self._know(await self._group.call("load_version", version, timeout_s=self._step_timeout_s))
         self._published.clear()
         return self._prove(await self._rounds.replace(label))
 

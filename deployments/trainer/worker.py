@@ -21,7 +21,7 @@ from deployments.protocol.responses import FleetStatus, SavedCheckpoint
 from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
 from deployments.trainer.fleet_connection import free_port, own_address
 from deployments.trainer.restart_checkpoints import RestartCheckpoints, resume
-from deployments.trainer.spec import LoadedTrainer, StoreStatus, TrainerSpec, state_directory
+from deployments.trainer.spec import LABELS_KEPT, LoadedTrainer, StoreStatus, TrainerSpec, state_directory
 from deployments.trainer.stored_weights import Found, StoredWeights, from_rank_0
 from deployments.trainer.weight_publisher import WeightPublisher
 from deployments.weights.store.hub import downloaded, model_files, read_schema
@@ -70,6 +70,7 @@ class TrainerRank:
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
         self._initial: InitialWeights | None = None
+        self._labels: tuple[str, ...] = ()  # of the newest steps in the weights
 
     def rendezvous_address(self) -> tuple[str, int]:
         return own_address(), free_port()
@@ -79,6 +80,7 @@ class TrainerRank:
         trajectories: Sequence[JsonValue] | bytes,
         published: int | None = None,
         settings: Mapping[str, JsonValue] | None = None,
+        label: str | None = None,
     ) -> Metrics:
         """One optimizer step, as `Trainer.step`. Raises InvalidRequest: the batch is not valid, or does not
         fit in memory; nothing changed."""
@@ -112,6 +114,8 @@ class TrainerRank:
         finally:
             if self._policy.images is not None:
                 self._policy.images.forget()
+        if label is not None:
+            self._labels = (*self._labels, label)[-LABELS_KEPT:]
         sentence = drift(metrics)
         if sentence is not None and self._rank == 0:
             logger.warning(sentence)
@@ -283,7 +287,7 @@ class TrainerWorker(TrainerRank):
             version=version,
             missed=missed,
             step=self._learner.steps_done,
-            label=self._store.manifest_of(version).label if version else None,
+            labels=self._labels,
             parameters=sum(parameter.numel() for parameter in self._policy.model.parameters()),
             untrained=untrained,
             fleet_id=self._fleet_id,
@@ -321,6 +325,7 @@ class TrainerWorker(TrainerRank):
             digest=report.digest,
             tensors=tensors,
             trainer_step=self._learner.steps_done,
+            trainer_labels=self._labels,
         )
         self._writer.put(version, self._store)
         return report
@@ -340,9 +345,10 @@ class TrainerWorker(TrainerRank):
             digest=self._digest,
         )
 
-    def load_version(self, version: int) -> None:
-        """Go back to a stored version; moments start at zero. Raises InvalidRequest (not in the store, or
-        damaged; nothing has changed) or OSError (an old checkpoint cannot be removed)."""
+    def load_version(self, version: int) -> Sequence[str]:
+        """Go back to a stored version; moments start at zero. Returns the labels of its newest steps. Raises
+        InvalidRequest (not in the store, or damaged; nothing has changed) or OSError (an old checkpoint
+        cannot be removed)."""
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
@@ -350,9 +356,11 @@ class TrainerWorker(TrainerRank):
                 if problem is not None:
                     raise InvalidRequest(f"version {version} is not loaded: {problem}")
                 self._load_stored(version, directory, self._learner.steps_done)
+                self._labels = self._store.manifest_of(version).step_labels
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
         self._checkpoints.discard()
+        return self._labels
 
     def save(self, path: str | None) -> SavedCheckpoint:
         """Write the current weights to a new directory; None: one in the store. Raises InvalidRequest: `path`
@@ -444,6 +452,7 @@ class TrainerWorker(TrainerRank):
     def _resume(self, version: int) -> None:
         manifest = self._store.manifest_of(version)
         step = manifest.trainer_step or 0  # None: another publisher's
+        self._labels = manifest.step_labels
         settings = self._adapter_settings()
         found = [each for each in self._checkpoints.complete() if each[1].adapter == settings]
         if self._merged is not None:

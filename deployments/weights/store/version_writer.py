@@ -91,6 +91,7 @@ class CommittedVersion:
     fleet_id: str | None = None
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
+    trainer_labels: tuple[str, ...] | None = None  # of the newest of these steps
     drafter: _Retained | None = None
     mtp: Set[str] = frozenset()
     base: Path | None = None
@@ -282,6 +283,7 @@ def _manifest(
         fleet_id=version.fleet_id,
         digest=combined,
         trainer_step=version.trainer_step,
+        trainer_labels=version.trainer_labels,
         drafter=drafter,
         tensors=stored,
     )

@@ -52,8 +52,15 @@ class VersionManifest:
     fleet_id: str | None = None
     digest: str | None = None  # the `version_digest` that the fleet committed
     trainer_step: int | None = None  # optimizer steps that made it; None: unknown
+    trainer_labels: tuple[str, ...] | None = None  # the newest of these steps; None: unknown
     drafter: int | None = None  # the version of its drafter; None: none was published
     tensors: Mapping[str, StoredTensor]
+
+    @property
+    def step_labels(self) -> tuple[str, ...]:
+        """Of the newest steps. A replica that stored the version knows the last one."""
+        labels = self.trainer_labels or ()
+        return labels if self.label is None or self.label in labels else (*labels, self.label)
 
     @property
     def owner(self) -> str:

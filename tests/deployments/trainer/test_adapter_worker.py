@@ -153,10 +153,10 @@ def test_a_restarted_trainer_continues_exactly(
         initial=InitialCheckpoint(spec.model).check(None),
     )
     assert equal(saved(resumed, tmp_path / "resumed"), load_file(tmp_path / "straight" / TENSORS))
-    assert resumed.step(BATCH) | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
+    assert resumed.step(BATCH, label="run/3") | {"step_s": 0} == straight.step(BATCH) | {"step_s": 0}
     assert equal(saved(resumed, tmp_path / "r"), saved(straight, tmp_path / "s"))
     assert published(resumed, "run/3").version == 3
-    assert AdapterWorker(spec, 0, controller).load(("", 0)).label == "run/3"  # type: ignore[arg-type]
+    assert AdapterWorker(spec, 0, controller).load(("", 0)).labels == ("run/3",)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", ["not saved", "damaged"])

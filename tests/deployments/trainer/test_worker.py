@@ -101,6 +101,26 @@ def test_scores_are_those_of_what_was_published(spec: TrainerSpec, controller: C
     assert scores[0] == pytest.approx(float(torch.log_softmax(logits, -1)[first.token]), abs=1e-4)
 
 
+def test_a_version_names_the_steps_that_are_in_it(spec: TrainerSpec, controller: ControllerInProcess) -> None:
+    worker = started(spec, controller)
+    for steps in (["a/1", "b/1"], ["a/2"]):
+        for label in steps:
+            worker.step(BATCH, label=label)
+        published(worker, steps[-1])
+        assert worker.flush(30.0)
+    again = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
+    assert again.load(("127.0.0.1", 0)).labels == ("a/1", "b/1", "a/2")
+    assert again.load_version(1) == ("a/1", "b/1"), "not the one that a rollback has undone"
+    published(again, "rollback")
+    again.step(BATCH, label="a/2")
+    published(again, "a/2")
+    assert again.flush(30.0)
+    manifest = Store(Path(spec.store_dir)).manifest_of(4)
+    assert manifest.step_labels == ("a/1", "b/1", "a/2")
+    by_a_replica = replace(manifest, trainer_step=None, trainer_labels=None)
+    assert by_a_replica.step_labels == ("a/2",)
+
+
 def test_a_trainer_does_not_start_in_the_store_of_another_fleet(
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
