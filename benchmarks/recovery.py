@@ -33,6 +33,12 @@ MARK = "SLIPSTREAM_RECOVERY"  # an environment variable that all processes of th
 VICTIMS = {"replica": "ray::ServeReplica:slipstream:rollout", "engine": "VLLM::EngineCore"}
 
 
+def marked(mark: str) -> dict[str, str]:
+    """Environment variables of what `victims` is to find: vLLM's titles else overwrite the environment that
+    others see."""
+    return {MARK: mark, "SPT_NOENV": "1"}
+
+
 def victims(title: str, mark: str) -> list[int]:
     """Processes of the fleet that has the mark: others may run beside it."""
     found = []
@@ -75,7 +81,7 @@ def fleet(file: Path, mark: str, *, forked: bool) -> Iterator[tuple[httpx.Client
     replicas = arguments["engine"].get("num_replicas", 1)
     with (
         tempfile.TemporaryDirectory() as root,
-        mock.patch.dict(os.environ, {MARK: mark} if forked else {MARK: mark, SWITCH: "off"}),
+        mock.patch.dict(os.environ, marked(mark) | ({} if forked else {SWITCH: "off"})),
     ):
         arguments["state_dir"] = f"{root}/state"
         begin = time.monotonic()

@@ -48,7 +48,7 @@ from app.jobs import metrics
 from app.settings.models import resolve_model
 from benchmarks.process_samples import title
 from benchmarks.recipe import Recipe, Step, problems, steps
-from benchmarks.recovery import MARK, victims
+from benchmarks.recovery import MARK, marked, victims
 from benchmarks.servers import CPU, MODEL, Setup, fleet, vllm_serve
 
 PROGRAMS = ("ours", "trl", "trl-async", "trl+ours")
@@ -283,7 +283,7 @@ def run(name: str, recipe: Recipe, options: argparse.Namespace, root: Path) -> R
     row: Row = {"program": name}
     begin, killed, mark = time.time(), None, uuid.uuid4().hex
     given = (recipe, options.gpus, options.port, root)
-    with Watch(options.gpus).running() as watch, mock.patch.dict(os.environ, {MARK: mark}):
+    with Watch(options.gpus).running() as watch, mock.patch.dict(os.environ, marked(mark)):
         try:
             program = our_program(*given) if name == "ours" else their_program(name, *given)
         except ValueError as error:

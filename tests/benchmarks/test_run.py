@@ -1,10 +1,14 @@
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import recipe
 from benchmarks.recipe import Step
+from benchmarks.recovery import marked, victims
 from benchmarks.run import Watch, figures, line, reason
 
 
@@ -69,3 +73,19 @@ def test_a_failed_learner_has_its_last_error_as_a_reason(tmp_path: Path) -> None
     log.write_text("RuntimeError: early\nValueError: expected a\n  note\n")
     assert reason(log, 1) == "ended with 1: ValueError: expected a"
     assert reason(log, 0) == ""
+
+
+def test_an_engine_that_is_to_be_killed_is_found_by_its_title() -> None:
+    program = "import setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | marked("one"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as engine:
+        assert engine.stdout is not None and engine.stdin is not None and engine.stdout.readline()
+        try:
+            assert victims("VLLM::EngineCore", "one") == [engine.pid]
+            assert victims("VLLM::EngineCore", "other") == []
+        finally:
+            engine.stdin.close()
