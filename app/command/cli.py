@@ -217,7 +217,7 @@ def upload(
     from deployments.weights.store.uploads import upload
 
     try:
-        print(upload(directory.absolute(), parent, None if base is None else base.absolute()))
+        print(upload(directory, parent, base))
     except (ValueError, OSError) as error:
         print(f"slipstream: {error}", file=sys.stderr)
         raise typer.Exit(1) from error

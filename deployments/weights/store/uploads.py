@@ -128,6 +128,11 @@ def upload(directory: Path, parent: str, base: Path | None = None) -> str:
         ValueError: it is no checkpoint, the base there is another one, the URL has another checkpoint, or
             cannot be written.
     """
+    directory = Path(os.path.abspath(directory))  # its name counts, also if it is `.`
+    base = None if base is None else Path(os.path.abspath(base))
+    for name in (directory.name, *([] if base is None else [base.name])):
+        if not _is_plain(name):
+            raise ValueError(f"expected a directory whose name may be in a URL, got {name!r:.200}")
     url = f"{parent.rstrip('/')}/{directory.name}"
     files, tensors = _checkpoint(directory)
     with _of(url), tempfile.TemporaryDirectory() as aside:

@@ -118,6 +118,18 @@ def test_an_upload_is_repeated_but_not_replaced(parent: str, tmp_path: Path) -> 
         upload(directory, parent)
 
 
+def test_the_name_of_a_directory_is_a_part_of_a_url(
+    parent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save(tmp_path / "a", random(1))
+    monkeypatch.chdir(directory)
+    assert upload(Path("."), parent) == upload(Path("../a"), parent) == f"{parent}/a"
+    with pytest.raises(
+        ValueError, match=r"^expected a directory whose name may be in a URL, got 'step=4\?'$"
+    ):
+        upload(directory.rename(tmp_path / "step=4?"), parent)
+
+
 def flip(path: str) -> None:
     files = fsspec.filesystem("memory")
     content = bytearray(files.cat_file(path))
