@@ -15,7 +15,7 @@ from deployments.replica.scoring import Proof
 from deployments.replica.server_arguments import EngineSpec
 from deployments.weights.store.adapter_store import adapter_digest
 from tests.tiny_adapters import save_tiny_adapter
-from tests.tiny_models import save_tiny_llama
+from tests.tiny_models import save_tiny_experts, save_tiny_family, save_tiny_llama, save_tokenizer
 
 SEQUENCES = 4
 
@@ -27,9 +27,19 @@ def scale_norm(worker: Any, factor: float) -> None:
     worker.model_runner.model.model.layers[0].input_layernorm.weight.data.mul_(factor)
 
 
-def scale_attention(worker: Any, factor: float) -> None:
-    for layer in worker.model_runner.model.model.layers:
-        layer.self_attn.attn.impl.scale *= factor
+def scale_all(worker: Any, factor: float) -> None:
+    """The scales of quantized weights, or those of attention."""
+    modules = list(worker.model_runner.model.modules())
+    if scales := [each.weight_scale for each in modules if "weight_scale" in each._parameters]:
+        for scale in scales:
+            scale.data.mul_(factor)
+        return
+    # Latent attention has one scale for prompts and one for decoding.
+    found = [getattr(each, name, None) for each in modules for name in ("impl", "prefill_backend")]
+    attending = [each for each in found if each is not None]
+    assert attending and len(set(map(id, attending))) == len(attending)
+    for each in attending:
+        each.scale *= factor
 
 
 def exchange_adapter(worker: Any, name: str, adapter_id: int, path: str) -> None:
@@ -88,23 +98,37 @@ def counted() -> float:
     return sum(sample.value for each in families for sample in each.samples if sample.name.endswith("_total"))
 
 
-def scores_with_faults(directory: Path) -> dict[str, Any]:
-    return asyncio.run(_scores_with_faults(directory))
+def saved(directory: Path, kind: str) -> tuple[Path, dict[str, Any]]:
+    """A model, and arguments of its engine."""
+    if kind == "experts":
+        return save_tiny_experts(directory, 1), {}
+    if kind == "mla":
+        save_tokenizer(save_tiny_family(directory, "deepseek_v3", 1))
+        return directory, {}
+    if kind == "fp8":
+        return save_tiny_llama(directory, 1, width=256), {"quantization": "fp8"}
+    return save_tiny_llama(directory, 1), {"enable_lora": True, "max_lora_rank": 8}
 
 
-async def _scores_with_faults(directory: Path) -> dict[str, Any]:
+def scores_with_faults(directory: Path, kind: str, on_gpu: bool) -> dict[str, Any]:
+    return asyncio.run(_scores_with_faults(directory, kind, on_gpu))
+
+
+async def _scores_with_faults(directory: Path, kind: str, on_gpu: bool) -> dict[str, Any]:
+    model, arguments = saved(directory / "model", kind)
+    if on_gpu:
+        arguments |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
     spec = EngineSpec(
-        model=str(save_tiny_llama(directory / "model", 1)),
+        model=str(model),
         served_model_name="tiny",
-        backend="shm",
+        backend="slipstream_ipc" if on_gpu else "shm",
         staging="host",
         arguments={
             "dtype": "float32",
             "max_model_len": 256,
             "enforce_eager": True,
-            "enable_lora": True,
-            "max_lora_rank": 8,
             "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+            **arguments,
         },
     )
     engine = await ReplicaEngine.start(spec, version=0)
@@ -112,23 +136,15 @@ async def _scores_with_faults(directory: Path) -> dict[str, Any]:
         it, found = FaultyEngine(engine), {}
         found["first"] = await it.scores()
         found["again"] = await it.scores()
-        await it.plant(scale_attention, 1.1)
+        await it.plant(scale_all, 1.1)
         found["wrong scale"] = await it.scores()
-        await it.plant(scale_attention, 1 / 1.1)
+        await it.plant(scale_all, 1 / 1.1)
         await it.plant(scale_norm, 1.1)
         found["other layer"] = await it.scores()
         await it.plant(scale_norm, 1 / 1.1)
         found["mended"] = await it.scores()
-        path = save_tiny_adapter(directory / "math" / "1", 1)
-        digest = adapter_digest(path)
-        math = Adapter(name="math", version=1, adapter_id=1, path=str(path), digest=digest, size_bytes=1)
-        await engine.adapters.load(math)
-        await engine.adapters.make_live([math])
-        found["adapter"] = await it.scores()
-        other = save_tiny_adapter(directory / "math" / "2", 2)
-        await it.plant(exchange_adapter, math.full_name, math.adapter_id, str(other))
-        found["other adapter"] = await it.scores()
-        await engine.adapters.make_live([])
+        if "enable_lora" in arguments:
+            await exchanged(engine, it, directory / "math", found)
         await it.plant(keep_caches)
         await it.scores()  # its blocks stay
         await it.plant(scale_norm, 1.1)
@@ -138,3 +154,16 @@ async def _scores_with_faults(directory: Path) -> dict[str, Any]:
         return found
     finally:
         await engine.stop()
+
+
+async def exchanged(engine: ReplicaEngine, it: FaultyEngine, directory: Path, found: dict[str, Any]) -> None:
+    """An adapter, and then another version under its name."""
+    path, other = (save_tiny_adapter(directory / str(version), version) for version in (1, 2))
+    digest = adapter_digest(path)
+    math = Adapter(name="math", version=1, adapter_id=1, path=str(path), digest=digest, size_bytes=1)
+    await engine.adapters.load(math)
+    await engine.adapters.make_live([math])
+    found["adapter"] = await it.scores()
+    await it.plant(exchange_adapter, math.full_name, math.adapter_id, str(other))
+    found["other adapter"] = await it.scores()
+    await engine.adapters.make_live([])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import vllm.v1.worker.worker_base  # noqa: F401 the plugin is for processes with a worker
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
@@ -29,8 +29,8 @@ from deployments.weights.staging.worker_reports import StagingState, from_wire, 
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from deployments.weights.store.versions import DRAFTER, DRAFTER_DIRECTORY, mtp_names
 from tests.deployments.weights.staging.families import init_parallel_state, use_kernels
-from tests.deployments.weights.staging.staged_models import device_staging_without_gpu
-from tests.tiny_models import SHARED, save_tiny_llama, save_tiny_mtp
+from tests.deployments.weights.staging.staged_models import device_staging_without_gpu, differing
+from tests.tiny_models import SHARED, save_agreeing_mtp, save_tiny_llama, save_tiny_mtp
 
 LAYERS = 4
 NEW_TOKENS = 12
@@ -84,7 +84,7 @@ class DraftedModels:
     head, or in the policy's checkpoint (`mtp`)."""
 
     def __init__(self, directory: Path, kind: str, *, mtp: bool = False) -> None:
-        self._directory, self._mtp = directory, mtp
+        self._directory, self._kind, self._mtp = directory, kind, mtp
         save = save_tiny_mtp if mtp else save_policy
         self._policies = {name: save(directory / name, seed) for seed, name in enumerate("abc")}
         self._heads = {name: save_eagle3(directory / name, seed) for seed, name in enumerate("xyz")}
@@ -154,8 +154,8 @@ class DraftedModels:
         self._staging.drop()
 
     def behind(self, policy: str, head: str) -> list[str]:
-        """The live parameters that are not as after loading these two."""
-        return _differing(self._live, self._load(self._policies[policy], self._heads[head])[1])
+        """What the live models hold otherwise than after loading these two."""
+        return differing(self._live, self._load(self._policies[policy], self._heads[head])[1], self._kind)
 
     def mix(self, policy: str, mtp: str) -> str:
         """A policy with the multi-token prediction of another; returns its name."""
@@ -169,14 +169,7 @@ class DraftedModels:
     def behind_at(self, stored: Path, policy: str, head: str) -> list[str]:
         """Those of an engine that starts from a stored version, with the fleet's first head configured."""
         started = self._load(stored, self._heads["x"])[1]
-        return _differing(started, self._load(self._policies[policy], self._heads[head])[1])
-
-
-def _differing(live: PolicyAndDrafter, fresh: PolicyAndDrafter) -> list[str]:
-    expected = dict(fresh.named_parameters())
-    found = dict(live.named_parameters())
-    assert found.keys() == expected.keys()
-    return [name for name, each in found.items() if not torch.equal(each, expected[name])]
+        return differing(started, self._load(self._policies[policy], self._heads[head])[1], self._kind)
 
 
 def rounds_with_mtp(directory: Path, kind: str) -> dict[str, list[str]]:
@@ -235,9 +228,13 @@ class DraftedEngine:
         self._llm = LLM(
             model=str(policy),
             max_model_len=128,
-            dtype="float32",
             disable_log_stats=False,
-            **{"enforce_eager": True, "weight_transfer_config": {"backend": "shm"}, **arguments},
+            **{
+                "dtype": "float32",
+                "enforce_eager": True,
+                "weight_transfer_config": {"backend": "shm"},
+                **arguments,
+            },
             worker_extension_cls=WORKER_EXTENSION,
             additional_config={"staging": staging, "checkpoint": str(policy)},
             speculative_config={"num_speculative_tokens": 2, **speculative},
@@ -303,10 +300,10 @@ def version(directory: Path, policy: Path, drafter: Path, **changes: torch.Tenso
 
 def greedy(policy: Path) -> list[list[int]]:
     """What transformers answers."""
-    model = LlamaForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     answers = []
     for prompt in PROMPTS:
-        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
         answers.append(model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist())
     return answers
 
@@ -350,3 +347,31 @@ def speculate(
     engine.load(both)
     look("loaded", b)
     return found
+
+
+def speculate_alone(
+    directory: Path, staging: str, family: str, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """As `speculate`, with the multi-token prediction of the served checkpoint, which agrees with its policy.
+    A version has it or leaves it out."""
+    random = save_tiny_mtp(directory / "random", 0, family)
+    engine = DraftedEngine(random, staging, arguments, method="mtp", num_speculative_tokens=1)
+    found: dict[str, Any] = {"staging": type(engine.worker.weight_transfer_engine.staging).__name__}
+    found["random"] = engine.acceptance()
+    for step, seed, drafter in (("both", 1, True), ("policy alone", 2, False)):
+        version = save_agreeing_mtp(directory / step, seed, family, drafter=drafter)
+        engine.publish(version)
+        found[step] = engine.answers() == greedy(version), engine.acceptance()
+    state = engine.stage(halved(directory / "half", directory / "both"))
+    found["half refused"] = state.outcome is Outcome.REJECTED and state.message
+    return found
+
+
+def halved(directory: Path, whole: Path) -> Path:
+    """A version without one tensor of its multi-token prediction."""
+    shutil.copytree(whole, directory)
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.2.enorm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return directory

@@ -5,10 +5,21 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.weights.staging.drafted import rounds, rounds_with_mtp, speculate
+from tests.deployments.weights.staging.drafted import (
+    rounds,
+    rounds_with_mtp,
+    speculate,
+    speculate_alone,
+)
+from tests.deployments.weights.staging.families import AMX
 from tests.forked import call
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+ON_GPU = {
+    "gpu_memory_utilization": 0.1,
+    "kv_cache_memory_bytes": 1 << 28,  # not measured, which other tests on the GPU disturb
+    "weight_transfer_config": {"backend": "slipstream_ipc"},
+}
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
@@ -42,14 +53,40 @@ def test_an_engine_drafts_with_what_was_published(
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_an_engine_on_a_gpu_drafts_with_what_was_published(method: str, graphs: bool, tmp_path: Path) -> None:
-    arguments = {
-        "enforce_eager": not graphs,
-        "gpu_memory_utilization": 0.1,
-        "kv_cache_memory_bytes": 1 << 28,  # not measured, which other tests on the GPU disturb
-        "weight_transfer_config": {"backend": "slipstream_ipc"},
-    }
+    arguments = {"enforce_eager": not graphs, **ON_GPU}
     found = call(speculate, tmp_path, "device", method, arguments, timeout_s=380.0, **ENVIRONMENT)
     check(found, "DeviceStaging", method)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("staging", "kind"), [("host", "HostStaging"), ("device", "CpuShadowStaging")])
+def test_multi_token_prediction_drafts_as_published(
+    staging: str, kind: str, family: str, tmp_path: Path
+) -> None:
+    if AMX and family == "deepseek_v3":
+        pytest.skip("vLLM's AMX kernels for MLA drop what its reload fills")
+    check_alone(call(speculate_alone, tmp_path, staging, family, {}, **ENVIRONMENT), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_multi_token_prediction_on_a_gpu_drafts_as_published(
+    family: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """`device` refuses a drafter whose weights are processed after loading: latent attention, fp8."""
+    arguments = {"dtype": "bfloat16", "quantization": quantization, **ON_GPU}
+    found = call(speculate_alone, tmp_path, "host", family, arguments, timeout_s=380.0, **ENVIRONMENT)
+    check_alone(found, "HostStaging")
+
+
+def check_alone(found: dict[str, Any], kind: str) -> None:
+    assert found.pop("staging") == kind
+    assert found.pop("random") < 0.5
+    assert found.pop("half refused").startswith("'model.layers.2.enorm.weight' is missing")
+    assert found == dict.fromkeys(("both", "policy alone"), (True, 1.0))
 
 
 def check(found: dict[str, Any], kind: str, method: str) -> None:
