@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from deployments.weights.store.hub import downloaded, model_files, read_schema
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.owner import check_owner, own
 from deployments.weights.store.version_writer import CommittedVersion, VersionWriter, read_tensors
-from deployments.weights.store.versions import DRAFTER_DIRECTORY, Store
+from deployments.weights.store.versions import DRAFTER_DIRECTORY, Store, VersionManifest
 from deployments.weights.transports.weight_sender import gather_from_ranks
 from deployments.weights.wire.proof_sequences import proof_sequences
 from trainers.fsdp2 import mesh_of_all_ranks
@@ -451,7 +452,7 @@ class TrainerWorker(TrainerRank):
 
     def _resume(self, version: int) -> None:
         manifest = self._store.manifest_of(version)
-        step = manifest.trainer_step or 0  # None: another publisher's
+        step = from_rank_0(self._steps_of(manifest))
         self._labels = manifest.step_labels
         settings = self._adapter_settings()
         found = [each for each in self._checkpoints.complete() if each[1].adapter == settings]
@@ -462,6 +463,17 @@ class TrainerWorker(TrainerRank):
             self._load_stored(version, self._store.path_of(version), step)
             difference = f"the adapter starts from zero on it: {difference}"
         self._log_resumed(f"resumes from version {version}", difference)
+
+    def _steps_of(self, manifest: VersionManifest) -> int:
+        """Steps that made a version. A replica that stored it, or another publisher's, does not know them."""
+        known = {meta.digest: meta.step for _, meta in self._checkpoints.complete() if meta.digest}
+        for version in [each for each in reversed(self._store.list()) if each <= manifest.version]:
+            with suppress(OSError, ValueError):
+                found = self._store.manifest_of(version)
+                step = known.get(found.digest or "") if found.trainer_step is None else found.trainer_step
+                if step is not None:
+                    return step
+        return 0
 
     def _load_stored(self, version: int, directory: Path, step: int) -> None:
         if isinstance(self._learner.reference, BaseOf):  # the base will no longer be the model

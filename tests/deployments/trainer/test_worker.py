@@ -15,7 +15,7 @@ from deployments.protocol.poll import InitialWeights
 from deployments.trainer.spec import StoreStatus, TrainerSpec
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.owner import claim
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import MANIFEST, Store
 from deployments.weights.wire.proof_sequences import proof_sequences
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import (
@@ -119,6 +119,20 @@ def test_a_version_names_the_steps_that_are_in_it(spec: TrainerSpec, controller:
     assert manifest.step_labels == ("a/1", "b/1", "a/2")
     by_a_replica = replace(manifest, trainer_step=None, trainer_labels=None)
     assert by_a_replica.step_labels == ("a/2",)
+
+
+def test_a_trainer_counts_on_from_a_version_that_a_replica_stored(
+    spec: TrainerSpec, controller: ControllerInProcess
+) -> None:
+    """Which knows no steps. The schedule of the learning rate began anew."""
+    for every, steps in ((0, 1), (1, 3)):  # without a checkpoint of these weights: the version before
+        trained(with_config(spec, checkpoint_every=every), controller, steps=2)
+        store = Store(Path(spec.store_dir))
+        newest = store.list()[-1]
+        by_a_replica = replace(store.manifest_of(newest), trainer_step=None, trainer_labels=None)
+        (store.path_of(newest) / MANIFEST).write_text(by_a_replica.encode())
+        again = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
+        assert again.load(("127.0.0.1", 0)).step == steps
 
 
 def test_a_trainer_does_not_start_in_the_store_of_another_fleet(
