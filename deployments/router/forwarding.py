@@ -5,6 +5,7 @@ Serve's request router chooses the replica; bytes go directly to the replica's H
 
 import asyncio
 import json
+import math
 import time
 import uuid
 from collections import Counter
@@ -33,6 +34,7 @@ from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Reco
 
 RETRY_AFTER_S = 1.0  # minimum that clients are told
 RETRY_PAUSE_S = 0.05
+LEAVES_S = 2.0  # within which a replica that is lost leaves the routing
 WAITED_S = 0.1  # choosing takes less if a replica is free
 MAX_REFUSALS = 8  # for one request
 CENSUS_TIMEOUT_S = 1.0  # no remote call: it returns at once, or no replica is admitted
@@ -137,7 +139,7 @@ class Forwarder:
         or DeadlyRequest."""
         deadline = time.monotonic() + limits.request_timeout_s
         reason = "no replica is ready"
-        started, tried_s = time.monotonic(), 0.0
+        started, tried_s, lost_at = time.monotonic(), 0.0, -math.inf
         self.deadly.check(request.identity)
         while True:
             try:
@@ -149,6 +151,9 @@ class Forwarder:
             else:
                 self.deadly.check(request.identity)  # the choice may have taken long
                 began = time.monotonic()
+                if replica_id in attempts.lost and began < lost_at + LEAVES_S:
+                    await asyncio.sleep(RETRY_PAUSE_S)  # it may be dead: a refusal would be no second loss
+                    continue
                 try:
                     response = await self._attempt(replica_id, endpoint, request)
                     self._count_wait(began - started - tried_s)
@@ -158,7 +163,7 @@ class Forwarder:
                     self._record(REROUTED, reason="refused")
                     attempts.avoid(replica_id)
                 except _Lost as error:
-                    reason = str(error)
+                    reason, lost_at = str(error), time.monotonic()
                     self._record(REROUTED, reason="lost")
                     self.count_loss(request, attempts, replica_id, reason)
                     deadline += time.monotonic() - began  # generation time does not count

@@ -121,6 +121,17 @@ async def test_request_that_lost_two_replicas_reaches_no_third(
     )
 
 
+async def test_a_dead_replica_that_is_still_routed_to_is_no_second_loss() -> None:
+    """The only one, until Serve has replaced it."""
+    async with scene(ENGINE_LOST, OK) as fleet:
+        dead, routed = fleet.replicas[0], fleet.handle.metadata
+        successor = {"r1": routed.pop("r1")}
+        post = asyncio.create_task(fleet.client.post("/x", content=b"harmless"))
+        await reached(lambda: post.done() or len(fleet.handle.demands) >= 3)
+        fleet.handle.metadata = successor
+        assert (await post).text == "ok" and len(dead.received) == 1
+
+
 async def test_replica_death_under_many_requests_retries_all() -> None:
     async with scene(NOTHING, OK) as fleet:
         killed, intact = fleet.replicas
