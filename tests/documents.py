@@ -74,7 +74,7 @@ COMMANDS_ELSEWHERE: Mapping[str, str] = {
     ".venv/bin/slipstream rl --environment verifiers ": "tests/clients/test_verifiers_job.py",
     "vf-eval ": "tests/clients/test_verifiers.py",
     "slipstream rl --prompts problems.jsonl --reward http": "tests/app/jobs/test_judge.py",
-    ".venv/bin/vllm serve ": "benchmarks/servers.py starts one",
+    ".venv/bin/vllm serve ": "tests/fleet/test_distillation.py starts such servers",
     "npm install --prefix agents ": "tests/clients/test_agents.py",
     "ANTHROPIC_BASE_URL=": "the same",
     "agents/node_modules/.bin/codex ": "the same",
