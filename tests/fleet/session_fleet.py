@@ -35,6 +35,6 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
         "store": {"keep": KEPT},
         "weights": {"proof": {"sequences": 4}},
         "rollouts": {},
-        "security": {"checkpoint_roots": [str(root / "published")]},
+        "security": {"checkpoint_roots": [str(root / "published"), f"file://{root / 'published'}"]},
     }
     return deployed("shared", save_tiny_llama(root / "model", seed=1), root, changes)

@@ -4,10 +4,12 @@ import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from app.command.cli import cli
-from deployments.weights.store.checkpoint_files import INDEX
+from deployments.weights.store.checkpoint_files import INDEX, WHOLE
+from deployments.weights.store.uploads import DELTA
 from tests.fleet.deployed import Fleet
 from tests.fleet.talk import (
     PROMPT,
@@ -46,3 +48,31 @@ def test_a_sharded_directory_is_served_and_may_be_deleted(fleet: Fleet) -> None:
                 assert (answer.token_ids, answer.version) == (tokens, before + 1)
         assert Reference(stored(fleet, before + 1))(PROMPT, 16) == expected[0]
         assert train_and_publish(http) == before + 2, "the fleet's own trainer continues"
+
+
+def test_a_difference_at_a_url_changes_the_stored_version_that_was_uploaded_before(fleet: Fleet) -> None:
+    bucket = fleet.published / "bucket"
+    with fleet.client() as http:
+        before = train_and_publish(http)
+        base = wait_for(stored(fleet, before))
+        changed = fleet.published / "changed"
+        changed.mkdir(parents=True)
+        tensors = load_file(base / WHOLE)
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].flip(0)
+        save_file(tensors, changed / WHOLE)
+        shutil.copyfile(base / "config.json", changed / "config.json")
+        reference = Reference(changed)(PROMPT, 16)
+        assert reference != complete(http, PROMPT).token_ids
+        for command in (
+            ["upload", str(base), f"file://{bucket}"],
+            ["upload", str(changed), f"file://{bucket}", "--base", str(base)],
+        ):
+            result = CliRunner().invoke(cli, command)
+            assert result.exit_code == 0, result.stderr
+        assert (bucket / changed.name / DELTA).is_file()
+        shutil.rmtree(bucket / base.name)
+        result = CliRunner().invoke(cli, ["publish", result.stdout.strip(), "--url", fleet.url])
+        assert result.exit_code == 0, result.stderr
+        for answer in on_every_replica(http).values():
+            assert (answer.token_ids, answer.version) == (reference, before + 1)
+        assert train_and_publish(http) == before + 2
