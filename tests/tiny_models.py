@@ -130,9 +130,10 @@ def save_tiny_tied_twice(directory: Path, seed: int) -> Path:
 
 
 @made_once
-def save_tiny_mtp(directory: Path, seed: int, family: str = "glm4_moe") -> Path:
+def save_tiny_mtp(directory: Path, seed: int, family: str = "glm4_moe", **changed: Any) -> Path:
     """A mixture of experts with a layer of multi-token prediction, which transformers leaves out."""
-    save_tiny_family(directory, family, seed, num_nextn_predict_layers=1, initializer_range=0.3)
+    changed = {"num_nextn_predict_layers": 1, "initializer_range": 0.3, **changed}
+    save_tiny_family(directory, family, seed, **changed)
     tensors = load_file(directory / "model.safetensors")
     last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
     tensors |= {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in last.items()}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -82,7 +83,7 @@ class DeviceStaging(Staging):
         if not self._open:
             return self._poison.names
         if keep_drafter and isinstance(self._shadow, PolicyAndDrafter):
-            self._shadow.copy_drafter(self._live)
+            self._keep_drafter(self._shadow)
         unfilled = self._complete(complete)
         if unfilled:
             self.load_plans.refuse(self._received)
@@ -116,7 +117,7 @@ class DeviceStaging(Staging):
     def drop(self) -> None:
         self.load_plans.discard()
         if self._open and self._layerwise:
-            self._abandon_layers()
+            self._abandon_layers(self._shadow.modules())
         self._open = False
 
     def release(self) -> None:
@@ -162,14 +163,24 @@ class DeviceStaging(Staging):
                 unfilled += [f"{name}.{parameter}" for parameter in info.restore_metadata[0]]
         unfilled = [name for name in unfilled if not _is_optional(name)]
         if unfilled:
-            self._abandon_layers()
+            self._abandon_layers(self._shadow.modules())
         else:
             with self._config():
                 finalize_layerwise_reload(self._shadow, self._vllm_config.model_config)
         return unfilled
 
-    def _abandon_layers(self) -> None:
-        for layer in self._shadow.modules():
+    def _keep_drafter(self, shadow: PolicyAndDrafter) -> None:
+        layers = set(shadow.drafter.modules()) - set(shadow.policy.modules())
+        if self._layerwise:
+            self._abandon_layers(layers)
+        shadow.copy_drafter(self._live)
+        if self._layerwise:
+            with self._config():
+                for layer in filter(is_deferred_attention_layer, layers):  # from what was copied
+                    layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
+
+    def _abandon_layers(self, layers: Iterable[torch.nn.Module]) -> None:
+        for layer in layers:
             info = get_layerwise_info(layer)
             if info.can_load():
                 _place_kernel_tensors(layer, info)

@@ -25,7 +25,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deployments.weights.staging.base import GIB, second_instance_config
 from deployments.weights.staging.derived import Moving, classify, keep_constants
-from deployments.weights.staging.drafted_model import PolicyAndDrafter, second_instance
+from deployments.weights.staging.drafted_model import second_instance
 from deployments.weights.staging.observation import changed_tensors, differing, observe
 from deployments.weights.staging.pairs import named_tensors
 from deployments.weights.staging.reachable import path_name, reachable
@@ -158,11 +158,6 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
         if layerwise:
             load_by_layers(shadow, model_config)
             second = observe(shadow)
-    if layerwise and isinstance(live, PolicyAndDrafter):
-        raise ValueError(
-            "staging 'device' is not possible: vLLM processes this model's weights after loading, which is "
-            "not supported with a drafter; use 'host'"
-        )
     moving = classify(before, first, second, layerwise=layerwise)
     disturbed = changed_tensors(before, observe(live))
     if disturbed:

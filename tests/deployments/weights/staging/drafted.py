@@ -5,6 +5,7 @@ In a process of its own: vLLM's parallel state is global.
 
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -85,7 +86,11 @@ class DraftedModels:
 
     def __init__(self, directory: Path, kind: str, *, mtp: bool = False) -> None:
         self._directory, self._kind, self._mtp = directory, kind, mtp
-        save = save_tiny_mtp if mtp else save_policy
+        save = save_policy
+        if mtp:
+            # Where a model is loaded by layers; no experts, which a CPU packs only once.
+            latent: dict[str, Any] = {"family": "deepseek_v3", "first_k_dense_replace": LAYERS}
+            save = partial(save_tiny_mtp, **(latent if kind == "without_gpu" else {}))
         self._policies = {name: save(directory / name, seed) for seed, name in enumerate("abc")}
         self._heads = {name: save_eagle3(directory / name, seed) for seed, name in enumerate("xyz")}
         install()

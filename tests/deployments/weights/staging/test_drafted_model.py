@@ -29,7 +29,7 @@ def test_rounds_with_a_drafter_equal_fresh_loads(kind: str, tmp_path: Path) -> N
     assert len(found) == 8 and not {step: names for step, names in found.items() if names}
 
 
-@pytest.mark.parametrize("kind", [pytest.param("host", marks=pytest.mark.long), "shadow"])
+@pytest.mark.parametrize("kind", [pytest.param("host", marks=pytest.mark.long), "shadow", "without_gpu"])
 def test_rounds_with_a_drafter_of_the_served_checkpoint_equal_fresh_loads(kind: str, tmp_path: Path) -> None:
     found = call(rounds_with_mtp, tmp_path, kind, VLLM_CPU_KVCACHE_SPACE="1")
     assert len(found) == 5 and not {step: names for step, names in found.items() if names}
@@ -73,13 +73,13 @@ def test_multi_token_prediction_drafts_as_published(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("quantization", [None, "fp8"])
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize(("staging", "kind"), [("host", "HostStaging"), ("device", "DeviceStaging")])
 def test_multi_token_prediction_on_a_gpu_drafts_as_published(
-    family: str, quantization: str | None, tmp_path: Path
+    staging: str, kind: str, family: str, quantization: str | None, tmp_path: Path
 ) -> None:
-    """`device` refuses a drafter whose weights are processed after loading: latent attention, fp8."""
     arguments = {"dtype": "bfloat16", "quantization": quantization, **ON_GPU}
-    found = call(speculate_alone, tmp_path, "host", family, arguments, timeout_s=380.0, **ENVIRONMENT)
-    check_alone(found, "HostStaging")
+    found = call(speculate_alone, tmp_path, staging, family, arguments, timeout_s=380.0, **ENVIRONMENT)
+    check_alone(found, kind)
 
 
 def check_alone(found: dict[str, Any], kind: str) -> None:
