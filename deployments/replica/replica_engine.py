@@ -120,6 +120,10 @@ class RecordingLLM(AsyncLLM):
         require_text("vllm_xargs", sampling_params.extra_args)
         if TOKENS in (sampling_params.extra_args or ()):
             raise VLLMValidationError(f"'vllm_xargs': {TOKENS!r} is the fleet's own")
+        config = self.vllm_config
+        is_cpu = config.device_config.device_type == "cpu"
+        if sampling_params.prompt_logprobs is not None and config.lora_config is not None and is_cpu:
+            raise VLLMValidationError("'prompt_logprobs': vLLM's engine with adapters ends at them on a CPU")
         recorder = RECORDER.get()
         capture = None if recorder is None else recorder.capture
         sampled = sampling_params if capture is None else capture.sampling(sampling_params)

@@ -1,6 +1,6 @@
 """A fleet with the other settings: LoRA adapters, gloo, rolling commits, kept caches, two trainer ranks.
 
-vLLM's engine with adapters dies on a CPU of a request with `prompt_logprobs`; no test here sends one.
+vLLM's engine with adapters dies on a CPU of `prompt_logprobs` in a batch; replicas refuse them.
 """
 
 from contextlib import AbstractContextManager

@@ -56,6 +56,13 @@ def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
         assert tokens(answer) == base and "adapter" not in answer
 
 
+def test_prompt_logprobs_are_refused_which_end_vllms_engine_in_a_batch(client: httpx.Client) -> None:
+    """On a CPU with adapters: 24 requests at once, some of them with it, ended both replicas twice."""
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 1}
+    refused = client.post("/v1/completions", json=body)
+    assert refused.status_code == 400 and "'prompt_logprobs': vLLM's engine" in refused.text
+
+
 def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, client: httpx.Client) -> None:
     paths = adapted.save("a11", 11), adapted.save("a12", 12)
 
