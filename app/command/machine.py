@@ -21,7 +21,7 @@ from pathlib import Path
 
 CPU, GPU = "cpu", "gpu"
 BUILD_FILE = ".build"  # in the environment: names its packages
-MIN_DRIVER = "580.65.06"  # CUDA 13.0, for torch 2.13 and vLLM 0.32
+MIN_DRIVER = "580.65.06"  # CUDA 13.0, for torch 2.14 and vLLM 0.33
 MIN_CAPABILITY = "7.5"  # the oldest for CUDA 13
 TIMEOUT_S = 30.0
 QUERY = ("--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader")
@@ -77,12 +77,12 @@ def check_gpus(answer: str) -> None:
             raise NotEnough(f"expected name, driver and capability from nvidia-smi, got {answer[:200]!r}")
         if _numbers(driver) < _numbers(MIN_DRIVER):
             raise NotEnough(
-                f"vLLM 0.32.0 and its torch need an NVIDIA driver of {MIN_DRIVER} or newer "
+                f"vLLM 0.33.0 and its torch need an NVIDIA driver of {MIN_DRIVER} or newer "
                 f"(CUDA 13.0), got {driver}"
             )
         if _numbers(capability) < _numbers(MIN_CAPABILITY):
             raise NotEnough(
-                f"vLLM 0.32.0 and its torch need GPUs of compute capability {MIN_CAPABILITY} or "
+                f"vLLM 0.33.0 and its torch need GPUs of compute capability {MIN_CAPABILITY} or "
                 f"higher, got {name} with {capability}"
             )
 
