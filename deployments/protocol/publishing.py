@@ -46,12 +46,14 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundReport:
+    """What `publish()` returns, and one entry of the history."""
+
     round_id: int
     version: int
     label: str | None
     epoch: int
     phase: str  # committed | aborted
-    reason: str
+    reason: str  # why it aborted, else empty
     duration_s: float
     opened_at: float = 0.0  # seconds since 1970, as `committed_at`
     committed_at: float | None = None  # when the commit was decided; None: it was not

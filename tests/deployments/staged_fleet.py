@@ -20,6 +20,7 @@ from app.http.ingress import build_app
 from deployments.controller.controller import Controller
 from deployments.protocol.ledger_config import LedgerConfig
 from deployments.replica.follower import Follower
+from deployments.replica.host_store import HostStore
 from deployments.replica.staged_member import StagedMember
 from tests.app.http.fake_controller import Handle
 from tests.app.http.serving import FakeRouter, no_metrics, tokens
@@ -57,10 +58,13 @@ class WorkerLlm(FakeLlm):
 class StagedReplica:
     """A replica that follows the controller."""
 
-    def __init__(self, name: str, checkpoint: Path, kind: type[Any], controller: Controller) -> None:
+    def __init__(
+        self, name: str, checkpoint: Path, kind: type[Any], controller: Controller, store: Path
+    ) -> None:
         self.worker = WireWorker(checkpoint, kind)
         self.engine = FakeEngine(WorkerLlm(self.worker), FastAPI(), 0)  # type: ignore[arg-type]
         self.member = StagedMember(self.engine)
+        self.member.store = HostStore(store, keep=None)
         follower = Follower(
             replica_id=name,
             incarnation=f"{name}-1",
@@ -87,11 +91,12 @@ class StagedFleet:
     def __init__(self, directory: Path, wire: str) -> None:
         self._kind: type[Any] = CpuIpc if wire.startswith("ipc") else CpuNccl
         self.checkpoint = write_checkpoint(directory / "model")
+        self._store = directory / "store"
         self.replicas: dict[str, StagedReplica] = {}
         self.controller = Controller(
             config=LedgerConfig(min_replicas=1),
             state_dir=str(directory / "state"),
-            store_dir=str(directory / "store"),
+            store_dir=str(self._store),
             is_alive=lambda replica_id: True,
             kill=lambda replica_id: None,
             poll_s=0.05,
@@ -115,7 +120,9 @@ class StagedFleet:
 
     async def start(self, *names: str) -> None:
         for name in names:
-            self.replicas[name] = replica = StagedReplica(name, self.checkpoint, self._kind, self.controller)
+            self.replicas[name] = replica = StagedReplica(
+                name, self.checkpoint, self._kind, self.controller, self._store
+            )
             await replica.engine.calls.connect()
         await reached(lambda: all(replica.member.admitted for replica in self.replicas.values()))
 

@@ -111,8 +111,13 @@ PAGES = dict.fromkeys(block.page for block in BLOCKS if typed(block.page))
 def test_the_commands_of_a_document_run(page: Path, fleet: Fleet, tmp_path: Path) -> None:
     with fleet.client() as client:
         train_and_publish(client)  # else what another test published would have to be named
+    first, second = saved(fleet, 31), saved(fleet, 32)
+    uploads = f"file://{first.parent}/run-7"
     more = {
-        "/data/run-7/checkpoint-400": str(saved(fleet, 31)),
+        "/data/run-7/checkpoint-400": str(first),
+        "/data/run-7/checkpoint-410": str(second),
+        "s3://bucket/run-7/checkpoint-410": f"{uploads}/{second.name}",
+        "s3://bucket/run-7": uploads,
         "/fleet/events": "/fleet/events | grep -m 1 ^data:",  # it goes on
     }
     run(typed(page), fleet, tmp_path, more)
