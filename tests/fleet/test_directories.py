@@ -58,7 +58,7 @@ def test_a_difference_at_a_url_changes_the_stored_version_that_was_uploaded_befo
         changed = fleet.published / "changed"
         changed.mkdir(parents=True)
         tensors = load_file(base / WHOLE)
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].flip(0)
+        tensors["model.norm.weight"] = -tensors["model.norm.weight"]
         save_file(tensors, changed / WHOLE)
         shutil.copyfile(base / "config.json", changed / "config.json")
         reference = Reference(changed)(PROMPT, 16)
