@@ -157,7 +157,7 @@ class Incoming:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             download(source, self.directory, Store(store))
-        except BaseException:
+        except BaseException:  # what is not whole goes, and its lock
             self.remove()
             raise
 

@@ -12,7 +12,7 @@ import fcntl
 import os
 import random
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +57,19 @@ class HostStore:
             check_owner(self.directory, fleet_id)
         else:
             own(self.directory, fleet_id)
-        descriptor = os.open(self.directory / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError:  # a file system without locks: several write, and the first to end counts
-            pass
-        for version in self._store.list()[: -self._keep] if self._keep is not None else ():
-            self._store.remove(version)  # one that is being read stays for now
-        return descriptor
+        with ExitStack() as stack:
+            descriptor = os.open(self.directory / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            except OSError:  # a file system without locks: several write, and the first to end counts
+                pass
+            for version in self._store.list()[: -self._keep] if self._keep is not None else ():
+                self._store.remove(version)  # one that is being read stays for now
+            stack.pop_all()
+            return descriptor
 
     def find(self, wanted: WriteVersion) -> str | None:
         """The directory of the version, if it was written last. Blocks."""

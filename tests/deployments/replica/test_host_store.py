@@ -234,6 +234,22 @@ def test_one_replica_of_a_host_writes_and_removes(tmp_path: Path) -> None:
         HostStore(tmp_path / "others", 2).lock(FLEET)
 
 
+def test_the_lock_is_free_after_an_old_version_could_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HostStore(tmp_path / "store", 2)
+    (tmp_path / "store").mkdir()
+    claim(tmp_path / "store", FLEET, tmp_path)
+    for version in (3, 4, 5):
+        (tmp_path / "store" / f"v{version:08d}").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(Store, "remove", MagicMock(side_effect=OSError(errno.EIO, "Input/output error")))
+        store.lock(FLEET)
+    lock = store.lock(FLEET)
+    assert lock is not None
+    os.close(lock)
+
+
 def test_a_file_system_without_locks_has_several_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
