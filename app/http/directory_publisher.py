@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
@@ -152,18 +153,21 @@ class Incoming:
         remove_left(parent)
         self.directory = parent / secrets.token_hex(8)
         self.directory.mkdir()
-        self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Also of a download that ends after its caller gave up.
+        self.remove = weakref.finalize(self, _remove, self.directory, lock)
         try:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             download(source, self.directory, Store(store))
         except BaseException:  # what is not whole goes, and its lock
             self.remove()
             raise
 
-    def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._lock)
+
+def _remove(directory: Path, lock: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
 
 
 def remove_left(parent: Path) -> None:

@@ -234,7 +234,7 @@ def download(url: str, target: Path, store: Store) -> None:
     """Make the directory `target` of the checkpoint at a URL. `store`: versions that may be its base. Raises
     ValueError: there is none, it is damaged, was changed meanwhile, or cannot be read or kept."""
     with _of(url), ExitStack() as stack:
-        first, found = url, _described(url)
+        uploaded = found = _described(url)
         deltas: list[str] = []
         base = None
         while found is not None and found.base is not None and base is None:
@@ -252,10 +252,10 @@ def download(url: str, target: Path, store: Store) -> None:
             _copy(stack.enter_context(store.reading(base)), target)
         for each in reversed(deltas):
             _apply(each, target)
-        if (upload := _described(first)) is not None:
+        if uploaded is not None:
             _, tensors = _checkpoint(target)
-            if (digest := _digest(tensors)) != upload.digest:
-                raise ValueError(f"it was uploaded with digest {upload.digest}, and arrived with {digest}")
+            if (digest := _digest(tensors)) != uploaded.digest:
+                raise ValueError(f"it was uploaded with digest {uploaded.digest}, and arrived with {digest}")
 
 
 def _described(url: str) -> Upload | None:
@@ -268,7 +268,9 @@ def _described(url: str) -> Upload | None:
 def _stored(store: Store, digest: str | None) -> int | None:
     for version in reversed(store.list()):
         with suppress(OSError, ValueError):  # damaged, or removed by now
-            if store.manifest_of(version).digest == digest:
+            # Not the manifest's digest, of what was published: a drafter that stayed is in the files too.
+            tensors = store.manifest_of(version).tensors
+            if version_digest(list(tensors), [int(each.digest, 16) for each in tensors.values()]) == digest:
                 return version
     return None
 

@@ -11,6 +11,7 @@ import torch
 from ray.exceptions import ActorDiedError
 from safetensors.torch import save_file
 
+from app.http import directory_publisher
 from app.http.directory_publisher import INCOMING, LOCK, DirectoryPublisher, DiskThread
 from deployments.protocol.errors import (
     Conflict,
@@ -21,12 +22,13 @@ from deployments.protocol.errors import (
     TransferAborted,
 )
 from deployments.protocol.poll import Check, FilePart, Outcome, Receive, Verify
-from deployments.weights.store.uploads import upload
+from deployments.weights.store.uploads import download, upload
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from deployments.weights.wire.digest import digest
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.deployments.controller.fleet import Fleet
+from tests.waiting import reached
 
 TENSORS = {"w": torch.arange(6.0), "b": torch.ones(3)}
 
@@ -251,6 +253,30 @@ async def test_what_is_at_a_url_becomes_a_version_and_no_copy_stays(
         }
         assert stated == {name: f"{digest(tensor):016x}" for name, tensor in TENSORS.items()}
     assert list(incoming.iterdir()) == []
+
+
+async def test_a_download_whose_caller_has_left_leaves_nothing(
+    directory: Path, tmp_path: Path, uploaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock would keep all the weights in the store until the router exits."""
+    begun, going_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        begun.set()
+        going_on.wait(30)
+        download(*arguments)
+
+    monkeypatch.setattr(directory_publisher, "download", slow)
+    urls = [f"file://{tmp_path}/bucket"]
+    publishing = asyncio.create_task(
+        publisher_of(FakeController(), directory, urls=urls).publish(uploaded, None)
+    )
+    await asyncio.to_thread(begun.wait, 30)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    going_on.set()
+    await reached(lambda: not list((directory.parent / INCOMING).iterdir()))
 
 
 async def test_a_url_that_cannot_be_published_opens_no_round_and_leaves_nothing(

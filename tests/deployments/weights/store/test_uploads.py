@@ -90,6 +90,25 @@ def test_a_chain_of_deltas_is_the_checkpoint_that_was_saved(
     assert same(downloaded(url, store, tmp_path), tensors)
 
 
+@pytest.mark.parametrize("drafter", ["drafter.fc.weight", "mtp.fc.weight"])
+def test_a_stored_version_with_a_drafter_that_the_base_lacks_is_not_the_base(
+    parent: str, store: Store, tmp_path: Path, drafter: str
+) -> None:
+    """Publishers that send no drafter leave it as it is, and the store keeps it with their version."""
+    base = save(tmp_path / "a", random(1))
+    upload(base, parent)
+    url = upload(save(tmp_path / "b", stepped(random(1))), parent, base)
+    version = CommittedVersion(
+        version=7,
+        label=None,
+        tensors=random(1),
+        drafter=(6, {drafter: torch.ones(3)}),
+        mtp={drafter} if drafter.startswith("mtp") else frozenset(),
+    )
+    write_version(version, store, lambda path: None)
+    assert same(downloaded(url, store, tmp_path), stepped(random(1)))
+
+
 def test_what_has_changed_in_most_is_uploaded_whole(parent: str, store: Store, tmp_path: Path) -> None:
     base = save(tmp_path / "a", random(1))
     upload(base, parent)
@@ -245,6 +264,23 @@ def test_a_checkpoint_that_is_changed_while_it_is_read_is_refused(
     monkeypatch.setattr(uploads, "_fetch", changing)
     with pytest.raises(ValueError, match="a file was changed while it was read: publish it again"):
         downloaded(f"{parent}/a", store, tmp_path)
+
+
+def test_an_upload_whose_digest_is_removed_meanwhile_is_compared_with_it(
+    parent: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, fetch = fsspec.filesystem("memory"), uploads._fetch
+    url = upload(save(tmp_path / "a", random(1)), parent)
+    flip(f"{url}/model.safetensors")
+
+    def removing(*arguments: object) -> None:
+        fetch(*arguments)  # type: ignore[arg-type]
+        if files.exists(f"{url}/{UPLOAD}"):
+            files.rm(f"{url}/{UPLOAD}")
+
+    monkeypatch.setattr(uploads, "_fetch", removing)
+    with pytest.raises(ValueError, match=r"it was uploaded with digest .* and arrived"):
+        downloaded(url, store, tmp_path)
 
 
 def test_what_cannot_be_reached_is_a_sentence_with_its_url(store: Store, tmp_path: Path) -> None:
