@@ -105,8 +105,6 @@ async def prepared(
         run.say(f"--resume: {line}")
     with announced(f"RL job: asking the fleet what it has of run {name}", STATUS_S):
         await continued(run, metrics.records(path) if options.resume else ())
-    kept = metrics.unrewarded(path) if options.resume else {}
-    run.unrewarded = {number: answers for number, answers in kept.items() if number in run.inherited}
     return run
 
 
@@ -125,10 +123,7 @@ def only_job(url: str) -> Iterator[None]:
 async def loop(run: Run, trackers: Trackers) -> None:
     count = 0 if run.options.imitates else run.options.groups_in_flight
     producers = [produce(run) for _ in range(count)]
-    try:
-        await run_beside(learn(run, trackers), [*producers, show_status(run)])
-    finally:
-        metrics.keep_unrewarded(run.path, run.unrewarded)
+    await run_beside(learn(run, trackers), [*producers, show_status(run)])
 
 
 async def show_status(run: Run) -> None:

@@ -12,11 +12,9 @@ from typing import Any, BinaryIO
 
 from pydantic import JsonValue, TypeAdapter
 
-from app.client.completions import Answer
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
 from app.jobs.run_display import duration_text
-from deployments.host.durable_files import replacing
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
@@ -240,25 +238,6 @@ def sample(row: Row, max_text: int = 2000) -> RolloutSample:
 
 def append_rollouts(path: Path, made: Sequence[Row]) -> None:
     _append(path.with_suffix(ROLLOUTS), made)
-
-
-UNREWARDED = ".unrewarded.json"  # answers that were sampled and had no reward when the job ended
-_ANSWERS = TypeAdapter(dict[int, dict[str, Answer]])
-
-
-def unrewarded(path: Path) -> dict[int, dict[str, Answer]]:
-    """By problem and attempt."""
-    file = path.with_suffix(UNREWARDED)
-    return _ANSWERS.validate_json(file.read_bytes()) if file.exists() else {}
-
-
-def keep_unrewarded(path: Path, answers: dict[int, dict[str, Answer]]) -> None:
-    file = path.with_suffix(UNREWARDED)
-    if any(answers.values()):
-        with replacing(file) as partial:  # half a file would refuse each --resume
-            partial.write_bytes(_ANSWERS.dump_json({n: each for n, each in answers.items() if each}))
-    else:
-        file.unlink(missing_ok=True)
 
 
 def records(path: Path) -> list[StepRecord]:

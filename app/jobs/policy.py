@@ -41,7 +41,6 @@ class Policy:
     Args:
         version: of completions; None: any.
         group: in the fleet's ledger; None: answers are not captured.
-        unrewarded: answers of the group by attempt; None: they are not kept.
     """
 
     client: AsyncFleetClient
@@ -51,7 +50,6 @@ class Policy:
     is_adapter: bool = False
     version: int | None = None
     group: str | None = None
-    unrewarded: dict[str, Answer] | None = None
 
     def attempt(self) -> str:
         """A rollout's name."""
@@ -69,8 +67,6 @@ class Policy:
             raise
         if len(answers) != len(attempts):
             raise FleetError(f"expected {len(attempts)} choices of the fleet's answer, got {len(answers)}")
-        if self.unrewarded is not None:
-            self.unrewarded.update(zip(attempts, answers, strict=True))
         return answers
 
     async def complete(self, prompt_token_ids: Sequence[int], attempt: str) -> Answer:

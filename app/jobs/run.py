@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from app.client import calls
-from app.client.completions import Answer
 from app.client.connection import FleetError
 from app.jobs.environments.environment import Environment
 from app.jobs.evaluation import Evaluation
@@ -45,7 +44,6 @@ class Run:
     next_problem: int = 0
     begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
     inherited: frozenset[int] = frozenset()  # begun by a killed job
-    unrewarded: dict[int, dict[str, Answer]] = field(default_factory=dict)  # by problem and attempt
     ready: int = 0
     waits: bool = True  # the newest step waits for groups, or has waited
     filtered: list[Group] = field(default_factory=list)
@@ -161,12 +159,10 @@ async def produce(run: Run) -> None:
 
 async def play(run: Run, number: int) -> bool:
     """Sample, score and settle a group; returns whether a step can learn from it."""
-    unrewarded = run.unrewarded.setdefault(number, {})
-    policy = replace(run.policy, group=f"{run.name}.{number}", unrewarded=unrewarded)
+    policy = replace(run.policy, group=f"{run.name}.{number}")
     try:
         made = await run.environment.rollouts(number, run.options.answers_per_group, policy)
     except Unanswered as error:
-        del run.unrewarded[number]
         run.say(f"problem {number} is left out: {error}")
         await run.settle(number, (), "unanswered")
         run.left_out += 1
@@ -174,7 +170,6 @@ async def play(run: Run, number: int) -> bool:
         if run.left_out >= LEFT_OUT * run.options.groups_per_step:
             raise ValueError(f"{run.left_out} problems in a row were not answered: {error}") from error
         return False
-    del run.unrewarded[number]
     run.left_out = 0
     group = Group(number=number, rollouts=[penalised(each, run.options) for each in made])
     run.generated_tokens += sum(rollout.tokens for rollout in made)

@@ -105,15 +105,8 @@ class Task(Environment):
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         problem = self.problem(number)
-        sampled = list((policy.unrewarded or {}).items())  # by a job that ended before they had rewards
-        rest = count - len(sampled)
-        shares = [min(AT_ONCE, rest - begun) for begun in range(0, rest, AT_ONCE)]
-        made = await all_of(
-            [
-                all_of(self._rollout(problem, *each) for each in sampled),
-                *(self._rollouts(problem, share, policy) for share in shares),
-            ]
-        )
+        shares = [min(AT_ONCE, count - begun) for begun in range(0, count, AT_ONCE)]
+        made = await all_of(self._rollouts(problem, share, policy) for share in shares)
         return [rollout for share in made for rollout in share]
 
     async def _rollouts(self, problem: Problem, count: int, policy: Policy) -> list[Rollout]:

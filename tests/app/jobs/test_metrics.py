@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from app.client.completions import Answer
 from app.jobs.evaluation import Evaluation
 from app.jobs.metrics import (
     BLOCK,
@@ -14,13 +13,10 @@ from app.jobs.metrics import (
     append,
     append_rollouts,
     claimed,
-    keep_unrewarded,
     new_metrics_file,
     newest_metrics_file,
     records,
-    unrewarded,
 )
-from tests.full_disk import full_disk
 
 
 def record(step: int) -> StepRecord:
@@ -171,11 +167,3 @@ def test_a_tracker_gets_every_number_of_a_step() -> None:
     assert values["left_out_fraction"] == 0.5 and values["evaluation/cut_fraction"] == 0.0
     assert values["reward"] == 0.5 and values["trainer/loss"] == 0.125
     assert values["evaluation/pass@1"] == 0.25 and "seed" not in values and "example" not in values
-
-
-def test_answers_without_a_reward_stay_if_the_disk_is_full_when_they_are_kept_again(tmp_path: Path) -> None:
-    path, answer = tmp_path / "m.jsonl", Answer(text="4", token_ids=[4], logprobs=[], weight_versions=[])
-    keep_unrewarded(path, {7: {"a": answer}})
-    with full_disk(), pytest.raises(OSError, match="too large"):
-        keep_unrewarded(path, {7: {"a": answer, "b": answer}})
-    assert unrewarded(path) == {7: {"a": answer}}
