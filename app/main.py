@@ -315,7 +315,7 @@ def _engine_resources(args: AppConfig) -> dict[str, object]:
     }
     if args.device is Device.CPU:
         environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": str(args.engine.cpu_kv_cache_gib),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
             THREADS_BIND: UNBOUND,  # vLLM would bind every engine to the same cores
         }
     return {

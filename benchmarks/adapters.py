@@ -206,6 +206,7 @@ def main() -> None:
     model = Path(resolve_model(options.model))
     setup: Setup = CPU if options.device == "cpu" else gpu(model, transport=options.transport)
     extra = {"enable_lora": True, "max_lora_rank": options.rank, "max_loras": 8 if options.trainer else 4}
+    extra |= setup.engine.get("extra", {})
     setup = replace(setup, model=str(model), engine=setup.engine | {"extra": extra})
     if options.eager:
         setup.engine["enforce_eager"] = True

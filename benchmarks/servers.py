@@ -60,7 +60,7 @@ def gpu(model: Path, *, transport: str = "nccl") -> Setup:
             "dtype": "bfloat16",
             "max_model_len": 4096,
             "max_num_seqs": 256,
-            "load_format": "dummy",
+            "extra": {"load_format": "dummy"},
             "gpu_memory_utilization": 0.45,
             **({"gpus_per_rank": 0.5} if shares else {}),
         },
@@ -127,7 +127,9 @@ def vllm_serve(port: int, *, setup: Setup = CPU) -> Iterator[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
         command += ["--model", str(resolve_model(setup.model)), "--served-model-name", MODEL]
         command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-        for name, value in setup.engine.items():
+        arguments = {**setup.engine, **setup.engine.get("extra", {})}
+        arguments.pop("extra", None)
+        for name, value in arguments.items():
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
         environment = {

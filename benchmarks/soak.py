@@ -46,7 +46,8 @@ def configured(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     if options.model is not None:
         args["model"] = options.model
     if options.load_format is not None:
-        args["engine"] = {**args.get("engine", {}), "load_format": options.load_format}
+        extra = args.setdefault("engine", {}).setdefault("extra", {})
+        extra["load_format"] = options.load_format
     if "trainer" not in args:
         raise SystemExit(f"{options.config}: expected a fleet with a trainer, which publishes")
     return document

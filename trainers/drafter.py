@@ -31,6 +31,7 @@ from trainers.step_metrics import Metrics
 
 _EMBEDDINGS = 0  # layers that they have passed
 _SUMS = ("loss", "agreed", "tokens")
+MAX_GRAD_NORM = 1.0  # of the drafter alone
 
 
 class TrainedDrafter:
@@ -56,7 +57,7 @@ class TrainedDrafter:
         compiled: bool = False,
         packed: bool = False,
     ) -> None:
-        self.config = config
+        self.learning_rate = config.learning_rate
         self.has_own_checkpoint = config.model is not None
         _check_embeddings(model)
         layers = decoder_layers(model)
@@ -169,8 +170,8 @@ class TrainedDrafter:
         return {"drafter_loss": sums["loss"], "drafter_agreement": sums["agreed"] / max(sums["tokens"], 1.0)}
 
     def clip(self) -> float:
-        """Shorten the gradient to `clip`; returns its length before. One that is not finite is dropped."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.clip))
+        """Shorten the gradient; returns its length before. One that is not finite is dropped."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), MAX_GRAD_NORM))
         if not math.isfinite(norm):
             self.head.zero_grad(set_to_none=True)
         return norm

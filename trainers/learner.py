@@ -52,7 +52,7 @@ class Learner:
         # AdamW: Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101. Updates set its learning rate.
         groups: list[dict[str, Any]] = [{"params": policy.parameters()}]
         if (drafter := policy.drafter) is not None:
-            rate = drafter.config.learning_rate
+            rate = drafter.learning_rate
             groups.append({"params": drafter.parameters(), "lr": rate, "weight_decay": 0.0})
         self.optimizer = torch.optim.AdamW(
             groups,

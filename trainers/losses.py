@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from trainers.estimators import DISTILLING
-from trainers.settings import DEFAULTS, Aggregation, ImportanceLevel, KlEstimator, LossConfig
+from trainers.settings import DEFAULTS, Aggregation, KlEstimator, LossConfig
 
 MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 
@@ -99,7 +99,7 @@ def importance_weights(tokens: LearnedTokens, config: LossConfig) -> torch.Tenso
     IMPALA, https://arxiv.org/abs/1802.01561; between engines: https://fengyao.notion.site/off-policy-rl.
     """
     log_weights = (tokens.old_logprobs - tokens.rollout_logprobs).detach().clamp(max=MAX_LOG_RATIO)
-    if config.importance_level is ImportanceLevel.ANSWER:
+    if config.name == "gspo":  # one weight for an answer
         log_weights = tokens.means_of_completions(log_weights)
     return log_weights.exp()
 

@@ -34,11 +34,6 @@ class Aggregation(StrEnum):
     CONSTANT = "constant"
 
 
-class ImportanceLevel(StrEnum):
-    TOKEN = "token"
-    ANSWER = "answer"
-
-
 class KlEstimator(StrEnum):
     """K3: as in GRPO; its gradient is that of KL(reference || current). K3_UNBIASED: times current / old,
     with the gradient of KL(current || reference), https://arxiv.org/abs/2512.02556."""
@@ -57,7 +52,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "aggregation": Aggregation.SEQUENCE,
         "clip_low": 3e-4,
         "clip_high": 4e-4,
-        "importance_level": ImportanceLevel.ANSWER,
     },
     "cispo": {"clip_high": 4.0},
     "rloo": {"aggregation": Aggregation.CONSTANT, "max_tokens": 1},
@@ -71,9 +65,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 UNREAD: Mapping[str, frozenset[str]] = {
     "cispo": frozenset({"clip_low"}),
     "rloo": frozenset({"clip_low", "clip_high"}),
-    **dict.fromkeys(
-        ("sft", *DISTILLING), frozenset({"clip_low", "clip_high", "importance_cap", "importance_level"})
-    ),
+    **dict.fromkeys(("sft", *DISTILLING), frozenset({"clip_low", "clip_high", "importance_cap"})),
 }
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -94,8 +86,6 @@ class LossConfig(_Settings):
     """The ratio current / old is clipped above 1 plus this."""
     importance_cap: PositiveFloat | None = 2.0
     """Truncates importance weights, old / rollout. None: rollout log-probabilities are not used."""
-    importance_level: ImportanceLevel = ImportanceLevel.TOKEN
-    """What has an importance weight: each `token`, or an `answer` (the geometric mean of its tokens')."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Of the KL penalty to the model that training began with. 0: no reference model is loaded."""
     kl_estimator: KlEstimator = KlEstimator.K3
@@ -275,8 +265,6 @@ class DrafterConfig(_Settings):
     one. None: the multi-token prediction in the model's checkpoint."""
     learning_rate: PositiveFloat = 1e-4
     """AdamW's, the same in all steps."""
-    clip: PositiveFloat = 1.0
-    """A longer gradient of the drafter is shortened to it."""
 
 
 class TrainerConfig(LearnerConfig):
@@ -311,8 +299,6 @@ class TrainerConfig(LearnerConfig):
     parameter in float32, and 12 where `wire_dtype` rounds the weights."""
     gpus_per_rank: float = Field(default=1.0, gt=0, le=1)
     """What Ray reserves for a rank with device `cuda`."""
-    step_timeout_s: PositiveFloat = 600.0
-    """How long a step, a save or a rollback may take."""
 
     @property
     def published_adapter(self) -> LoraConfig | None:

@@ -182,7 +182,6 @@ VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
 # Variables with settings of their own, or decided by placement.
 RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "placement",
-    "VLLM_CPU_KVCACHE_SPACE": "engine.cpu_kv_cache_gib",
     "VLLM_API_KEY": "security.user_token_file",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "engine.extra.enable_lora",
     "VLLM_LORA_RESOLVER_CACHE_DIR": "security.checkpoint_roots",
@@ -251,9 +250,9 @@ def _cpu_rules(config: AppConfig) -> Iterator[str]:
     if config.trainer is not None and config.trainer.packed:
         reason = "FlexAttention has no backward pass there"
         yield expected("trainer.packed", "false with device 'cpu'", "true", reason)
-    if config.engine.enable_sleep_mode:
+    if config.engine.extra.get("enable_sleep_mode"):
         reason = "sleep releases GPU memory"
-        yield expected("engine.enable_sleep_mode", "false with device 'cpu'", "true", reason)
+        yield expected("engine.extra.enable_sleep_mode", "false with device 'cpu'", "true", reason)
 
 
 def _count_rules(config: AppConfig) -> Iterator[str]:
@@ -264,10 +263,10 @@ def _count_rules(config: AppConfig) -> Iterator[str]:
         if count > replicas:
             reason = f"'engine.{setting}' is {replicas}"
             yield expected(f"weights.{name}", f"at most {replicas}", count, reason)
-    if config.engine.enable_expert_parallel and config.engine.world_size == 1:
+    if config.engine.extra.get("enable_expert_parallel") and config.engine.world_size == 1:
         reason = "experts are distributed over the ranks of one replica"
         wanted = "more than one rank in a replica, or false"
-        yield expected("engine.enable_expert_parallel", wanted, "true with 1 rank", reason)
+        yield expected("engine.extra.enable_expert_parallel", wanted, "true with 1 rank", reason)
 
 
 def _size_rules(config: AppConfig) -> Iterator[str]:

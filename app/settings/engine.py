@@ -51,30 +51,20 @@ class EngineConfig(Section):
     """Ranks over which a replica's layers are spread."""
     data_parallel_size: PositiveInt = 1
     """Ranks of one replica that compute different requests, for mixtures of experts."""
-    enable_expert_parallel: bool = False
-    """Spread the experts of a layer over the ranks of a replica."""
     gpu_memory_utilization: Fraction = 0.9
     """The share of a GPU's memory that an engine takes: weights, staging and KV cache."""
-    cpu_kv_cache_gib: PositiveInt = 1
-    """The size of the KV cache with device `cpu`, in GiB."""
     enforce_eager: bool = False
     """Run without compilation and CUDA graphs."""
-    load_format: str = "auto"
-    """How the first checkpoint is read; `dummy`: random weights."""
-    quantization: str | None = None
-    """Quantize while loading, for example `fp8`. None: as the checkpoint says."""
-    enable_sleep_mode: bool = False
-    """Allow `/sleep` and `/wake_up`, which release an engine's GPU memory."""
     gpus_per_rank: Fraction = 1.0
     """What Ray reserves for a rank; less than 1 where a trainer rank shares the GPU."""
     drain_timeout_s: PositiveFloat = 120.0
     """How long a replica that is stopped waits for running requests."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs, and those of tool calls (`tool_call_parser` and
-    others)."""
+    """Further arguments of vLLM's AsyncEngineArgs, such as `quantization`, `load_format`,
+    `enable_expert_parallel` and `enable_sleep_mode`, and those of tool calls (`tool_call_parser`, others)."""
     env: dict[EngineVariable, EnvironmentValue] = Field(default_factory=dict)
-    """Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example `VLLM_BATCH_INVARIANT:
-    1`."""
+    """Environment of the engine processes: VLLM_*, NCCL_* and CUDA_*, for example `VLLM_BATCH_INVARIANT: 1`,
+    or `VLLM_CPU_KVCACHE_SPACE: 4` (GiB, with device `cpu`; 1 if none is given)."""
 
     @property
     def first_replicas(self) -> int:
@@ -104,7 +94,7 @@ class EngineConfig(Section):
 # Settings that are not vLLM's.
 OWN_SETTINGS = {
     *("num_replicas", "min_replicas", "max_replicas", "downscale_delay_s", "drain_timeout_s"),
-    *("cpu_kv_cache_gib", "gpus_per_rank", "extra", "env"),
+    *("gpus_per_rank", "extra", "env"),
 }
 
 # Arguments of `vllm serve`, not of the engine.

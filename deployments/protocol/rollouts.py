@@ -49,10 +49,9 @@ class RolloutLimits(BaseModel):
     waited for its job for longer than `keep_s`; if there is none, new ones get 503."""
     max_gib: PositiveFloat = 16.0
     """The size of `captured.sqlite` in `state_dir`; above that new rollouts and turns get 503."""
-    group_timeout_s: PositiveFloat = 3600.0
-    """When an incomplete group closes, with the members that are rewarded by then."""
     keep_s: PositiveFloat = 3600.0
-    """How long a closed group waits for a trainer, and how long a step can get again what it has consumed."""
+    """How long an incomplete group waits, which then closes with the members that have a reward; how long a
+    closed one waits for a trainer; and how long a step can get again what it has consumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

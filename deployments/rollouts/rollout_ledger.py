@@ -253,7 +253,7 @@ class RolloutLedger:
         name = request.group or ALONE + key
         group = self._groups.get(name)
         if group is None:
-            due = now + self._limits.group_timeout_s
+            due = now + self._limits.keep_s
             size = 1 if request.group is None else request.group_size
             return Group(key=name, owner=request.owner, size=size, members=(), due=due)
         if request.owner and request.owner != group.owner:

@@ -32,7 +32,7 @@ from deployments.protocol.responses import (
 from deployments.serve.instruments import STEP, STEPS, Record, record
 from deployments.trainer.spec import LABELS_KEPT, LoadedTrainer, TrainerSpec
 from deployments.trainer.trainer_rounds import TrainerRounds, end_former_session
-from deployments.trainer.worker_group import PING_TIMEOUT_S, WorkerGroup
+from deployments.trainer.worker_group import PING_TIMEOUT_S, STEP_TIMEOUT_S, WorkerGroup
 from deployments.weights.transports.registry import TRANSPORTS, SameGpu
 
 Result = TypeVar("Result")
@@ -192,7 +192,6 @@ class Trainer:
         ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> None:
         self._spec = spec
-        self._step_timeout_s = spec.config.step_timeout_s
         self._controller = fleet = CallHandle(controller)
         self._queue = SerialQueue()
         self._calls = CallServer(self)
@@ -298,8 +297,7 @@ class Trainer:
     async def save(self, path: str | None = None) -> SavedCheckpoint:
         """Write a Hugging Face checkpoint, or an adapter in peft's format, on the trainer's host. Raises
         InvalidRequest or FleetUnavailable."""
-        timeout_s = self._step_timeout_s
-        return await self._queue.run("save", lambda: self._group.call("save", path, timeout_s=timeout_s))
+        return await self._queue.run("save", lambda: self._group.call("save", path, timeout_s=STEP_TIMEOUT_S))
 
     async def report(self, entry: StepEntry) -> None:
         """A job's step, for the page."""
@@ -373,7 +371,7 @@ class Trainer:
         self._rounds.require_committed()
         published = self._rounds.version if self._lora is None else self._adapter_version
         metrics: StepMetrics = await self._group.call(
-            "step", trajectories, published, settings, label, timeout_s=self._step_timeout_s
+            "step", trajectories, published, settings, label, timeout_s=STEP_TIMEOUT_S
         )
         step = metrics["step"]
         assert step is not None, "a number of steps is finite"
@@ -400,7 +398,7 @@ class Trainer:
         if settled is not None and settled.label == label:
             return settled
         await retried(self._controller, "rollback_source", version)
-        self._know(await self._group.call("load_version", version, timeout_s=self._step_timeout_s))
+        self._know(await self._group.call("load_version", version, timeout_s=STEP_TIMEOUT_S))
         self._published.clear()
         return self._prove(await self._rounds.replace(label))
 
@@ -414,7 +412,7 @@ class Trainer:
         async def work() -> tuple[float, ...] | None:
             if (self._rounds.version, self._step) != (version, step):
                 return None
-            return await self._group.call("score", timeout_s=self._step_timeout_s)
+            return await self._group.call("score", timeout_s=STEP_TIMEOUT_S)
 
         try:
             values = await self._queue.run("score", work)
@@ -432,5 +430,5 @@ class Trainer:
         limit_s = self._spec.publish_timeout_s
         report: AdapterReport = await self._group.call("publish", label, timeout_s=limit_s)
         self._adapter_version, self._last_adapter = report.version, report
-        await self._group.call("save_checkpoint", timeout_s=self._step_timeout_s)
+        await self._group.call("save_checkpoint", timeout_s=STEP_TIMEOUT_S)
         return report

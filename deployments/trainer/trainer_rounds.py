@@ -16,7 +16,7 @@ from deployments.protocol.errors import (
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.spec import PUBLISHER, LoadedTrainer, TrainerSpec
-from deployments.trainer.worker_group import WorkerGroup
+from deployments.trainer.worker_group import STEP_TIMEOUT_S, WorkerGroup
 
 SEND_ATTEMPTS = 3
 logger = serve_logger()
@@ -84,7 +84,7 @@ class TrainerRounds:
             return
         logger.warning("the last publish was not answered: it is committed, as version %d", report.version)
         self._untold = report
-        await self._group.call("adopt", report, timeout_s=self._spec.config.step_timeout_s)
+        await self._group.call("adopt", report, timeout_s=STEP_TIMEOUT_S)
         await self._adopt(report)
 
     async def _ended(self, round_id: int) -> RoundReport:
@@ -115,7 +115,7 @@ class TrainerRounds:
 
     async def _adopt(self, report: RoundReport) -> None:
         self.version, self.last, self.missed, self.unanswered = report.version, report, None, None
-        await self._group.call("save_checkpoint", timeout_s=self._spec.config.step_timeout_s)
+        await self._group.call("save_checkpoint", timeout_s=STEP_TIMEOUT_S)
 
     async def _run_round(self, label: str | None, after: int | None) -> RoundReport:
         limit_s = self._spec.publish_timeout_s

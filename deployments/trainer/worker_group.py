@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PING_TIMEOUT_S = 20.0  # below Serve's own limit: the reason is known when it replaces the trainer
 START_TIMEOUT_S = 1800.0  # includes the download of a model
+# A step, a save or a rollback; NCCL ends a collective that hangs before.
+STEP_TIMEOUT_S = 1800.0
 STRAGGLER_S = 10.0  # after one rank failed, the others may block in a collective forever
 
 logger = serve_logger()

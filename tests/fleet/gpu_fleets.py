@@ -24,9 +24,12 @@ SMALL_ENGINE: dict[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 64,
     "gpu_memory_utilization": 0.15,
-    "load_format": "dummy",
     # A fixed size: other processes on the GPU would disturb vLLM's profile of free memory.
-    "extra": {"attention_backend": "FLASH_ATTN", "kv_cache_memory_bytes": 1 << 30},
+    "extra": {
+        "load_format": "dummy",
+        "attention_backend": "FLASH_ATTN",
+        "kv_cache_memory_bytes": 1 << 30,
+    },
 }
 
 

@@ -31,7 +31,8 @@ def test_three_rounds_over_ipc_end_where_a_fresh_engine_begins(tmp_path: Path, s
 @needs_gpus(1)
 @pytest.mark.parametrize("staging", SLEEP_PORTS)
 def test_weights_that_a_sleep_discarded_come_back_with_a_round(tmp_path: Path, staging: str) -> None:
-    overrides = {"engine": {"env": INVARIANT, "enable_sleep_mode": True}, "weights": {"staging": staging}}
+    engine = {"env": INVARIANT, "extra": {"enable_sleep_mode": True}}
+    overrides = {"engine": engine, "weights": {"staging": staging}}
     with tiny_fleet("ipc", tmp_path, SLEEP_PORTS[staging], overrides) as (_, client, _):
         version = train_and_publish(client)
         before = complete(client, max_tokens=TOKENS)

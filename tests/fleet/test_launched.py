@@ -68,7 +68,7 @@ def traces() -> Iterator[Collector]:
 def launched(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[Launched]:
     root = tmp_path_factory.mktemp("launched")
     changes = {
-        "engine": {"load_format": "dummy"},  # noise, until the trainer has published
+        "engine": {"extra": {"load_format": "dummy"}},  # noise, until the trainer has published
         "router": {"num_replicas": ROUTERS, "request_timeout_s": 60},
         "store": {"keep": KEPT},
         "rollouts": {},  # for `slipstream rl`

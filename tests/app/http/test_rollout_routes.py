@@ -28,7 +28,7 @@ NAMES = ("operator", "ann", "bob")
 OPERATOR, ANN, BOB = ({"authorization": f"Bearer {name * 8}"} for name in NAMES)
 CHAT = "/v1/chat/completions"
 NOTHING = {"step": None, "ready_groups": 0, "groups": [], "left_groups": 0}
-LIMITS = RolloutLimits(max_rollouts=9, max_gib=1.0, group_timeout_s=60, keep_s=60)
+LIMITS = RolloutLimits(max_rollouts=9, max_gib=1.0, keep_s=60)
 
 
 class Controller:

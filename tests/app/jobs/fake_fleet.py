@@ -37,7 +37,7 @@ from tests.app.http.fake_trainer import STATUS
 from trainers.trajectory import Trajectory
 from trainers.trajectory_arrays import from_bytes, settings_of
 
-LIMITS = RolloutLimits(max_rollouts=999, max_gib=1.0, group_timeout_s=3600.0, keep_s=3600.0)
+LIMITS = RolloutLimits(max_rollouts=999, max_gib=1.0, keep_s=3600.0)
 CHAT = "/v1/chat/completions"
 
 

@@ -32,8 +32,8 @@ device: cuda, weights: {transport: nccl, wire: vllm}
 separate | weights: {transport: nccl, staging: device, wire: vllm}
   'weights.wire': expected 'slipstream' with a trainer, got 'vllm' (the trainer deployment states digests,
   which vLLM's wire cannot carry)
-engine: {enable_sleep_mode: true}
-  'engine.enable_sleep_mode': expected false with device 'cpu', got true (sleep releases GPU memory)
+engine: {extra: {enable_sleep_mode: true}}
+  'engine.extra.enable_sleep_mode': expected false with device 'cpu', got true (sleep releases GPU memory)
 trainer: {packed: true}
   'trainer.packed': expected false with device 'cpu', got true (FlexAttention has no backward pass there)
 placement: colocated, trainer: {strategy: fsdp2, world_size: 2}
@@ -50,9 +50,9 @@ device: cuda, weights: {transport: nccl, staging: device}, engine: {extra: {enab
   that a shadow would copy)
 engine: {env: {VLLM_API_KEY: x}}
   'engine.env.VLLM_API_KEY': set 'security.user_token_file' instead (every setting has one name)
-engine: {enable_expert_parallel: true}
-  'engine.enable_expert_parallel': expected more than one rank in a replica, or false, got true with 1 rank
-  (experts are distributed over the ranks of one replica)
+engine: {extra: {enable_expert_parallel: true}}
+  'engine.extra.enable_expert_parallel': expected more than one rank in a replica, or false, got true with
+  1 rank (experts are distributed over the ranks of one replica)
 colocated | engine: {gpus_per_rank: 0.7}
   'engine.gpus_per_rank + trainer.gpus_per_rank': expected at most 1, got 0.7 + 0.4 = 1.1 (an engine rank
   and a trainer rank share each GPU when colocated)

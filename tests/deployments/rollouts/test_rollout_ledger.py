@@ -101,7 +101,7 @@ def test_a_group_is_taken_whole_when_its_members_are_rewarded_or_discarded() -> 
 
 
 def test_a_group_that_never_completes_closes_at_its_deadline() -> None:
-    ledger, due = played("a", group="g", size=3), LIMITS.group_timeout_s
+    ledger, due = played("a", group="g", size=3), LIMITS.keep_s
     ledger.open(request("b", group="g"), 0)
     ledger.open(request("c"), 0)
     assert taken(ledger, "step", now=due - 1) == []
@@ -364,13 +364,13 @@ def test_runs_that_were_given_up_take_no_room_from_others() -> None:
 
 def test_what_ended_is_removed_after_a_while_and_so_is_what_nobody_takes() -> None:
     ledger = played("a", "b")
-    ledger.open(request("c"), 0)
+    ledger.open(request("c"), 1)
     taken(ledger, "step")
     states, ends = ledger.counts(LIMITS.keep_s)
     assert states["discarded"] == 1 and ends == {"consumed": 1, "expired": 1}
     with pytest.raises(NotFound):
         ledger.state("a")
-    states, _ = ledger.counts(LIMITS.group_timeout_s + LIMITS.keep_s)
+    states, _ = ledger.counts(2 * LIMITS.keep_s + 1)
     assert set(states.values()) == {0}
 
 
@@ -378,9 +378,9 @@ def test_a_group_that_was_closed_shortly_before_its_deadline_waits_for_a_trainer
     ledger = RolloutLedger(LIMITS)
     ledger.open(request("a"), 0)
     ledger.append("a", "", new_turn())
-    ledger.reward("a", "", 1.0, LIMITS.group_timeout_s - 1)
-    ledger.tick(LIMITS.group_timeout_s)
-    assert taken(ledger, "step", now=LIMITS.group_timeout_s) == ["~a"]
+    ledger.reward("a", "", 1.0, LIMITS.keep_s - 1)
+    ledger.tick(LIMITS.keep_s)
+    assert taken(ledger, "step", now=LIMITS.keep_s) == ["~a"]
 
 
 def test_a_call_can_be_undone() -> None:

@@ -150,7 +150,7 @@ def test_a_full_file_is_emptied_by_its_trainer_and_with_time(tmp_path: Path, clo
             small.reward(each, "", 1.0)
         groups = taken(small, "step" * 30, len(kept))["groups"]
         assert [each["id"] for group in groups for each in group["rollouts"]] == kept
-        clock.now += limits.group_timeout_s + limits.keep_s
+        clock.now += 2 * limits.keep_s
         assert len(fill()) >= len(kept)
 
 
@@ -238,9 +238,12 @@ def test_an_image_is_kept_once_and_as_long_as_a_rollout_has_it(
     store: RolloutStore, tmp_path: Path, clock: Clock
 ) -> None:
     cat, dog = sha256(b"cat").hexdigest(), sha256(b"dog").hexdigest()
-    for each in ("a", "b"):
-        store.open(request(each))
-        store.append("", [(each, captured("k/0", [1, 2], [3], images={0: b"cat"}))])
+
+    def begin(name: str) -> None:
+        store.open(request(name))
+        store.append("", [(name, captured("k/0", [1, 2], [3], images={0: b"cat"}))])
+
+    begin("b")
     # The same tokens with another image continue nothing.
     store.append("", [("b", captured("l/0", [1, 2, 3, 4], [5], images={0: b"dog"}))])
     store.append("", [("b", captured("m/0", [1, 2, 3, 4], [5], images={0: b"cat", 3: b"dog"}))])
@@ -252,7 +255,9 @@ def test_an_image_is_kept_once_and_as_long_as_a_rollout_has_it(
         (rollout,) = group["rollouts"]
         found = [(each["prompt_token_ids"], each["images"]) for each in rollout["sequences"]]
         assert found == [([1, 2, 3, 4], [dog]), ([1, 2], [cat, dog])]
-        clock.now += 1.2 * LIMITS.keep_s
+        clock.now += LIMITS.keep_s / 2
+        begin("a")
+        clock.now += 0.7 * LIMITS.keep_s
         store.open(request("c"))
         store.discard("c", "")
         with pytest.raises(NotFound, match="no rollout that is kept has the image"):

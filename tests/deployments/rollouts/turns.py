@@ -7,7 +7,7 @@ from hashlib import sha256
 from deployments.protocol.rollouts import CapturedImage, CapturedTurn, RolloutLimits, RolloutRequest
 from trainers.trajectory import RoutedExperts
 
-LIMITS = RolloutLimits(max_rollouts=6, max_gib=0.01, group_timeout_s=100.0, keep_s=50.0)
+LIMITS = RolloutLimits(max_rollouts=6, max_gib=0.01, keep_s=50.0)
 
 
 def request(
