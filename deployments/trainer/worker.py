@@ -348,20 +348,21 @@ class TrainerWorker(TrainerRank):
 
     def load_version(self, version: int) -> Sequence[str]:
         """Go back to a stored version; moments start at zero. Returns the labels of its newest steps. Raises
-        InvalidRequest (not in the store, or damaged; nothing has changed) or OSError (an old checkpoint
-        cannot be removed)."""
+        InvalidRequest (not in the store, or damaged) or OSError (an old checkpoint cannot be removed): the
+        weights have not changed."""
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
                 problem = self._stored.problem(version, self._fleet_id)
                 if problem is not None:
                     raise InvalidRequest(f"version {version} is not loaded: {problem}")
+                labels = self._store.manifest_of(version).step_labels
+                self._checkpoints.discard()
                 self._load_stored(version, directory, self._learner.steps_done)
-                self._labels = self._store.manifest_of(version).step_labels
         except FileNotFoundError as error:
             raise InvalidRequest(str(error)) from error
-        self._checkpoints.discard()
-        return self._labels
+        self._labels = labels
+        return labels
 
     def save(self, path: str | None) -> SavedCheckpoint:
         """Write the current weights to a new directory; None: one in the store. Raises InvalidRequest: `path`

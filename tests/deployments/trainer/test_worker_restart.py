@@ -1,4 +1,6 @@
+import errno
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from safetensors.torch import load_file
@@ -275,3 +277,18 @@ def test_a_rollback_to_a_damaged_version_is_refused_and_changes_nothing(
     worker.load_version(1)
     published(worker)
     assert not equal(controller.received, before)
+
+
+@pytest.mark.slow
+def test_a_rollback_whose_checkpoints_cannot_be_removed_changes_no_weights(
+    spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller gets an error: the next step must go on from what the fleet serves."""
+    worker = trained(spec, controller, steps=2)
+    before = everything(worker)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Directory not empty"):
+        patch.setattr("shutil.rmtree", MagicMock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+        worker.load_version(1)
+    assert equal(everything(worker), before)
+    worker.load_version(1)
+    assert equal(everything(worker), stored(spec, 1))
