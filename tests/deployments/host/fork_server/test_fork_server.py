@@ -1,4 +1,5 @@
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -254,15 +255,15 @@ def test_files_that_imports_keep_open_leave_the_low_numbers_to_clients(
 def test_a_descriptor_that_an_import_has_opened_is_not_replaced(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "opening.py").write_text("import os; number = os.dup2(os.open('/dev/null', os.O_RDONLY), 77)")
+    read, write = os.pipe()
+    ours = fcntl.fcntl(write, fcntl.F_DUPFD, 77)  # not dup2: another test's file may have the number
+    (tmp_path / "opening.py").write_text(f"import os; os.dup2(os.open('/dev/null', os.O_RDONLY), {ours})")
     environment |= {"PYTHONPATH": str(tmp_path), MODULES: "opening"}
     assert shown(environment)["reason"] is None
-    read, write = os.pipe()
-    os.dup2(write, 77)
-    output = ran(client("-c", SHOW), environment, pass_fds=[77])
-    for each in (read, write, 77):
+    output = ran(client("-c", SHOW), environment, pass_fds=[ours])
+    for each in (read, write, ours):
         os.close(each)
-    assert "descriptors [77]" in json.loads(output.stdout)["reason"]
+    assert f"descriptors [{ours}]" in json.loads(output.stdout)["reason"]
 
 
 def test_what_a_fork_cannot_apply_and_a_switch_leave_ordinary_interpreters(
