@@ -160,6 +160,8 @@ class FleetConnection:
 
     def _with_target(self, state: _RankState) -> _RankState:
         fleet = self._client.fleet()
+        if fleet.workers == 0:  # vLLM disables a communicator of one
+            raise FleetUnavailable("no replica is registered to connect to", {"expected": 1, "actual": 0})
         return _RankState(
             connected=state.connected and fleet.connected == PUBLISHER and fleet.epoch == self._epoch,
             target=PublishTarget(epoch=fleet.epoch, workers=fleet.workers),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -156,3 +157,11 @@ def test_an_unreachable_controller_is_the_error_and_nothing_was_begun(
     with pytest.raises(FleetUnavailable, match="the controller is being restarted"):
         publisher_of(controller).publish(None)
     assert controller.calls == ["fleet"]
+
+
+def test_a_fleet_without_a_replica_is_not_connected_to(tmp_path: Path) -> None:
+    controller = ControllerInProcess(tmp_path, replicas=0)
+    with pytest.raises(FleetUnavailable, match="no replica is registered"):
+        publisher_of(controller).publish(None)
+    assert controller.calls == ["fleet"], "a communicator of the trainer alone works over no transport"
+    controller.close()
