@@ -4,9 +4,10 @@
     replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
               one rejects it ─► SET_ADAPTERS without it ─► the caller's error
 
-After each event every replica's last report is compared with the catalog, and the first thing that
-is missing is sent. Until this process has sent it SET_ADAPTERS, a replica may still carry out an
-earlier controller's directive.
+After each event every replica is compared with the catalog, and the first thing that it lacks is sent: an
+adapter, or the news of a change. Changes are numbered. A caller has its answer once each replica that takes
+requests has carried out the change with its number; one that has carried out none may still run an earlier
+controller's directive.
 
 Nothing is loaded between the decision and the end of a round that holds: a load ahead of one
 replica's COMMIT would stop the whole fleet.
@@ -14,15 +15,14 @@ replica's COMMIT would stop the whole fleet.
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from deployments.ledger import adapter_catalog, membership
 from deployments.ledger.decisions import Cataloged
 from deployments.ledger.state import (
     Load,
-    LoadTimes,
     Member,
     MemberState,
-    OnComplete,
     PendingCall,
     RoundPhase,
     State,
@@ -34,6 +34,7 @@ from deployments.protocol.adapters import (
     AdapterCatalog,
     AdapterFiles,
     AdapterStatus,
+    AdapterTimings,
     LoadAdapter,
     LoadedAdapter,
     LoadRequest,
@@ -58,8 +59,8 @@ def begin(state: State, request: LoadRequest) -> Adapter:
         )
     taken = {limits.base_model, *adapters.loads}
     adapter = adapter_catalog.next_adapter(adapters.catalog, request, taken)
-    times = adapters.times[adapter.adapter_id] = LoadTimes(begun=state.now)
-    adapters.loads[adapter.name] = Load(adapter=adapter, times=times)
+    adapters.loads[adapter.name] = Load(adapter=adapter, begun=state.now)
+    adapters.timings[adapter.adapter_id] = AdapterTimings()
     # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
     _decide(state, adapter_catalog.numbered(adapters.catalog, adapter))
     _record(state, adapter, "loading")
@@ -74,21 +75,21 @@ def stage(state: State, adapter: Adapter, files: AdapterFiles) -> PendingCall:
     """
     load = state.adapters.loads[adapter.name]
     load.adapter = replace(adapter, path=files.path, digest=files.digest, size_bytes=files.size_bytes)
-    load.call, load.times.staged = PendingCall(name=LoadAdapter.name), state.now
+    load.call, load.staged = PendingCall(name=LoadAdapter.name), state.now
+    _time(state, load, copy_s=state.now - load.begun)
     return load.call
 
 
 def complete(state: State, adapter: Adapter) -> None:
     if (load := _load_of(state, adapter)) is not None:
-        load.times.stored = state.now
+        load.stored = True
+        _time(state, load, sync_s=state.now - load.staged)
 
 
 def fail(state: State, adapter: Adapter, error: SlipstreamError) -> None:
     load = _load_of(state, adapter)
     if load is not None and not load.stored:
-        load.error = load.error or error
-        if load.call is None:
-            _undo(state, load, load.error)
+        _undo(state, load, load.error or error)
 
 
 def unload(state: State, name: str) -> PendingCall:
@@ -96,11 +97,9 @@ def unload(state: State, name: str) -> PendingCall:
     _check_idle(state, name)
     out = adapter_catalog.named(state.adapters.catalog, name)
     ids = {each.adapter_id for each in out}
-    _decide(state, adapter_catalog.without(state.adapters.catalog, ids))
-    for each in out:
-        _record(state, each, "retired")
+    number = _decide(state, adapter_catalog.without(state.adapters.catalog, ids))
     call = PendingCall(name=SetAdapters.name)
-    state.adapters.unloads.append((ids, call))
+    state.adapters.unloads.append((number, call))
     return call
 
 
@@ -125,9 +124,25 @@ def _check_idle(state: State, name: str) -> None:
         )
 
 
-def _decide(state: State, catalog: AdapterCatalog) -> None:
-    state.adapters.catalog = catalog
+def _decide(state: State, catalog: AdapterCatalog) -> int:
+    """Returns the number of the change, of which replicas are to be told if other versions are live."""
+    adapters, before = state.adapters, state.adapters.catalog
+    adapters.catalog = catalog
     state.decide(Cataloged(catalog=catalog))
+    adapters.number += catalog.live != before.live
+    for phase, now, then in (
+        ("live", catalog.live, before.live),
+        ("retired", catalog.retired, before.retired),
+    ):
+        known = {each.adapter_id for each in then}
+        for each in (each for each in now if each.adapter_id not in known):
+            _record(state, each, phase)
+    return adapters.number
+
+
+def _time(state: State, load: Load, **timings: Any) -> None:
+    by_id, adapter_id = state.adapters.timings, load.adapter.adapter_id
+    by_id[adapter_id] = replace(by_id[adapter_id], **timings)
 
 
 def _record(state: State, adapter: Adapter, phase: str, reason: str = "") -> None:
@@ -144,8 +159,8 @@ def settled(state: State, load_id: str) -> bool:
     adapters = state.adapters
     if any(load.adapter.load_id == load_id for load in adapters.loads.values()):
         return False
-    found = next((each for each in adapters.catalog.live if each.load_id == load_id), None)
-    return found is None or _is_everywhere(state, found)
+    found = any(each.load_id == load_id for each in adapters.catalog.live)
+    return not found or _carried_out(state) > 0
 
 
 def loaded(state: State, load_id: str) -> Adapter | None:
@@ -155,7 +170,7 @@ def loaded(state: State, load_id: str) -> Adapter | None:
 
 def status(state: State) -> list[AdapterStatus]:
     catalog, members = state.adapters.catalog, list(state.members.values())
-    loading = [load.adapter for load in state.adapters.loads.values() if not load.decided]
+    loading = [load.adapter for load in state.adapters.loads.values() if load.number is None]
     return [
         _status(state, each, name, members)
         for adapters, name in ((catalog.retired, "retired"), (catalog.live, "live"), (loading, "loading"))
@@ -164,8 +179,6 @@ def status(state: State) -> list[AdapterStatus]:
 
 
 def _status(state: State, adapter: Adapter, name: str, members: list[Member]) -> AdapterStatus:
-    adapter_id = adapter.adapter_id
-    times = state.adapters.times.get(adapter_id)
     return AdapterStatus(
         name=adapter.name,
         version=adapter.version,
@@ -173,27 +186,16 @@ def _status(state: State, adapter: Adapter, name: str, members: list[Member]) ->
         path=adapter.path,
         digest=adapter.digest,
         size_bytes=adapter.size_bytes,
-        replicas=tuple(each.replica_id for each in members if adapter_id in each.adapters.held),
-        timings=None if times is None else times.timings(),
+        replicas=tuple(each.replica_id for each in members if adapter.adapter_id in each.adapters),
+        timings=state.adapters.timings.get(adapter.adapter_id),
     )
 
 
-def converged(state: State, member: Member) -> bool:
-    return not member.has_queued(*KINDS) and _is_set(state, member)
-
-
-def _is_set(state: State, member: Member) -> bool:
-    live = tuple(each.adapter_id for each in state.adapters.catalog.live)
-    return _is_told(state, member) and tuple(member.adapters.live) == live
-
-
-def _is_told(state: State, member: Member) -> bool:
-    return member.incarnation in state.adapters.told_live or not state.adapters.recovered
-
-
-def _is_everywhere(state: State, adapter: Adapter) -> bool:
-    everywhere = all(adapter.adapter_id in each.adapters.live for each in state.serving())
-    return everywhere and not state.uncertain()
+def _carried_out(state: State) -> int:
+    """The number of the newest change that every replica that takes requests has carried out."""
+    if state.uncertain():
+        return -1
+    return min((each.adapters_number for each in state.serving()), default=state.adapters.number)
 
 
 def advance(state: State) -> None:
@@ -201,14 +203,16 @@ def advance(state: State) -> None:
     if not adapters.catalog.last_id:
         return
     _converge_all(state)
-    if _conclude(state):
+    number = adapters.number
+    _conclude(state)
+    if adapters.number != number:
         _converge_all(state)
     _answer(state)
     if adapters.catalog.retired and not state.returning() and (gone := _retired_nowhere(state)):
         _decide(state, adapter_catalog.without_retired(adapters.catalog, gone))
-    if len(adapters.times) > len(adapters.loads) + len(adapters.catalog.live) + len(adapters.catalog.retired):
-        kept = needed(state)
-        adapters.times = {key: times for key, times in adapters.times.items() if key in kept}
+    kept = needed(state)
+    if len(adapters.timings) > len(kept):
+        adapters.timings = {key: each for key, each in adapters.timings.items() if key in kept}
 
 
 def _converge_all(state: State) -> None:
@@ -221,70 +225,60 @@ def _converge_all(state: State) -> None:
 
 
 def _converge(state: State, member: Member) -> None:
-    adapters, held = state.adapters, set(member.adapters.held)
-    for adapter in adapters.catalog.live:
-        if adapter.adapter_id not in held:
-            _send(state, member, LoadAdapter(adapter=adapter), _restored)
-            return
-    keep = {each.adapter.adapter_id for each in adapters.loads.values() if each.wanted}
-    superfluous = held - keep - {*member.adapters.live, *member.adapters.unloading}
-    if superfluous or not _is_set(state, member):
-        body = SetAdapters(live=tuple(adapters.catalog.live), keep=tuple(sorted(keep)))
-        _send(state, member, body, _restored)
+    adapters = state.adapters
+    wanted = [load.adapter for load in adapters.loads.values() if load.wanted]
+    is_behind = member.adapters_number != adapters.number
+    lacking = None
+    if is_behind or member.state is MemberState.SERVING:
+        held = set(member.adapters)
+        needed = adapters.catalog.live if is_behind else wanted
+        lacking = next((each for each in needed if each.adapter_id not in held), None)
+    if lacking is not None:
+        on_loaded = partial(_loaded, member=member, adapter=lacking)
+        membership.send(
+            state, LoadAdapter.name, {member: LoadAdapter(adapter=lacking)}, on_complete=on_loaded
+        )
+    elif is_behind:
+        keep = tuple(sorted(each.adapter_id for each in wanted))
+        body = SetAdapters(live=tuple(adapters.catalog.live), keep=keep)
+        on_set = partial(_set, member=member, number=adapters.number)
+        membership.send(state, body.name, {member: body}, on_complete=on_set)
+
+
+def _set(state: State, call: PendingCall, *, member: Member, number: int) -> None:
+    membership.fence_each(state, classify(call).not_done, call.name)
+    member.adapters_number = number
+
+
+def _loaded(state: State, call: PendingCall, *, member: Member, adapter: Adapter) -> None:
+    verdict, load = classify(call), _load_of(state, adapter)
+    if load is None or load.number is not None:  # it is live: a replica without it cannot serve
+        membership.fence_each(state, verdict.not_done, call.name)
         return
-    if member.state is MemberState.SERVING:
-        for load in adapters.loads.values():
-            if load.wanted and member.incarnation not in load.asked:
-                load.asked.add(member.incarnation)
-                _send(state, member, LoadAdapter(adapter=load.adapter), partial(_loaded, load=load))
-                return
-
-
-def _send(state: State, member: Member, body: Body, on_complete: OnComplete) -> None:
-    membership.send(state, body.name, {member: body}, on_complete=on_complete)
-
-
-def _restored(state: State, call: PendingCall) -> None:
-    verdict = classify(call)
-    membership.fence_each(state, verdict.not_done, call.name)
-    if call.name == SetAdapters.name:
-        members = (state.members.get(each) for each in verdict.done)
-        state.adapters.told_live |= {each.incarnation for each in members if each is not None}
-
-
-def _loaded(state: State, call: PendingCall, *, load: Load) -> None:
-    verdict = classify(call)
     for replica_id, answer in call.answers.items():
         if isinstance(answer.value, LoadedAdapter):
-            load.times.replicas[replica_id] = answer.value
+            known = state.adapters.timings[adapter.adapter_id].replicas
+            _time(state, load, replicas={**known, replica_id: answer.value})
     membership.fence_each(state, verdict.replica_failed, call.name)
     load.rejected |= {**verdict.rejected, **verdict.transfer_failed}
-    for replica_id in verdict.done:
-        member = state.members.get(replica_id)
-        if member is not None and load.adapter.adapter_id not in member.adapters.held:
-            membership.fence(state, member, f"{call.name}: done, and it does not hold it")
+    if verdict.done and adapter.adapter_id not in member.adapters:
+        membership.fence(state, member, f"{call.name}: done, and it does not hold it")
 
 
-def _conclude(state: State) -> bool:
-    """True if replicas have to be told something new."""
-    changed = False
+def _conclude(state: State) -> None:
     for load in list(state.adapters.loads.values()):
-        if load.call is None or load.decided or state.returning():
+        if load.call is None or load.number is not None or state.returning():
             continue
-        if load.error is None:
-            load.error = _fault(state, load)
-            changed = changed or load.error is not None
-        if load.error is not None:
-            _undo(state, load, load.error)
-        elif not load.rejected and all(
-            load.adapter.adapter_id in each.adapters.held for each in state.serving()
-        ):
-            if load.times.held is None:
-                load.times.held = state.now
+        error = load.error or _fault(state, load)
+        if error is not None:
+            _undo(state, load, error)
+        elif load.wanted and all(load.adapter.adapter_id in each.adapters for each in state.serving()):
+            if state.adapters.timings[load.adapter.adapter_id].load_s is None:
+                _time(state, load, load_s=state.now - load.staged)
             if load.stored:
-                _make_live(state, load)
-                changed = True
-    return changed
+                keep = state.adapter_limits.keep
+                catalog = adapter_catalog.with_live(state.adapters.catalog, load.adapter, keep)
+                load.number = _decide(state, catalog)
 
 
 def _fault(state: State, load: Load) -> SlipstreamError | None:
@@ -292,7 +286,7 @@ def _fault(state: State, load: Load) -> SlipstreamError | None:
     if load.rejected:
         if any(_asked_to_load(each, adapter.adapter_id) for each in state.live()):
             return None
-        others = any(adapter.adapter_id in each.adapters.held for each in serving)
+        others = any(adapter.adapter_id in each.adapters for each in serving)
         kind = Conflict if others else InvalidRequest
         reasons = set(load.rejected.values())
         text = reasons.pop() if len(reasons) == 1 and not others else join_reasons(load.rejected)
@@ -308,22 +302,16 @@ def _fault(state: State, load: Load) -> SlipstreamError | None:
     return None
 
 
-def _make_live(state: State, load: Load) -> None:
-    before = state.adapters.catalog.live
-    _decide(state, adapter_catalog.with_live(state.adapters.catalog, load.adapter, state.adapter_limits.keep))
-    load.decided = True
-    _record(state, load.adapter, "live")
-    for each in before:
-        if each not in state.adapters.catalog.live:
-            _record(state, each, "retired")
-
-
 def _undo(state: State, load: Load, error: SlipstreamError) -> None:
     """Withdraw it; answer with the error once no replica has it, or may still get it."""
+    if load.error is None:
+        load.error = error
+        if load.call is not None:  # a replica may have it
+            state.adapters.number += 1
     adapter_id, remains = load.adapter.adapter_id, False
     for member in state.live():
         told = membership.withdraw(member, lambda body: _loads(body, adapter_id), delivered=False)
-        remains = remains or told or adapter_id in member.adapters.held
+        remains = remains or told or adapter_id in member.adapters
     if remains:
         return
     del state.adapters.loads[load.adapter.name]
@@ -334,35 +322,23 @@ def _undo(state: State, load: Load, error: SlipstreamError) -> None:
 
 def _answer(state: State) -> None:
     """End loads and unloads that have reached all replicas that take requests."""
-    if state.uncertain():
-        return
-    adapters = state.adapters
+    adapters, number = state.adapters, _carried_out(state)
     for load in list(adapters.loads.values()):
-        if load.decided and _is_everywhere(state, load.adapter):
+        if load.number is not None and load.number <= number:
             del adapters.loads[load.adapter.name]
-            load.times.live = state.now
+            _time(state, load, total_s=state.now - load.begun)
             if load.call is not None:
                 load.call.finish(result=load.adapter)
-    for ids, call in list(adapters.unloads):
-        if not any(ids & _nameable(state, each) for each in state.serving()):
-            adapters.unloads.remove((ids, call))
-            call.finish(result=None)
-
-
-def _nameable(state: State, member: Member) -> set[int]:
-    """Ids that requests may name there now, or after the instructions that are queued."""
-    if not _is_told(state, member):
-        catalog = state.adapters.catalog
-        return {each.adapter_id for each in (*catalog.live, *catalog.retired)}
-    queued = (each.body.live for each in member.queue if isinstance(each.body, SetAdapters))
-    return {*member.adapters.live, *(each.adapter_id for live in queued for each in live)}
+    for waiting in [each for each in adapters.unloads if each[0] <= number]:
+        adapters.unloads.remove(waiting)
+        waiting[1].finish()
 
 
 def _retired_nowhere(state: State) -> set[int]:
     """Ids of retired adapters that no replica holds, or may still be loading."""
     ids, there = {each.adapter_id for each in state.adapters.catalog.retired}, set[int]()
     for member in state.members.values():
-        there.update(member.adapters.held, member.adapters.live)
+        there.update(member.adapters)
         there.update(each for each in ids if _asked_to_load(member, each))
     return ids - there
 

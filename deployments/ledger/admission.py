@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from deployments.ledger import (
-    adapter_loads,
     commit_phase,
     desired_state,
     membership,
@@ -195,7 +194,7 @@ def advance(state: State) -> None:
             _catch_up(state, member)
         elif (
             (current is None or (not current.decided and member in current.participants))
-            and adapter_loads.converged(state, member)
+            and member.adapters_number == state.adapters.number
             and desired_state.converge(state, member)
             and _holds_version_0(state, member)
         ):

@@ -74,7 +74,7 @@ def _fold(state: State, decision: decisions.Decision) -> None:
         case decisions.Scaled():
             state.desired = DesiredReplicas(wanted=decision.wanted, number=decision.number)
         case decisions.Cataloged():
-            state.adapters.catalog, state.adapters.recovered = decision.catalog, True
+            state.adapters.catalog, state.adapters.number = decision.catalog, 1
 
 
 def _abort(state: State, round_id: int) -> None:

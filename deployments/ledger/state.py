@@ -14,14 +14,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from deployments.ledger.decisions import KEPT_ROUNDS, Decision, Fenced, Founded, Participant, Stored
-from deployments.protocol.adapters import (
-    NO_ADAPTERS,
-    Adapter,
-    AdapterCatalog,
-    AdapterState,
-    AdapterTimings,
-    LoadedAdapter,
-)
+from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterTimings
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig, SizeLimits
@@ -93,7 +86,8 @@ class Member:
     draining: Draining | None = None
     leaving: bool = False
     drained: bool = False
-    adapters: AdapterState = NO_ADAPTERS
+    adapters: tuple[int, ...] = ()  # ids that it holds
+    adapters_number: int = 0  # of the `AdapterLoads` that it has carried out
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property
@@ -363,41 +357,16 @@ class Refusal:
     since: float
 
 
-@dataclass(slots=True, kw_only=True)
-class LoadTimes:
-    begun: float
-    staged: float | None = None  # the files are copied, and replicas are told
-    stored: float | None = None
-    held: float | None = None  # all serving replicas have it
-    live: float | None = None  # requests may name it everywhere
-    replicas: dict[str, LoadedAdapter] = field(default_factory=dict)
-
-    def timings(self) -> AdapterTimings:
-        def between(begin: float | None, end: float | None) -> float | None:
-            return None if begin is None or end is None else end - begin
-
-        return AdapterTimings(
-            copy_s=between(self.begun, self.staged),
-            sync_s=between(self.staged, self.stored),
-            load_s=between(self.staged, self.held),
-            total_s=between(self.begun, self.live),
-            replicas=dict(self.replicas),
-        )
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
     adapter: Adapter
-    times: LoadTimes
-    call: PendingCall | None = None
-    asked: set[str] = field(default_factory=set)
+    begun: float
+    staged: float = 0.0
+    stored: bool = False
+    call: PendingCall | None = None  # None: its files are being copied
     rejected: dict[str, str] = field(default_factory=dict)
     error: SlipstreamError | None = None
-    decided: bool = False
-
-    @property
-    def stored(self) -> bool:
-        return self.times.stored is not None
+    number: int | None = None  # of the `AdapterLoads` with which it is live; None: undecided
 
     @property
     def wanted(self) -> bool:
@@ -408,10 +377,9 @@ class Load:
 class AdapterLoads:
     catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
     loads: dict[str, Load] = field(default_factory=dict)
-    unloads: list[tuple[set[int], PendingCall]] = field(default_factory=list)
-    times: dict[int, LoadTimes] = field(default_factory=dict)
-    told_live: set[str] = field(default_factory=set)  # incarnations, by this process
-    recovered: bool = False  # an earlier process of this fleet had adapters
+    unloads: list[tuple[int, PendingCall]] = field(default_factory=list)  # with the number of the change
+    timings: dict[int, AdapterTimings] = field(default_factory=dict)
+    number: int = 0  # counts changes of what replicas must hold, by this process; 1: an earlier one's
 
 
 @dataclass(slots=True, kw_only=True)

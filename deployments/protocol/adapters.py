@@ -50,16 +50,6 @@ class AdapterCatalog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterState:
-    held: Sequence[int] = ()
-    live: Sequence[int] = ()
-    unloading: Sequence[int] = ()  # the part of `held` that goes with its last request
-
-
-NO_ADAPTERS = AdapterState()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedAdapter:
     read_s: float  # checking its files and reading them in the workers, while the engine decodes
     add_s: float  # vLLM's `add_lora`, between two decoding steps
@@ -96,11 +86,11 @@ class AdapterFiles:
 class AdapterTimings:
     """Seconds of each part of a load; None: not finished."""
 
-    copy_s: float | None  # copying the files into the fleet's store, waiting for them included
-    sync_s: float | None  # then until the copy is durable
-    load_s: float | None
-    total_s: float | None  # the whole call, until requests may name it everywhere
-    replicas: Mapping[str, LoadedAdapter]
+    copy_s: float | None = None  # copying the files into the fleet's store, waiting for them included
+    sync_s: float | None = None  # then until the copy is durable
+    load_s: float | None = None
+    total_s: float | None = None  # the whole call, until requests may name it everywhere
+    replicas: Mapping[str, LoadedAdapter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

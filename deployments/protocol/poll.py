@@ -12,13 +12,7 @@ from typing import ClassVar
 
 from pydantic import JsonValue
 
-from deployments.protocol.adapters import (
-    NO_ADAPTERS,
-    AdapterState,
-    LoadAdapter,
-    LoadedAdapter,
-    SetAdapters,
-)
+from deployments.protocol.adapters import LoadAdapter, LoadedAdapter, SetAdapters
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
 from deployments.protocol.errors import printable
 from deployments.protocol.routing import ReplicaEndpoint
@@ -343,7 +337,7 @@ class Report:
     initial: InitialWeights | None = None
     updates_in_place: bool = False
     draining: Draining | None = None
-    adapters: AdapterState = NO_ADAPTERS
+    adapters: tuple[int, ...] = ()  # ids that its engine holds
     condition: EngineState = ()
     scores: Scores | None = None  # until a report with them is answered
     acknowledgements: Sequence[Acknowledgement] = ()

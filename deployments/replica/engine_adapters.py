@@ -19,7 +19,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from deployments.host.logs import serve_logger
-from deployments.protocol.adapters import Adapter, AdapterState, LoadedAdapter
+from deployments.protocol.adapters import Adapter, LoadedAdapter
 from deployments.protocol.errors import PayloadRejected
 from deployments.replica.adapter_check import check_adapter
 from deployments.replica.spans import RECORDER
@@ -115,7 +115,7 @@ class EngineAdapters:
         self._lag_s = lag_s
         self._base: asyncio.Task[Schema | None] | None = None
         self._held: dict[int, Adapter] = {}
-        self._live: tuple[int, ...] = ()
+        self.live_ids: tuple[int, ...] = ()
         self._wanted: set[int] = set()
         self._removals: dict[int, asyncio.Task[None]] = {}
         self.uses = Uses(self._remove_unused)
@@ -125,16 +125,12 @@ class EngineAdapters:
             models.lora_resolvers = []  # they would load into this engine only, under colliding ids
 
     @property
-    def state(self) -> AdapterState:
-        return AdapterState(
-            held=tuple(self._held),
-            live=self._live,
-            unloading=tuple(sorted(self._held.keys() - self._wanted)),
-        )
+    def held(self) -> tuple[int, ...]:
+        return tuple(self._held)
 
     @property
     def live(self) -> list[LoRARequest]:
-        return [lora_request(self._held[adapter_id]) for adapter_id in self._live]
+        return [lora_request(self._held[adapter_id]) for adapter_id in self.live_ids]
 
     async def load(self, adapter: Adapter) -> LoadedAdapter:
         """Raises PayloadRejected: the engine is unchanged."""
@@ -167,8 +163,8 @@ class EngineAdapters:
         missing = [each.full_name for each in live if each.adapter_id not in self._held]
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
-        self._live = tuple(each.adapter_id for each in live)
-        self._wanted = {*self._live, *keep}
+        self.live_ids = tuple(each.adapter_id for each in live)
+        self._wanted = {*self.live_ids, *keep}
         self.named.make_live(live)
         for adapter_id in sorted(self._held.keys() - self._wanted):
             await self._remove(adapter_id)

@@ -137,7 +137,7 @@ class EngineMember(ABC):
             endpoint=self.endpoint,
             updates_in_place=self.updates_in_place,
             draining=self._engine.draining,
-            adapters=self._engine.adapters.state,
+            adapters=self._engine.adapters.held,
             condition=self._engine.condition,
             scores=self.proof.report(),
             leaving=self.leaving,

@@ -57,7 +57,7 @@ class Proof:
         engine = self._engine
         if not self._sequences or not engine.may_resume or engine.dead:
             return
-        wanted = engine.version, engine.adapters.state.live
+        wanted = engine.version, engine.adapters.live_ids
         if wanted != self._begun:
             self.cancel()
             self._begun = wanted

@@ -8,13 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.protocol.adapters import (
-    Adapter,
-    AdapterState,
-    LoadAdapter,
-    LoadedAdapter,
-    SetAdapters,
-)
+from deployments.protocol.adapters import Adapter, LoadAdapter, LoadedAdapter, SetAdapters
 from deployments.protocol.engine_state import (
     MEMORY_TAGS,
     Disconnect,
@@ -63,13 +57,6 @@ class FakeAdapters:
     live: dict[int, Adapter] = field(default_factory=dict)
     used: Counter[int] = field(default_factory=Counter)  # by requests that run
     doomed: set[int] = field(default_factory=set)
-
-    def state(self) -> AdapterState:
-        return AdapterState(
-            held=tuple(self.held),
-            live=tuple(self.live),
-            unloading=tuple(self.doomed),
-        )
 
     def load(self, adapter: Adapter) -> LoadedAdapter:
         self.held[adapter.adapter_id] = adapter
@@ -167,7 +154,7 @@ class FakeEngine:
             "store_result": self.store_result,
             "updates_in_place": self.updates_in_place,
             "draining": Draining(drain_ids=tuple(self.drains), running=self.running) if self.drains else None,
-            "adapters": self.adapters.state(),
+            "adapters": tuple(self.adapters.held),
             "condition": self.condition,
         }
         return Report(replica_id=replica_id, incarnation=incarnation, **report | fields)

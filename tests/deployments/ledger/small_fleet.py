@@ -1,9 +1,9 @@
 """A small fleet, message by message: what can happen next, and what must hold.
 
-A move is one message that arrives, one step of the publisher or of a user of an adapter, or a fault.
+A move is one message that arrives, one step of the publisher or of a user of adapters, or a fault.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +40,7 @@ class Seat:
 class AdapterUser:
     """Loads one name so many times, and unloads it."""
 
+    name: str
     loads: int
     step: str = "load"  # load, complete, wait, unload, unloaded, or end
     adapter: Adapter | None = None  # the last one
@@ -52,7 +53,9 @@ class AdapterUser:
         """Its next call, or the answer to the last one."""
         match self.step:
             case "load":
-                self.adapter = ledger.begin_adapter(LoadRequest(name="n", path="/a", in_place=True), now)
+                self.adapter = ledger.begin_adapter(
+                    LoadRequest(name=self.name, path="/a", in_place=True), now
+                )
                 self.call, self.step = ledger.stage_adapter(self.adapter, FILES, now), "complete"
                 self.loads -= 1
             case "complete":
@@ -70,7 +73,7 @@ class AdapterUser:
                 self.promised = 0
                 self.step = "end"
                 with suppress(SlipstreamError):  # no load succeeded
-                    self.call, self.step = ledger.unload_adapter("n", now), "unloaded"
+                    self.call, self.step = ledger.unload_adapter(self.name, now), "unloaded"
             case "unloaded":
                 self.unloaded, self.call, self.step = True, None, "end"
 
@@ -87,13 +90,14 @@ class AdapterUser:
 
 @dataclass(slots=True)
 class SmallFleet:
-    """A ledger with replicas, a publisher that runs rounds, a user of an adapter, and a number of faults that
-    may still happen."""
+    """A ledger with replicas, a publisher that runs rounds, users of adapters, and a number of faults that
+    may still happen. `loads`: so many of each of `names`."""
 
     count: int
     rounds: int
     faults: int
     loads: int = 0
+    names: Sequence[str] = ("n",)
     now: float = 100.0
     journal: list[Decision] = field(default_factory=list)
     seats: list[Seat] = field(default_factory=list)
@@ -104,10 +108,11 @@ class SmallFleet:
     call: PendingCall | None = None
     ledger: Ledger = field(default_factory=Ledger)
     config: LedgerConfig = field(default_factory=LedgerConfig)
-    user: AdapterUser = field(init=False)
+    users: list[AdapterUser] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.user = AdapterUser(self.loads, "load" if self.loads else "end")
+        step = "load" if self.loads else "end"
+        self.users = [AdapterUser(name, self.loads, step) for name in self.names]
         self.step = "open" if self.rounds else "end"
         self.restart()
         for index in range(self.count):
@@ -124,8 +129,7 @@ class SmallFleet:
                 yield ("poll", index) if seat.answer is None else ("take", index)
         if self.step != "end" and (self.call is None or self.call.done):
             yield ("publish",)
-        if not self.user.waits:
-            yield ("use_adapters",)
+        yield from (("use_adapters", index) for index, user in enumerate(self.users) if not user.waits)
         if not self.faults:
             return
         for index, seat in enumerate(self.seats):
@@ -202,7 +206,8 @@ class SmallFleet:
         self.persist()
         if self.call is not None:
             self.call, self.step = None, "end"
-        self.user.loses_its_call()
+        for user in self.users:
+            user.loses_its_call()
 
     def forsake(self) -> None:
         """The publisher dies; its lease ends."""
@@ -233,8 +238,8 @@ class SmallFleet:
             self._next_round()
         self.persist()
 
-    def use_adapters(self) -> None:
-        self.user.go_on(self.ledger, self.now)
+    def use_adapters(self, index: int) -> None:
+        self.users[index].go_on(self.ledger, self.now)
         self.ledger.tick(self.now)
         self.persist()
 
@@ -298,21 +303,25 @@ class SmallFleet:
             assert live.keys() <= decided, "requests may name what the disk does not"
             # One that is fenced may hold it until it learns so, and no request names it there.
             held = replica.adapters.held if replica.incarnation in followed else live
-            assert not self.user.failed & held.keys(), "a user was told that it failed"
-            newest = max((each.version for each in live.values()), default=0)
-            assert newest >= self.user.promised, f"{replica.replica_id} lacks what a user was promised"
-            assert not (self.user.unloaded and live), "its user was told that it is unloaded"
+            for user in self.users:
+                assert not user.failed & held.keys(), "a user was told that it failed"
+                own = [each.version for each in live.values() if each.name == user.name]
+                newest = max(own, default=0)
+                assert newest >= user.promised, f"{replica.replica_id} lacks what a user was promised"
+                assert not (user.unloaded and own), "its user was told that it is unloaded"
 
     def check_end(self) -> None:
         """With messages that arrive every round ends, and who is not fenced serves its version."""
-        for _ in range(5 * (self.rounds + self.loads)):
+        for _ in range(5 * (self.rounds + self.loads * len(self.users))):
             self.settle()
             if self.step != "end":
                 assert self.call is None or self.call.done, "a publisher waits for ever"
                 self.publish()
-            if self.user.step != "end":
-                assert not self.user.waits, "a user of an adapter waits for ever"
-                self.use_adapters()
+            for index, user in enumerate(self.users):
+                if user.step != "end":
+                    assert not user.waits, "a user of an adapter waits for ever"
+                    self.use_adapters(index)
+                    self.settle()
         self.settle()
         assert self.ledger.status(self.now).round is None, "a round does not end"
         committed = self.ledger.state.committed_version
@@ -326,4 +335,4 @@ class SmallFleet:
                 assert replica.version == committed or not replica.admitted
                 assert not replica.held, f"{replica.replica_id} is held for ever"
                 assert [*replica.adapters.live] == [*replica.adapters.held] == live
-        assert self.step == self.user.step == "end"
+        assert {self.step, *(user.step for user in self.users)} == {"end"}

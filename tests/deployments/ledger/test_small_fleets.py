@@ -10,12 +10,12 @@ FAULT = 0.1  # the probability that any move is drawn, and not one that is no fa
 pytestmark = pytest.mark.timeout(900)  # they compute, and share their core
 
 
-def walk(seed: int, replicas: int, rounds: int, faults: int, loads: int) -> None:
+def walk(seed: int, replicas: int, rounds: int, faults: int, loads: int, names: str = "n") -> None:
     """From the start to some state, and from there without a further fault to an end."""
     drawn = random.Random(seed)
-    fleet, moves = SmallFleet(replicas, rounds, faults, loads), list[Move]()
+    fleet, moves = SmallFleet(replicas, rounds, faults, loads, names), list[Move]()
     try:
-        for _ in range(drawn.randrange(1, 15 * (rounds + loads) * replicas)):
+        for _ in range(drawn.randrange(1, 15 * (rounds + loads * len(names)) * replicas)):
             possible = list(fleet.moves())
             calm = [each for each in possible if each[0] in CALM]
             if not possible:
@@ -38,6 +38,13 @@ def test_no_state_of_a_small_fleet_is_wrong_or_stuck(
 ) -> None:
     for seed in range(150):
         walk(seed, replicas, rounds, faults, loads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "rounds", "faults"), [(2, 1, 1), (3, 0, 1)])
+def test_adapters_of_several_names_do_not_disturb_each_other(replicas: int, rounds: int, faults: int) -> None:
+    for seed in range(150):
+        walk(seed, replicas, rounds, faults, loads=2, names="mn")
 
 
 @pytest.mark.long

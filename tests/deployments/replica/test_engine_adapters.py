@@ -58,7 +58,7 @@ async def test_load_waits_for_a_lagging_file_system(tmp_path: Path, llm: FakeLlm
     assert not loading.done()
     (tmp_path / "b").rename(directory)
     await loading
-    assert adapters.state.held == (1,)
+    assert adapters.held == (1,)
 
 
 async def test_missing_files_are_rejected(tmp_path: Path, adapters: EngineAdapters) -> None:
@@ -77,7 +77,7 @@ async def test_workers_read_again_once_the_files_are_complete(tmp_path: Path, mo
         await asyncio.sleep(wait_s)
         save_tiny_adapter(tmp_path / "a", 1)
         await loading
-        assert adapters.state.held == (1,)
+        assert adapters.held == (1,)
         if llm.reads == 2:
             break
     assert llm.reads == 2
@@ -91,7 +91,7 @@ async def test_adapter_is_compared_with_the_hub_model(tmp_path: Path, model: str
     other = save_tiny_adapter(tmp_path / "b", 1, tensors=tiny_adapter_tensors(1, width=256))
     with pytest.raises(PayloadRejected, match="another base model"):
         await adapters.load(adapter(other, 2))
-    assert adapters.state.held == (1,)
+    assert adapters.held == (1,)
     assert [options["local_files_only"] for _, options in hub.asked] == [True], "it is read once"
 
 
@@ -107,7 +107,7 @@ async def test_unreadable_base_model_is_read_again_for_the_next_adapter(tmp_path
         await adapters.load(wanted)
     file.write_bytes(whole)
     await adapters.load(wanted)
-    assert adapters.state.held == (1,)
+    assert adapters.held == (1,)
 
 
 # -- what cannot be loaded ----------------------------------------------------------------------
@@ -119,7 +119,7 @@ async def test_failed_add_lora_leaves_no_adapter(
     llm.fails = True
     with pytest.raises(PayloadRejected, match="size mismatch"):
         await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
-    assert llm.loaded == {} and adapters.state.held == ()
+    assert llm.loaded == {} and adapters.held == ()
 
 
 async def test_failed_read_leaves_no_adapter(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:
@@ -133,7 +133,7 @@ async def test_repeated_load_changes_nothing(tmp_path: Path, adapters: EngineAda
     one = adapter(save_tiny_adapter(tmp_path / "a", 1))
     await adapters.load(one)
     await adapters.load(one)
-    assert adapters.state.held == (1,)
+    assert adapters.held == (1,)
 
 
 # -- which adapter files are refused, and which are not there yet ----------------------------------
@@ -229,10 +229,9 @@ async def test_adapter_is_unloaded_after_its_last_request(
         assert adapters.named["math"].lora_int_id == 1  # all parts of a request have the same version
         recorder.end()
         await asyncio.sleep(0)
-        assert adapters.state.held == (1, 2) and adapters.state.live == (2,)
-        assert adapters.state.unloading == (1,)
+        assert adapters.held == (1, 2) and adapters.live_ids == (2,)
     await asyncio.sleep(0.01)
-    assert adapters.state.held == (2,) and set(llm.loaded) == {2}
+    assert adapters.held == (2,) and set(llm.loaded) == {2}
     RECORDER.set(None)
 
 
@@ -241,9 +240,9 @@ async def test_adapter_that_never_became_live_goes_unless_it_is_kept(
 ) -> None:
     one, _ = await loaded(adapters, tmp_path, 2)
     await adapters.make_live([one], keep=[2])
-    assert set(llm.loaded) == {1, 2} and adapters.state.unloading == ()
+    assert set(llm.loaded) == {1, 2}
     await adapters.make_live([one], keep=[3])  # still to be loaded
-    assert set(llm.loaded) == {1} and adapters.state.held == (1,)
+    assert set(llm.loaded) == {1} and adapters.held == (1,)
 
 
 async def test_metrics_of_an_unloaded_adapter_are_cleared(
