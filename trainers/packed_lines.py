@@ -115,21 +115,17 @@ def pack(
     def line(values: Sequence[int], padding: int) -> torch.Tensor:
         return torch.tensor([*values, *[padding] * (length - len(values))], device=device)
 
+    attends = _mask(line(prompts, _NONE), line(completions, _NONE))
     return lay_out(
         [trajectories[index] for row in rows for index in row],
         input_ids=line(ids, pad_token_id)[None],
-        attention_mask=block_mask(line(prompts, _NONE), line(completions, _NONE)),
+        attention_mask=_block_mask(attends, torch.arange(length, device=device)),
         position_ids=line(positions, 0)[None],
         owners=line(owners, _NONE)[None],
         parents=line(parents, 0)[None],
         predictors=predictors,
         device=device,
     )
-
-
-def block_mask(prompts: torch.Tensor, completions: torch.Tensor) -> BlockMask:
-    """`prompts` and `completions` are int [L], -1 for none; L is a multiple of 128."""
-    return _block_mask(_mask(prompts, completions), torch.arange(len(prompts), device=prompts.device))
 
 
 def only_keys(mask: BlockMask, kept: torch.Tensor) -> BlockMask:

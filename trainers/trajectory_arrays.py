@@ -77,7 +77,8 @@ def to_bytes(trajectories: Sequence[Trajectory], settings: str | None = None) ->
     ]
     if spans:
         arrays["weight_versions"] = np.array(spans, np.int64)
-    files = {content: number for number, content in enumerate(dict.fromkeys(_each_image(trajectories)))}
+    images = dict.fromkeys(content for each in trajectories for content in each.images)
+    files = {content: number for number, content in enumerate(images)}
     if files:
         arrays["image_lengths"] = np.array([*map(len, files)], np.int64)
         arrays["image_bytes"] = np.frombuffer(b"".join(files), np.uint8)
@@ -238,10 +239,6 @@ def _spans(rows: Array | None, count: int) -> dict[int, list[VersionSpan]]:
             raise ValueError(f"weight_versions: expected trajectories in [0, {count}), got {index}")
         spans[index].append(VersionSpan(version=version, start=start, end=end))
     return spans
-
-
-def _each_image(trajectories: Iterable[Trajectory]) -> Iterable[bytes]:
-    return (content for trajectory in trajectories for content in trajectory.images)
 
 
 def _images(arrays: Mapping[str, Array], count: int) -> dict[int, list[bytes]]:

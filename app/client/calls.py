@@ -184,7 +184,11 @@ def train_status() -> Call[responses.TrainerStatus]:
 
 
 def model() -> Call[str]:
-    return Call(method="GET", path="/v1/models", read=_then(typed(Object), _first_model))
+    return Call(
+        method="GET",
+        path="/v1/models",
+        read=_then(typed(Object), lambda models: str(models["data"][0]["id"])),
+    )
 
 
 def tokenize(model: str, prompt: str) -> Call[list[int]]:
@@ -212,7 +216,3 @@ def typed(kind: Any) -> Reader[Any]:
 
 def _then(read: Reader[Any], choose: Callable[[Any], T]) -> Reader[T]:
     return lambda content, headers: choose(read(content, headers))
-
-
-def _first_model(models: Mapping[str, Any]) -> str:
-    return str(models["data"][0]["id"])

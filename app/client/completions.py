@@ -133,17 +133,15 @@ def _answer(choice: Mapping[str, Any], version: int | None, replica: str) -> Ans
         text=text or "",
         token_ids=choice.get("token_ids") or [],
         logprobs=_logprobs(choice.get("logprobs") or {}),
-        weight_versions=[_span(span) for span in choice.get("weight_versions") or ()],
+        weight_versions=[  # `/inference/v1/generate` has the version as text
+            VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"])
+            for span in choice.get("weight_versions") or ()
+        ],
         version=version,
         adapter=choice.get("adapter"),
         replica=replica,
         finish_reason=choice.get("finish_reason"),
     )
-
-
-def _span(span: Mapping[str, Any]) -> VersionSpan:
-    """`/inference/v1/generate` has the version as text."""
-    return VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"])
 
 
 def _logprobs(logprobs: Mapping[str, Any]) -> list[float]:

@@ -211,7 +211,7 @@ def use_a_home() -> str | None:
 
 def _can_write(directory: Path) -> bool:
     try:
-        there = _existing(directory)
+        there = next(each for each in (directory, *directory.parents) if each.exists())
     except OSError:  # a name that is too long, or below a directory that this user may not search
         return False
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
@@ -223,8 +223,3 @@ def _runs_eagerly(config: AppConfig) -> bool:
 
 def _mib(size_bytes: int) -> int:
     return -(-size_bytes >> 20)
-
-
-def _existing(directory: Path) -> Path:
-    """The directory or its nearest existing parent."""
-    return next(each for each in (directory, *directory.parents) if each.exists())

@@ -51,7 +51,7 @@ def own_document(app: FastAPI, asks: Callable[[Access], bool]) -> Document:
 def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> Document:
     paths: Document = {
         path: {
-            method: _passed(path, operation, asks)
+            method: operation | ({"security": _SECURITY} if asks(passed_access(path)) else {})
             for method, operation in operations.items()
             if method.upper() in PASSED[path]
         }
@@ -63,10 +63,6 @@ def merged(theirs: Document, ours: Document, asks: Callable[[Access], bool]) -> 
     schemas = {**theirs.get("components", {}).get("schemas", {}), **ours["components"]["schemas"]}
     components = {**ours["components"], "schemas": schemas}
     return {**ours, "paths": paths, "components": components}
-
-
-def _passed(path: str, operation: Document, asks: Callable[[Access], bool]) -> Document:
-    return {**operation, "security": _SECURITY} if asks(passed_access(path)) else operation
 
 
 async def fetch(router: ASGIApp, timeout_s: float = FETCH_TIMEOUT_S) -> Document | None:

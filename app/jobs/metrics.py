@@ -71,18 +71,17 @@ class StepRecord:
     def line(self, steps: int, left_s: float | None) -> str:
         loss = self.trainer.get("loss", 0.0)
         shown = "none" if loss is None else f"{loss:+.4f}"  # None: skipped
+        said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
+        left_out = f"  left out: {said}" if said else ""
+        example = self.example if len(self.example) <= SHOWN else f"{self.example[:SHOWN]}..."
         return (
             f"step {self.step:>3} of {steps}  reward {self.reward:.3f} ± {self.reward_std:.2f}  "
             f"version {self.version}  {self.answer_tokens_mean:.0f} tokens ({self.cut_fraction:.0%} cut)  "
             f"staleness {self.staleness_mean:.1f}  {self.tokens_per_s:.0f} tokens/s  "
             f"loss {shown}  {'' if self.teacher_kl is None else f'KL to the teacher {self.teacher_kl:.4f}  '}"
             f"{self.step_s:.1f} s{'' if left_s is None else f', {duration_text(left_s)} left'}"
-            f"{self._left_out()}  {_short(self.example)!r}"
+            f"{left_out}  {example!r}"
         )
-
-    def _left_out(self) -> str:
-        said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-        return f"  left out: {said}" if said else ""
 
     def caution(self) -> str | None:
         """A warning if importance weights leave little to learn from."""
@@ -113,10 +112,6 @@ class StepRecord:
             found |= {f"evaluation/reward/{source}": value for source, value in by_source.items()}
             found |= {f"evaluation/pass@{k}": value for k, value in self.evaluation.pass_at.items()}
         return found
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,21 +163,13 @@ def reset_caches(core: Any, recompute: bool) -> None:
             raise RuntimeError("the KV connector did not reset its cache")
     else:
         # A request without output tokens would be labelled with the new version alone, but use KV of both.
+        cached = scheduler.encoder_cache_manager.get_cached_input_ids
         _compute_again(
-            scheduler,
-            [
-                each
-                for each in scheduler.running
-                if not each.num_output_tokens or _needs_encoder(scheduler, each)
-            ],
+            scheduler, [each for each in scheduler.running if not each.num_output_tokens or cached(each)]
         )
         scheduler.reset_prefix_cache()  # no effect while a request holds blocks
     scheduler.reset_encoder_cache()
     core.model_executor.reset_encoder_cache()
-
-
-def _needs_encoder(scheduler: Any, request: Any) -> bool:
-    return bool(scheduler.encoder_cache_manager.get_cached_input_ids(request))
 
 
 def _compute_again(scheduler: Any, requests: list[Any]) -> None:

@@ -136,7 +136,7 @@ class EngineMember(ABC):
             store_result=self.store_result,
             endpoint=self.endpoint,
             updates_in_place=self.updates_in_place,
-            draining=self._engine.draining,
+            draining=self._engine.drains.state,
             adapters=self._engine.adapters.held,
             condition=self._engine.condition,
             scores=self.proof.report(),

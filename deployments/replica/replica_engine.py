@@ -61,31 +61,28 @@ class EngineDrain:
 
     def __init__(self, ask: Callable[[str], Awaitable[list[int]]]) -> None:
         self._ask = ask
-        self._ids: dict[str, None] = {}
+        self.ids: dict[str, None] = {}
         self._running: int | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self._ids)
-
     @property
     def state(self) -> Draining | None:
-        return Draining(drain_ids=tuple(self._ids), running=self._running) if self._ids else None
+        return Draining(drain_ids=tuple(self.ids), running=self._running) if self.ids else None
 
     async def begin(self, drain_id: str, *, may_run: bool) -> None:
         """If the scheduler may not run now, the engine asks again later."""
-        self._ids[drain_id], self._running = None, None
+        self.ids[drain_id], self._running = None, None
         await self._count(DRAIN if may_run else RUNNING)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
 
     def end(self, drain_id: str) -> bool:
-        was = drain_id in self._ids
-        self._ids.pop(drain_id, None)
-        return was and not self._ids
+        was = drain_id in self.ids
+        self.ids.pop(drain_id, None)
+        return was and not self.ids
 
     async def _watch(self) -> None:
-        while self._ids:
+        while self.ids:
             await asyncio.sleep(DRAIN_POLL_S)
             await self._count(RUNNING)
 
@@ -238,7 +235,7 @@ class ReplicaEngine:
         self.staging_share = 1.0
         self.condition: EngineState = ()  # set by users: paused, asleep
         self.held = False  # paused until `release`, even if users resume
-        self._drain = EngineDrain(self._ask_cores)
+        self.drains = EngineDrain(self._ask_cores)
         models = getattr(app.state, "openai_serving_models", None)
         self.calls = WorkerCalls(self.workers)
         self.adapters = EngineAdapters(llm, self.calls, models)
@@ -317,7 +314,7 @@ class ReplicaEngine:
         recompute = args.kv_cache is KvCache.RECOMPUTE
         self.held = args.hold
         one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
-        self._drain.end(drain_of_round(args.round_id))
+        self.drains.end(drain_of_round(args.round_id))
         resume = self.may_resume
         if one_rank and args.in_flight is not InFlight.ABORT:
             core: Any = self.llm.engine_core
@@ -366,15 +363,11 @@ class ReplicaEngine:
         self.version = version
         await self.release()
 
-    @property
-    def draining(self) -> Draining | None:
-        return self._drain.state
-
     async def drain(self, drain_id: str) -> None:
-        await self._drain.begin(drain_id, may_run=not (self.held or self.asleep))
+        await self.drains.begin(drain_id, may_run=not (self.held or self.asleep))
 
     async def end_drain(self, drain_id: str) -> None:
-        if self._drain.end(drain_id) and not (self.held or self.asleep):
+        if self.drains.end(drain_id) and not (self.held or self.asleep):
             await self._ask_cores(END_DRAIN, is_paused(self.condition))
 
     async def pause(self, operation: Pause) -> None:
@@ -411,7 +404,7 @@ class ReplicaEngine:
     @property
     def may_resume(self) -> bool:
         # A step without KV cache memory would crash the engine.
-        return not (self.held or self._drain or is_paused(self.condition) or self.asleep)
+        return not (self.held or self.drains.ids or is_paused(self.condition) or self.asleep)
 
     async def _resume_if_allowed(self) -> None:
         await self._resume_drained()
@@ -420,7 +413,7 @@ class ReplicaEngine:
 
     async def _resume_drained(self) -> None:
         """Let running requests of a drain continue after something else paused the scheduler."""
-        if self._drain and not (self.held or self.asleep):
+        if self.drains.ids and not (self.held or self.asleep):
             await self._ask_cores(DRAIN)
 
     async def _ask_cores(self, utility: str, *arguments: Any) -> list[Any]:

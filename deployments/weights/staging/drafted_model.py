@@ -112,7 +112,11 @@ def with_drafter(vllm_config: Any, model: torch.nn.Module) -> torch.nn.Module:
         )
     if speculative.parallel_drafting:
         raise ValueError("a drafter with 'parallel_drafting' cannot be updated; do without")
-    paths = {id(module): path for path, module in model.named_modules() if _has_parameters(module)}
+    paths = {
+        id(module): path
+        for path, module in model.named_modules()
+        if next(module.parameters(), None) is not None
+    }
     shared = {
         path: paths[id(module)]
         for path, module in drafters[0].named_modules(remove_duplicate=False)
@@ -120,10 +124,6 @@ def with_drafter(vllm_config: Any, model: torch.nn.Module) -> torch.nn.Module:
     }
     own_checkpoint = config.model != vllm_config.model_config.model
     return PolicyAndDrafter(model, drafters[0], own_checkpoint=own_checkpoint, shared=shared)
-
-
-def _has_parameters(module: torch.nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def second_instance(vllm_config: Any, live: torch.nn.Module) -> torch.nn.Module:

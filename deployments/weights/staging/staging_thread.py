@@ -74,15 +74,10 @@ class StagingThread:
         self._executor = self._new_executor()
 
     def _new_executor(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(
-            max_workers=1,
-            thread_name_prefix="staging",
-            initializer=None if self.stream else self._limit_threads,
-        )
-
-    def _limit_threads(self) -> None:
-        """On a CPU the engine's parallel operations wait for their slowest thread."""
-        set_num_threads(max(1, self._engine_threads // 4))
+        if self.stream is not None:
+            return ThreadPoolExecutor(1, "staging")
+        # On a CPU the engine's parallel operations wait for their slowest thread.
+        return ThreadPoolExecutor(1, "staging", set_num_threads, (max(1, self._engine_threads // 4),))
 
 
 def wait_for(event: torch.Event) -> None:

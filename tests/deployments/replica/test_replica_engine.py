@@ -99,12 +99,12 @@ async def test_drain_reports_running_requests_and_schedules_no_new_one(engine: R
     core_of(engine).generating = 2
     await engine.drain("round 1")
     assert not core_of(engine).begins
-    assert engine.draining == Draining(drain_ids=("round 1",), running=2)
+    assert engine.drains.state == Draining(drain_ids=("round 1",), running=2)
     core_of(engine).generating = 0
     await asyncio.sleep(3 * DRAIN_POLL_S)
-    assert engine.draining == Draining(drain_ids=("round 1",), running=0)
+    assert engine.drains.state == Draining(drain_ids=("round 1",), running=0)
     await engine.end_drain("round 1")
-    assert engine.draining is None and core_of(engine).begins
+    assert engine.drains.state is None and core_of(engine).begins
 
 
 async def test_drain_does_not_wait_for_a_hung_engine(
@@ -113,14 +113,14 @@ async def test_drain_does_not_wait_for_a_hung_engine(
     monkeypatch.setattr(replica_engine, "COUNT_S", 0.05)
     monkeypatch.setattr(core_of(engine), "call_utility_async", lambda *_: asyncio.Event().wait())
     await engine.drain("round 1")
-    assert engine.draining == Draining(drain_ids=("round 1",), running=None)
+    assert engine.drains.state == Draining(drain_ids=("round 1",), running=None)
 
 
 @pytest.mark.parametrize("in_flight", list(InFlight))
 async def test_commit_ends_the_drain_of_its_round_only(engine: ReplicaEngine, in_flight: InFlight) -> None:
     await engine.drain("round 1")
     await commit(engine, in_flight=in_flight)
-    assert engine.version == 4 and core_of(engine).begins and engine.draining is None
+    assert engine.version == 4 and core_of(engine).begins and engine.drains.state is None
     await engine.drain("call 5")
     await commit(engine, in_flight=in_flight)
-    assert not core_of(engine).begins and engine.draining is not None
+    assert not core_of(engine).begins and engine.drains.state is not None
