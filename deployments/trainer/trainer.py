@@ -213,6 +213,7 @@ class Trainer:
         self._proving: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         if self._lora is None:
+            await self._rounds.recall(self._loaded.labels)
             self._watch = asyncio.create_task(
                 watch(
                     lambda: retried(fleet, "fleet"),

@@ -1,6 +1,7 @@
 """The trainer's version, and the rounds that move the fleet to its weights."""
 
 import asyncio
+from collections.abc import Collection
 
 from deployments.calls.publish_session import ASK_AGAIN_S, PublishSession, outcome
 from deployments.calls.rpc import CallHandle, retried
@@ -43,6 +44,13 @@ class TrainerRounds:
         self.unanswered: int | None = None
         self._fleet_id = loaded.fleet_id
         self._untold: RoundReport | SlipstreamError | None = None  # what became of it
+
+    async def recall(self, labels: Collection[str]) -> None:
+        """A predecessor's answer may have been lost: its last publish, made again, returns the report of the
+        round that made this version. `labels`: of the steps in it."""
+        for report in await retried(self._controller, "rounds"):
+            if (report.version, report.phase) == (self.version, "committed") and report.label in labels:
+                self._untold = report
 
     def require_committed(self) -> None:
         if self.missed is not None:

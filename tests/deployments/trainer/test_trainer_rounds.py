@@ -31,6 +31,7 @@ class OneRank:
 class Scene:
     def __init__(self, directory: Path, controller: ControllerInProcess) -> None:
         spec = small_spec(directory)
+        self.directory = directory
         self.controller = controller
         self.worker = started(spec, controller)
         fleet_id = controller.status.fleet_id
@@ -80,6 +81,19 @@ async def test_a_publish_that_is_made_again_returns_the_round_that_was_committed
     report = await scene.rounds.publish("mine")
     assert (report.round_id, report.version) == (2, 2) and scene.rounds.last == report
     assert len(scene.controller.ask("rounds")) == 2
+
+
+async def test_a_restarted_trainer_publishes_no_step_of_its_predecessor_again(scene: Scene) -> None:
+    scene.worker.step(BATCH, label="a/1")
+    former = await scene.rounds.publish("a/1")
+    scene.stored(1)
+    worker = TrainerWorker(small_spec(scene.directory), 0, scene.controller)  # type: ignore[arg-type]
+    loaded = worker.load(("127.0.0.1", 0))
+    rounds = TrainerRounds(OneRank(worker), scene.controller, worker._spec, loaded)  # type: ignore[arg-type]
+    await rounds.recall(loaded.labels)
+    again = await rounds.publish("a/1")
+    assert (again.version, again.round_id) == (1, former.round_id)
+    assert (await rounds.publish("a/1")).version == 2, "once: this is another call"
 
 
 async def test_a_round_that_was_aborted_meanwhile_is_reported_and_published_anew(
