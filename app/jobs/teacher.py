@@ -64,8 +64,14 @@ class Teacher:
             ) from error
 
     async def check(self, policy: Policy, version: int) -> None:
-        """Raises FleetError or ValueError: it does not answer, or has another vocabulary."""
+        """Raises FleetError or ValueError: it does not answer, has another vocabulary, or lags behind another
+        adapter than the one that is trained, whose versions are counted."""
         name = self.name(version)
+        if name != self.model and not (policy.is_adapter and self.model.startswith(f"{policy.model}@-")):
+            raise ValueError(
+                f"--teacher: expected NAME@-K of the adapter that is trained, got {self.model!r}, and "
+                f"{policy.model!r} is trained: name a version, NAME@VERSION"
+            )
         ours = await policy.client.send(calls.tokenize(policy.model, PROBE))
         theirs = await self.ask(calls.tokenize(name, PROBE))
         if ours != theirs:

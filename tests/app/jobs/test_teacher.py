@@ -1,6 +1,7 @@
 """A teacher that is a function: what is asked, what the trainer gets, and what a failure does not lose."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,17 @@ async def test_a_teacher_with_another_vocabulary_is_refused() -> None:
     other.probe = [5, 7]
     with pytest.raises(ValueError, match=r"small's vocabulary, got big: .* 2 tokens .*\[5, 6\].* \[5, 7\]"):
         await other.teacher().check(policy, 3)
+
+
+@pytest.mark.parametrize(("trained", "is_adapter"), [("math2", True), ("math", False)])
+async def test_only_the_adapter_that_is_trained_lags(trained: str, is_adapter: bool) -> None:
+    """The versions of another one have numbers of their own."""
+    fake = FakeTeacher()
+    policy = Policy(client=client_of(fake.answer), model="math", max_tokens=4, is_adapter=True)
+    await fake.teacher(model="math@-2").check(policy, 3)
+    policy = replace(policy, model=trained, is_adapter=is_adapter)
+    with pytest.raises(ValueError, match=f"got 'math@-2', and '{trained}' is trained"):
+        await fake.teacher(model="math@-2").check(policy, 3)
 
 
 async def test_a_token_that_is_missing_is_said_by_its_own_name() -> None:
