@@ -144,7 +144,8 @@ def upload(directory: Path, parent: str, base: Path | None = None) -> str:
             delta, found = _difference(directory, files, tensors, base)
             _require_base(f"{parent.rstrip('/')}/{base.name}", found)
         if isinstance(store, LocalFileSystem):
-            os.makedirs(f"{root}/{DRAFTER_DIRECTORY}", exist_ok=True)
+            for name in (UPLOAD, *found.files):
+                os.makedirs(os.path.dirname(f"{root}/{name}"), exist_ok=True)
         before = _read(store, f"{root}/{UPLOAD}")
         if before is not None and (there := Upload.read(before, url).digest) != found.digest:
             raise ValueError(f"it has a checkpoint with digest {there}, and {directory} has {found.digest}")

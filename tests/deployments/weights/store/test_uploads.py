@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deployments.weights.store import uploads
+from deployments.weights.store.checkpoint_files import Checkpoint
 from deployments.weights.store.uploads import DELTA, UPLOAD, Upload, allowed, download, upload
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
@@ -107,6 +108,12 @@ def test_a_stored_version_with_a_drafter_that_the_base_lacks_is_not_the_base(
     )
     write_version(version, store, lambda path: None)
     assert same(downloaded(url, store, tmp_path), stepped(random(1)))
+
+
+def test_what_is_uploaded_to_a_disk_is_a_checkpoint_there(tmp_path: Path) -> None:
+    """An empty directory for a drafter would be one without weights."""
+    upload(save(tmp_path / "a", random(1)), f"file://{tmp_path}/shared")
+    Checkpoint.open(str(tmp_path / "shared" / "a"), [tmp_path]).close()
 
 
 def test_what_has_changed_in_most_is_uploaded_whole(parent: str, store: Store, tmp_path: Path) -> None:
