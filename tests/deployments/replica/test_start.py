@@ -19,6 +19,7 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.fake_hub import FakeHub
+from tests.waiting import reached
 
 
 class Answers:
@@ -154,7 +155,7 @@ async def test_replica_loads_the_committed_version_and_is_ready_when_admitted(
     """Serve ends the replicas that it replaces as soon as their successors are ready."""
     answer, spec = stored(tmp_path, 3), MagicMock()
     starting = Starting(monkeypatch, spec, answer)
-    await asyncio.sleep(0.1)
+    await reached(lambda: starting.start.await_count > 0)
     starting.start.assert_awaited_once_with(spec.at(answer.path), version=3)
     assert not starting.task.done()
     await starting.admit()
