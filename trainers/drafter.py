@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from trainers.batching import TokenBatch
-from trainers.eagle3 import Eagle3Head, default_layers, write_head
+from trainers.eagle3 import Eagle3Head, default_layers, load_in_place, write_head
 from trainers.eagle3 import read_head as read_eagle3
 from trainers.layers import decoder_layers
 from trainers.model_config import needed
@@ -106,7 +106,8 @@ class TrainedDrafter:
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
         """Copy published tensors in place. Raises ValueError and changes nothing if they are of another."""
-        self.head.load({name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}, source)
+        own = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
+        load_in_place(self.head, own, source)
 
     def write(self, directory: Path) -> None:
         """Write its own checkpoint, under its own names. Raises OSError."""

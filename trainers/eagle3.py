@@ -122,15 +122,11 @@ class Eagle3Head(nn.Module):
         ids = torch.arange(self.lm_head.out_features, device=self.lm_head.weight.device)
         return ids if self.d2t is None else ids + self.d2t
 
-    def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-        """Copy a checkpoint's tensors in place. Raises ValueError and changes nothing unless they are all of
-        the head's."""
-        load_in_place(self, tensors, source)
-
 
 @torch.no_grad()
 def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """`Eagle3Head.load`."""
+    """Copy a checkpoint's tensors in place. Raises ValueError and changes nothing unless they are all of the
+    head's."""
     own = head.state_dict()
     for name in sorted(own.keys() | tensors.keys()):
         wanted, got = (
@@ -167,7 +163,7 @@ def read_head(directory: Path) -> Eagle3Head:
             "it from the checkpoint: the head reads the model's)"
         )
     head = Eagle3Head(config, has_d2t="d2t" in tensors, has_t2d="t2d" in tensors)
-    head.load(tensors, directory)
+    load_in_place(head, tensors, directory)
     return head
 
 

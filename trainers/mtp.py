@@ -5,7 +5,7 @@ and the embedding of token i + 1, and predicts token i + 2. Embeddings and outpu
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -64,10 +64,6 @@ class MtpHead(nn.Module):
         )
         return made
 
-    def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-        """As `Eagle3Head.load`."""
-        load_in_place(self, tensors, source)
-
 
 def read_head(config: PreTrainedConfig, directory: Path) -> MtpHead:
     """The head of a model with its weights, in float32. Raises ValueError: the model or its checkpoint has
@@ -85,5 +81,5 @@ def read_head(config: PreTrainedConfig, directory: Path) -> MtpHead:
                 if name.startswith(MTP):
                     tensors[name.removeprefix(MTP)] = stored.get_tensor(name)
     head = MtpHead(config)
-    head.load(tensors, directory)
+    load_in_place(head, tensors, directory)
     return head

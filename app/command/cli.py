@@ -1,7 +1,6 @@
 """The command line. Commands import what they need, so that `slipstream --help` is fast."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -214,13 +213,11 @@ def upload(
     ] = None,
 ) -> None:
     """Copy a checkpoint to S3, GCS or another store, for `slipstream publish`. Prints its URL."""
+    from app.command.shell import reported
     from deployments.weights.store.uploads import upload
 
-    try:
+    with reported(ValueError, OSError):
         print(upload(directory, parent, base))
-    except (ValueError, OSError) as error:
-        print(f"slipstream: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
 
 
 @cli.command()

@@ -232,6 +232,7 @@ class ReplicaEngine:
         self.llm = llm
         self.app = app
         self.version = version
+        self.world_size: int = llm.vllm_config.parallel_config.world_size_across_dp
         self.staging_share = 1.0
         self.condition: EngineState = ()  # set by users: paused, asleep
         self.held = False  # paused until `release`, even if users resume
@@ -274,10 +275,6 @@ class ReplicaEngine:
         await asyncio.wait_for(llm.update_weight_version(str(version)), FIRST_CALL_S)
         await asyncio.wait_for(engine.calls.connect(), FIRST_CALL_S)
         return engine
-
-    @property
-    def world_size(self) -> int:
-        return self.llm.vllm_config.parallel_config.world_size_across_dp
 
     @property
     def busy(self) -> bool:
