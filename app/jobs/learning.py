@@ -19,7 +19,7 @@ from app.jobs.evaluation import Evaluation, evaluate
 from app.jobs.groups import Group, figures, group_of, images_of, penalised, trajectories
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.policy import Moved, Unanswered
-from app.jobs.run import Run
+from app.jobs.run import LEFT_OUT, Run
 from app.jobs.task_groups import all_of
 from app.jobs.teacher import SamplingTeacher
 from app.jobs.trackers import Trackers
@@ -149,13 +149,13 @@ async def imitated(run: Run) -> list[Group]:
         rollouts = [replace(penalised(each, options), trajectories=[policy.made[each.id]]) for each in made]
         return Group(number=number, rollouts=rollouts)
 
-    begin = run.next_problem
-    run.next_problem += options.groups_per_step
-    made = await all_of(one(number) for number in range(begin, run.next_problem))
-    groups = [group for group in made if group is not None]
-    if not groups:
-        raise ValueError(f"none of the problems from {begin} on was answered by the teacher")
-    return groups
+    for _ in range(LEFT_OUT):  # else each --resume would begin with the same ones
+        begin = run.next_problem
+        run.next_problem += options.groups_per_step
+        made = await all_of(one(number) for number in range(begin, run.next_problem))
+        if groups := [group for group in made if group is not None]:
+            return groups
+    raise ValueError(f"none of the last {LEFT_OUT} batches of problems was answered by the teacher")
 
 
 def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited_s: float) -> StepRecord:

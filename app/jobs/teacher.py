@@ -20,7 +20,7 @@ from app.client import calls, completions
 from app.client.completions import Answer
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from app.jobs.options import JobOptions
-from app.jobs.policy import Policy
+from app.jobs.policy import Policy, Unanswered, is_too_long
 from app.jobs.task_groups import all_of
 from trainers.trajectory import TeacherLogprobs, Trajectory
 
@@ -162,10 +162,15 @@ class SamplingTeacher(Policy):
     made: dict[str, Trajectory] = field(default_factory=dict)
 
     async def chat(self, messages: Sequence[Mapping[str, str]], attempts: Sequence[str]) -> Sequence[Answer]:
-        """Raises FleetError."""
+        """Raises FleetError, or Unanswered for a conversation that exceeds the teacher's context."""
         prompt = await self.student.tokenize(messages)
         settings = self._sampling() | {"ignore_eos": False, "n": len(attempts)}
-        answers = (await self.teacher.ask(completions.complete(self.model, prompt, **settings))).answers
+        try:
+            answers = (await self.teacher.ask(completions.complete(self.model, prompt, **settings))).answers
+        except FleetError as error:
+            if isinstance(error.__cause__, FleetError) and is_too_long(error.__cause__):
+                raise Unanswered(str(error.__cause__)) from error
+            raise
         if len(answers) != len(attempts) or not all(answer.token_ids for answer in answers):
             raise FleetError(
                 f"the teacher {self.model}: expected {len(attempts)} answers with token_ids, got "

@@ -34,6 +34,7 @@ class FakeTeacher:
         self.is_down = False
         self.row = row(t8=-0.5, t9=-1.0, t7=-1.5)
         self.probe = [5, 6]
+        self.refused: dict[int, str] = {}  # by the last token of a prompt
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_down:
@@ -45,6 +46,8 @@ class FakeTeacher:
         if "prompt_logprobs" in asked:
             rows = [self.row | row(**{f"t{token}": -1.5}) for token in asked["prompt"][1:]]
             return httpx.Response(200, content=scored(rows))
+        if (why := self.refused.get(asked["prompt"][-1])) is not None:
+            return refusal(400, "invalid_request", why)
         choice = {"text": "42", "token_ids": [4, 2], "finish_reason": "stop"}
         return httpx.Response(200, json={"choices": [choice] * asked["n"]})
 
@@ -132,16 +135,17 @@ async def test_a_teachers_token_that_the_trainer_has_not_ends_the_job(tmp_path: 
     assert not (tmp_path / "m.rollouts.jsonl").read_text().count('"step": 2') and fleet.labels == []
 
 
-async def test_the_teacher_answers_in_the_policys_place(tmp_path: Path) -> None:
-    class Rendering(FakeFleet):
-        async def answer(self, request: httpx.Request) -> httpx.Response:
-            if request.url.path == "/tokenize":
-                return httpx.Response(
-                    200, json={"tokens": [3, int(json.loads(request.content)["messages"][0]["content"])]}
-                )
-            assert "/rollouts/" not in request.url.path or "runs" in request.url.path
-            return await super().answer(request)
+class Rendering(FakeFleet):
+    async def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/tokenize":
+            return httpx.Response(
+                200, json={"tokens": [3, int(json.loads(request.content)["messages"][0]["content"])]}
+            )
+        assert "/rollouts/" not in request.url.path or "runs" in request.url.path
+        return await super().answer(request)
 
+
+async def test_the_teacher_answers_in_the_policys_place(tmp_path: Path) -> None:
     fleet, fake, path = Rendering(), FakeTeacher(), tmp_path / "m.jsonl"
     asked = ("--teacher", "a", "--loss", "sft")
     (record,) = await run_job(fleet, path, "--steps", "1", *asked, teacher=fake.teacher())
@@ -151,6 +155,16 @@ async def test_the_teacher_answers_in_the_policys_place(tmp_path: Path) -> None:
     assert prompts == [[(3, 0)] * 3 + [(3, 1)] * 3, [(3, 2)] * 3 + [(3, 3)] * 3]
     assert {each.token_ids for batch in fleet.batches for each in batch} == {(4, 2)}
     assert fake.asked[0]["prompt"] == [3, 0] and fake.asked[0]["n"] == 3 and records[-1].staleness_max == 0
+
+
+async def test_a_prompt_that_is_too_long_for_the_teacher_is_left_out(tmp_path: Path) -> None:
+    """Each --resume would begin with it."""
+    fake, fleet = FakeTeacher(), Rendering()
+    fake.refused = dict.fromkeys((0, 1, 2), "This model's maximum context length is 8 tokens")
+    asked = ("--teacher", "a", "--loss", "sft")  # two problems of each step
+    (record,) = await run_job(fleet, tmp_path / "run.jsonl", "--steps", "1", *asked, teacher=fake.teacher())
+    prompts = [each.prompt_token_ids for each in fleet.batches[0]]
+    assert (record.unanswered, record.next_problem, prompts) == (3, 4, [(3, 3)] * 3)
 
 
 async def test_a_teacher_with_another_vocabulary_is_refused() -> None:
