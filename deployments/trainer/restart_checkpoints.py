@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from deployments.host.durable_files import rename, replacing
+from deployments.host.durable_files import flushing, rename, replacing
 from deployments.host.logs import serve_logger
 from deployments.weights.store.versions import DirectoryLock
 from deployments.weights.transports.weight_sender import gather_from_ranks
@@ -196,12 +196,14 @@ class RestartCheckpoints:
         try:
             partial.mkdir(parents=True, exist_ok=True)  # each rank's
             with closing(DirectoryLock(partial)):  # for `Store.being_written`
-                dcp.save(
-                    staged.result(),
-                    storage_writer=dcp.FileSystemWriter(partial),
-                    process_group=self.group,
-                    no_dist=self.group is None,
-                )
+                tensors = staged.result()
+                with flushing(partial):
+                    dcp.save(
+                        tensors,
+                        storage_writer=dcp.FileSystemWriter(partial),
+                        process_group=self.group,
+                        no_dist=self.group is None,
+                    )
                 if self._rank == 0:
                     with replacing(partial / META) as file:
                         file.write_text(json.dumps(asdict(meta)), encoding="utf-8")

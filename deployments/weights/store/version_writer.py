@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import _TYPES
 
-from deployments.host.durable_files import replacing
+from deployments.host.durable_files import flushing, replacing
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import StoreResult, WriteVersion
 from deployments.weights.store.versions import (
@@ -195,6 +195,7 @@ def write_version(version: CommittedVersion, store: Store, write_files: Callable
             source = None if kept is None else stack.enter_context(store.reading(kept.version))
             tensors = _whole(version, source)
             directory = stack.enter_context(store.writing(version.version, version.fleet_id))
+            stack.enter_context(flushing(directory))
             manifest = _manifest(version, kept, tensors)
             write_files(directory)
             drafter = _drafter_of(tensors)
