@@ -59,8 +59,8 @@ def begin(state: State, request: LoadRequest) -> Adapter:
         )
     taken = {limits.base_model, *adapters.loads}
     adapter = adapter_catalog.next_adapter(adapters.catalog, request, taken)
-    adapters.loads[adapter.name] = Load(adapter=adapter, begun=state.now)
-    adapters.timings[adapter.adapter_id] = AdapterTimings()
+    adapters.loads[adapter.name] = load = Load(adapter=adapter, begun=state.now)
+    _time(state, load)
     # Durable before a replica learns of the id: one that keeps it over a restart must not meet another.
     _decide(state, adapter_catalog.numbered(adapters.catalog, adapter))
     _record(state, adapter, "loading")
@@ -99,7 +99,7 @@ def unload(state: State, name: str) -> PendingCall:
     ids = {each.adapter_id for each in out}
     number = _decide(state, adapter_catalog.without(state.adapters.catalog, ids))
     call = PendingCall(name=SetAdapters.name)
-    state.adapters.unloads.append((number, call))
+    state.adapters.decided.append((number, call, None))
     return call
 
 
@@ -142,7 +142,7 @@ def _decide(state: State, catalog: AdapterCatalog) -> int:
 
 def _time(state: State, load: Load, **timings: Any) -> None:
     by_id, adapter_id = state.adapters.timings, load.adapter.adapter_id
-    by_id[adapter_id] = replace(by_id[adapter_id], **timings)
+    by_id[adapter_id] = replace(by_id.get(adapter_id, AdapterTimings()), **timings)
 
 
 def _record(state: State, adapter: Adapter, phase: str, reason: str = "") -> None:
@@ -157,7 +157,8 @@ def needed(state: State) -> set[int]:
 
 def settled(state: State, load_id: str) -> bool:
     adapters = state.adapters
-    if any(load.adapter.load_id == load_id for load in adapters.loads.values()):
+    loads = (*adapters.loads.values(), *(load for _, _, load in adapters.decided if load is not None))
+    if any(load.adapter.load_id == load_id for load in loads):
         return False
     found = any(each.load_id == load_id for each in adapters.catalog.live)
     return not found or _carried_out(state) > 0
@@ -170,7 +171,7 @@ def loaded(state: State, load_id: str) -> Adapter | None:
 
 def status(state: State) -> list[AdapterStatus]:
     catalog, members = state.adapters.catalog, list(state.members.values())
-    loading = [load.adapter for load in state.adapters.loads.values() if load.number is None]
+    loading = [load.adapter for load in state.adapters.loads.values()]
     return [
         _status(state, each, name, members)
         for adapters, name in ((catalog.retired, "retired"), (catalog.live, "live"), (loading, "loading"))
@@ -252,7 +253,7 @@ def _set(state: State, call: PendingCall, *, member: Member, number: int) -> Non
 
 def _loaded(state: State, call: PendingCall, *, member: Member, adapter: Adapter) -> None:
     verdict, load = classify(call), _load_of(state, adapter)
-    if load is None or load.number is not None:  # it is live: a replica without it cannot serve
+    if load is None:  # it is live: a replica without it cannot serve
         membership.fence_each(state, verdict.not_done, call.name)
         return
     for replica_id, answer in call.answers.items():
@@ -267,7 +268,7 @@ def _loaded(state: State, call: PendingCall, *, member: Member, adapter: Adapter
 
 def _conclude(state: State) -> None:
     for load in list(state.adapters.loads.values()):
-        if load.call is None or load.number is not None or state.returning():
+        if load.call is None or state.returning():
             continue
         error = load.error or _fault(state, load)
         if error is not None:
@@ -278,7 +279,8 @@ def _conclude(state: State) -> None:
             if load.stored:
                 keep = state.adapter_limits.keep
                 catalog = adapter_catalog.with_live(state.adapters.catalog, load.adapter, keep)
-                load.number = _decide(state, catalog)
+                state.adapters.decided.append((_decide(state, catalog), load.call, load))
+                del state.adapters.loads[load.adapter.name]
 
 
 def _fault(state: State, load: Load) -> SlipstreamError | None:
@@ -322,25 +324,21 @@ def _undo(state: State, load: Load, error: SlipstreamError) -> None:
 
 def _answer(state: State) -> None:
     """End loads and unloads that have reached all replicas that take requests."""
-    adapters, number = state.adapters, _carried_out(state)
-    for load in list(adapters.loads.values()):
-        if load.number is not None and load.number <= number:
-            del adapters.loads[load.adapter.name]
-            _time(state, load, total_s=state.now - load.begun)
-            if load.call is not None:
-                load.call.finish(result=load.adapter)
-    for waiting in [each for each in adapters.unloads if each[0] <= number]:
-        adapters.unloads.remove(waiting)
-        waiting[1].finish()
+    carried_out = _carried_out(state)
+    for number, call, load in state.adapters.decided:
+        if number <= carried_out:
+            call.finish(result=None if load is None else load.adapter)
+            if load is not None:
+                _time(state, load, total_s=state.now - load.begun)
+    state.adapters.decided = [each for each in state.adapters.decided if each[0] > carried_out]
 
 
 def _retired_nowhere(state: State) -> set[int]:
     """Ids of retired adapters that no replica holds, or may still be loading."""
-    ids, there = {each.adapter_id for each in state.adapters.catalog.retired}, set[int]()
-    for member in state.members.values():
-        there.update(member.adapters)
-        there.update(each for each in ids if _asked_to_load(member, each))
-    return ids - there
+    members = state.members.values()
+    held = {adapter_id for member in members for adapter_id in member.adapters}
+    gone = {each.adapter_id for each in state.adapters.catalog.retired} - held
+    return {each for each in gone if not any(_asked_to_load(member, each) for member in members)}
 
 
 def _loads(body: Body, adapter_id: int) -> bool:

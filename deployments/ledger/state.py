@@ -359,6 +359,8 @@ class Refusal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Load:
+    """Undecided: what it brings is nowhere live."""
+
     adapter: Adapter
     begun: float
     staged: float = 0.0
@@ -366,7 +368,6 @@ class Load:
     call: PendingCall | None = None  # None: its files are being copied
     rejected: dict[str, str] = field(default_factory=dict)
     error: SlipstreamError | None = None
-    number: int | None = None  # of the `AdapterLoads` with which it is live; None: undecided
 
     @property
     def wanted(self) -> bool:
@@ -377,7 +378,8 @@ class Load:
 class AdapterLoads:
     catalog: AdapterCatalog = field(default_factory=AdapterCatalog)
     loads: dict[str, Load] = field(default_factory=dict)
-    unloads: list[tuple[int, PendingCall]] = field(default_factory=list)  # with the number of the change
+    # Calls that wait for replicas, each with its change's number; None: an unload
+    decided: list[tuple[int, PendingCall, Load | None]] = field(default_factory=list)
     timings: dict[int, AdapterTimings] = field(default_factory=dict)
     number: int = 0  # counts changes of what replicas must hold, by this process; 1: an earlier one's
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,6 @@ class EngineAdapters:
         self._llm = llm
         self._calls = calls
         self._lag_s = lag_s
-        self._base: asyncio.Task[Schema | None] | None = None
         self._held: dict[int, Adapter] = {}
         self.live_ids: tuple[int, ...] = ()
         self._wanted: set[int] = set()
@@ -201,12 +201,13 @@ class EngineAdapters:
         )
 
     async def _check(self, adapter: Adapter) -> bool:
+        """Whether the files were complete at once."""
         attempts = 0
 
         async def check() -> None:
             nonlocal attempts
             attempts += 1
-            await asyncio.to_thread(check_adapter, adapter, *await self._limits())
+            await asyncio.to_thread(self._check_files, adapter)
 
         try:
             await until_complete(check, self._lag_s)
@@ -214,18 +215,12 @@ class EngineAdapters:
             raise PayloadRejected(str(error)) from error
         return attempts == 1
 
-    async def _limits(self) -> tuple[Schema | None, Any]:
-        """The base model's schema, if known on this host, and the engine's `LoRAConfig`."""
-        if self._base is None:
-            self._base = asyncio.create_task(asyncio.to_thread(self._read_base))
-        base = self._base
-        try:
-            return await asyncio.shield(base), self._llm.vllm_config.lora_config
-        except (OSError, ValueError):
-            self._base = None
-            raise
+    def _check_files(self, adapter: Adapter) -> None:
+        check_adapter(adapter, self._base, self._llm.vllm_config.lora_config)
 
-    def _read_base(self) -> Schema | None:
+    @cached_property
+    def _base(self) -> Schema | None:
+        """The base model's schema, if known on this host."""
         config = self._llm.model_config
         directory = cached(config.model, config.revision, self._llm.vllm_config.load_config.download_dir)
         return complete_schema(directory, of_hub=directory != Path(config.model))
