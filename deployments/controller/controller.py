@@ -20,7 +20,7 @@ from deployments.controller.durable_ledger import DurableLedger, open_journal
 from deployments.controller.journal import Journal
 from deployments.controller.ray_cluster import IsAlive, Kill
 from deployments.controller.rollout_calls import Rollouts
-from deployments.controller.store_keeper import ADAPTERS, AdapterKeeper, StoreKeeper, hold_claim
+from deployments.controller.store_keeper import StoreKeeper, hold_claim
 from deployments.host import tracing
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.state import PendingCall
@@ -85,10 +85,13 @@ class Controller:
         self._ledger = Ledger(config, size, adapters)
         self._poll_s = poll_s
         self._keeper = StoreKeeper(
-            Store(Path(store_dir)), self._ledger, Path(state_dir), max_versions, hold_claim
-        )
-        self._adapter_files = AdapterKeeper(
-            Path(store_dir) / ADAPTERS, adapter_roots, self._keeper.check_owner, clock=clock
+            Store(Path(store_dir)),
+            self._ledger,
+            Path(state_dir),
+            max_versions,
+            hold_claim,
+            adapter_roots=adapter_roots,
+            clock=clock,
         )
         self._durable = DurableLedger(
             self._ledger,
@@ -181,10 +184,10 @@ class Controller:
             adapter = self._ledger.begin_adapter(load, now())
             try:
                 await self._durable.durable(self._durable.change())  # no successor reuses this id
-                files = await self._adapter_files.copy(load.path, adapter.adapter_id, load.digest)
+                files = await self._keeper.copy_adapter(load.path, adapter.adapter_id, load.digest)
                 call = self._ledger.stage_adapter(adapter, files, now())
                 self._durable.change()  # replicas load the copy while it is synced
-                await self._adapter_files.complete(adapter.adapter_id)
+                await self._keeper.complete_adapter(adapter.adapter_id)
                 self._ledger.complete_adapter(adapter, now())
             except BaseException as error:  # also when the caller left: frees the name
                 failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
@@ -319,7 +322,6 @@ class Controller:
         await self._rollouts.aclose()
         await self._durable.aclose()
         await self._keeper.aclose()
-        self._adapter_files.close()
 
 
 def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:

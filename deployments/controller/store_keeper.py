@@ -42,12 +42,14 @@ def hold_claim(directory: Path) -> int | None:
 
 
 class StoreKeeper:
-    """Claims, reads and empties the store.
+    """Claims, reads and empties the store, and copies adapters into it, before a replica hears of them.
 
     Args:
         state_dir: named where the store is refused.
         keep: versions that stay, beside those that are being read.
         hold_claim: keeps other processes off the store until its result is closed.
+        adapter_roots: directories below which users' adapters are.
+        lag_s: how long to wait for incomplete files of an adapter.
     """
 
     def __init__(
@@ -57,6 +59,11 @@ class StoreKeeper:
         state_dir: Path,
         keep: int,
         hold_claim: Callable[[Path], int | None] = hold_claim,
+        *,
+        adapter_roots: Sequence[Path] = (),
+        lag_s: float = LAG_S,
+        clock: Callable[[], float] = time.monotonic,
+        disk_s: float = DISK_S,
     ) -> None:
         self._store = store
         self._state_dir = state_dir
@@ -67,6 +74,12 @@ class StoreKeeper:
         self._pass: asyncio.Task[None] | None = None
         self._problem: OSError | None = None
         self._keep = keep
+        self._roots = tuple(adapter_roots)
+        self._lag_s = lag_s
+        self._clock = clock
+        self._disk_s = disk_s
+        # Threads of its own: if the disk hangs, the event loop's threads stay free.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
 
     def remove_old(self) -> None:
         """Off the critical path, one pass at a time."""
@@ -119,6 +132,7 @@ class StoreKeeper:
         held, self._held = self._held, None
         if held is not None:
             os.close(held)
+        self._threads.shutdown(wait=False)
 
     def _claim(self) -> None:
         directory, fleet_id = self._store.directory, self._ledger.state.fleet_id
@@ -181,36 +195,8 @@ class StoreKeeper:
         known = [version for version in self._store.list() if version <= newest]
         return [each for each in known[: -self._keep] if isinstance(self._own(each), VersionManifest)]
 
-
-class AdapterKeeper:
-    """Copies adapters into the fleet's store, before a replica hears of them.
-
-    Args:
-        roots: directories below which users' adapters are.
-        check_owner: raises OSError unless the store is this fleet's.
-        lag_s: how long to wait for incomplete files.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        roots: Sequence[Path],
-        check_owner: Callable[[], None],
-        lag_s: float = LAG_S,
-        clock: Callable[[], float] = time.monotonic,
-        disk_s: float = DISK_S,
-    ) -> None:
-        self._store = AdapterStore(directory)
-        self._roots = tuple(roots)
-        self._check_owner = check_owner
-        self._lag_s = lag_s
-        self._disk_s = disk_s
-        self._clock = clock
-        # Threads of its own: if the disk hangs, the event loop's threads stay free.
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
-
-    async def copy(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
-        """Copy an adapter for replicas to read; waits a while for incomplete files. `complete` follows.
+    async def copy_adapter(self, path: str, adapter_id: int, digest: str = "") -> AdapterFiles:
+        """Copy an adapter for replicas to read; waits for incomplete files. `complete_adapter` follows.
 
         Raises:
             NotFound: there is no such directory.
@@ -220,9 +206,9 @@ class AdapterKeeper:
         """
         if not path or "\0" in path or not Path(path).is_absolute():
             raise InvalidRequest(f"lora_path: expected an absolute path, got {path[:200]!r}")
-        copying = partial(self._store.copy, Path(path), self._roots, adapter_id, digest)
+        copying = partial(self._adapters.copy, Path(path), self._roots, adapter_id, digest)
         try:
-            await self._on_disk(self._check_owner, path)
+            await self._on_disk(self.check_owner, path)
         except OSError as error:
             raise Conflict(str(error)) from error
         try:
@@ -236,10 +222,10 @@ class AdapterKeeper:
         except (OSError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
 
-    async def complete(self, adapter_id: int) -> None:
-        """Make the copy durable. Raises FleetUnavailable, or Conflict as `copy`."""
+    async def complete_adapter(self, adapter_id: int) -> None:
+        """Make the copy durable. Raises FleetUnavailable, or Conflict as `copy_adapter`."""
         try:
-            await self._on_disk(partial(self._store.complete, adapter_id), str(self._store.directory))
+            await self._on_disk(partial(self._adapters.complete, adapter_id), str(self._adapters.directory))
         except CannotWrite as error:
             raise _no_space(error) from error
 
@@ -249,9 +235,6 @@ class AdapterKeeper:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         except TimeoutError as error:
             raise Conflict(f"{what}: the disk has not answered within {self._disk_s:g} s") from error
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False)
 
 
 def _no_space(error: CannotWrite) -> FleetUnavailable:
