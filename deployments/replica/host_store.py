@@ -81,12 +81,11 @@ class HostStore:
 
     def unlock(self, descriptor: int, written: WriteVersion | None) -> None:
         """Blocks."""
-        try:
+        with suppress(OSError):  # a full disk: others then look for the version themselves
             if written is not None:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, _note(written), 0)
-        finally:
-            os.close(descriptor)
+        os.close(descriptor)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         number, _, name = scope["path"].removeprefix(VERSIONS).partition("/")

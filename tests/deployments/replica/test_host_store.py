@@ -25,6 +25,7 @@ from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.owner import check_owner, claim, own
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
+from tests.full_disk import full_disk
 
 FLEET, VERSION = "a-fleet", 7
 TENSORS = {"b": torch.arange(3 << 17, dtype=torch.float32), "a": torch.ones(5)}
@@ -247,6 +248,19 @@ def test_the_lock_is_free_after_an_old_version_could_not_be_removed(
         store.lock(FLEET)
     lock = store.lock(FLEET)
     assert lock is not None
+    os.close(lock)
+
+
+def test_a_version_that_filled_the_disk_is_stored_all_the_same(tmp_path: Path) -> None:
+    """Without a note of it: another replica finds the version itself when it writes."""
+    store = HostStore(tmp_path, 3)
+    wanted = WriteVersion(version=VERSION, label=None, fleet_id=FLEET, digest="d" * 32)
+    lock = store.lock(FLEET)
+    assert lock is not None
+    with full_disk():
+        store.unlock(lock, wanted)
+    lock = store.lock(FLEET)
+    assert lock is not None and store.find(wanted) is None
     os.close(lock)
 
 
