@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from deployments.ledger.decisions import Decision
+from deployments.ledger.decisions import Decision, decode, encode
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.state import PendingCall
+from deployments.protocol.adapters import Adapter, AdapterFiles, LoadRequest
 from deployments.protocol.engine_state import (
     AbortRequests,
     Disconnect,
@@ -22,9 +23,10 @@ from deployments.protocol.engine_state import (
     WeightChecksums,
 )
 from deployments.protocol.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
-from deployments.protocol.poll import RunOperation
+from deployments.protocol.poll import JoinAnswer, RunOperation, Unloadable
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
+from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
 
 GROUP = {"rank_offset": 1}  # what makes a connection a communicator
@@ -79,12 +81,7 @@ class Scene:
         return call
 
     def open(
-        self,
-        *,
-        after: int | None = None,
-        persist: bool = False,
-        file_bytes: int | None = None,
-        **config: Any,
+        self, *, after: int | None = None, persist: bool = False, file_bytes: int | None = None, **config: Any
     ) -> int:
         """Open a round, with other settings for `config`; no replica has received anything of it yet."""
         self.ledger.reconfigure(self.config.model_copy(update=config))
@@ -178,3 +175,75 @@ def condition(texts: list[str]) -> EngineState:
 def operations(replica: FakeReplica) -> list[str]:
     """The operations that it carried out."""
     return [each.body.operation.name for each in replica.ran if isinstance(each.body, RunOperation)]
+
+
+class StoreScene(Scene):
+    """Every round is stored at once."""
+
+    def round(self) -> int:
+        version = report_of(self.publish()).version
+        self.store(version)
+        return version
+
+    def store(self, version: int) -> None:
+        self.ledger.set_stored(version, f"/store/v{version}", None, self.now)
+
+    def begin(self, name: str = "late", unloadable: Unloadable | None = None) -> JoinAnswer:
+        """A process that starts; it polls when its engine is up, see `up`."""
+        answer = self.ledger.join(name, f"{name}-1", self.now, unloadable)
+        self.journal += self.ledger.take_decisions()
+        return answer
+
+    def up(self, answer: JoinAnswer, name: str = "late") -> FakeReplica:
+        """Its engine is up with what it was told to load."""
+        replica = FakeReplica(replica_id=name, incarnation=f"{name}-1", version=answer.version)
+        self.replicas.append(replica)
+        self.poll(1)
+        return replica
+
+
+FILES = AdapterFiles(path="/store/adapters/1", digest="d", size_bytes=10)
+
+
+class AdapterScene(Scene):
+    """A scene whose fleet serves adapters."""
+
+    limits = AdapterLimits(base_model="base")
+
+    def begin(self, name: str, **options: Any) -> Adapter:
+        return self.ledger.begin_adapter(LoadRequest(name=name, path="/a", **options), self.now)
+
+    def load(self, name: str, *, polls: int = 8, **options: Any) -> PendingCall:
+        adapter = self.begin(name, **options)
+        call = self.ledger.stage_adapter(adapter, FILES, self.now)
+        self.ledger.complete_adapter(adapter, self.now)
+        self.ledger.tick(self.now)
+        self.poll(polls)
+        return call
+
+    def unload(self, name: str, *, polls: int = 8) -> PendingCall:
+        call = self.ledger.unload_adapter(name, self.now)
+        self.ledger.tick(self.now)
+        self.poll(polls)
+        return call
+
+    def restart(self) -> None:
+        self.journal = compact([decode(encode(each)) for each in self.journal])
+        super().restart()
+
+
+def live(replica: FakeReplica) -> list[str]:
+    return [each.full_name for each in replica.adapters.live.values()]
+
+
+def held(replica: FakeReplica) -> list[str]:
+    return [each.full_name for each in replica.adapters.held.values()]
+
+
+def names(scene: AdapterScene, state: str = "live") -> list[str]:
+    return [f"{each.name}@{each.version}" for each in scene.ledger.adapters() if each.state == state]
+
+
+def ended(call: PendingCall) -> object:
+    assert call.done and call.error is None, call.error
+    return call.result

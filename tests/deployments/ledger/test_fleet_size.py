@@ -48,19 +48,9 @@ def test_a_wish_reaches_every_replica_and_survives_a_restart() -> None:
 @pytest.mark.parametrize(
     ("size", "wanted", "error", "words"),
     [
-        (
-            ELASTIC,
-            5,
-            InvalidRequest,
-            "expected 1 to 4 ('engine.min_replicas' and 'engine.max_replicas')",
-        ),
+        (ELASTIC, 5, InvalidRequest, "expected 1 to 4 ('engine.min_replicas' and 'engine.max_replicas')"),
         (ELASTIC, 0, InvalidRequest, "got 0"),
-        (
-            SizeLimits(fixed="its slots are"),
-            1,
-            Conflict,
-            "the number of replicas is fixed: its slots are",
-        ),
+        (SizeLimits(fixed="its slots are"), 1, Conflict, "the number of replicas is fixed: its slots are"),
     ],
 )
 def test_a_wish_that_cannot_come_true_is_refused(

@@ -77,10 +77,7 @@ def test_a_decided_round_is_finished_after_a_restart(commit: CommitMode, swapped
     scene.poll(6)
     assert [each.version for each in scene.replicas] == [1, 1]
     assert all(each.admitted and not each.held for each in scene.replicas)
-    assert [type(each) for each in scene.journal if isinstance(each, Committed | Ended)] == [
-        Committed,
-        Ended,
-    ]
+    assert [type(each) for each in scene.journal if isinstance(each, Committed | Ended)] == [Committed, Ended]
 
 
 def test_a_replica_that_swapped_is_released_although_the_only_other_one_is_fenced() -> None:

@@ -4,17 +4,7 @@ from deployments.ledger.commit_phase import KEPT_TIMINGS, keep
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
-from deployments.protocol.poll import (
-    Body,
-    Check,
-    Commit,
-    CommitMode,
-    Drop,
-    KvCache,
-    Outcome,
-    Receive,
-    Verify,
-)
+from deployments.protocol.poll import Body, Check, Commit, CommitMode, Drop, KvCache, Outcome, Receive, Verify
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 

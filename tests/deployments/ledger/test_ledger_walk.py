@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant
 
-from deployments.ledger.decisions import Committed, Ended
+from deployments.ledger.decisions import Cataloged, Committed, Ended
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.engine_state import equivalent
 from deployments.protocol.poll import CommitMode, Directive, Report
@@ -84,6 +84,22 @@ class Walk(LedgerMoves):
                 if member.admitted:
                     assert member.version == status.committed_version
 
+    @invariant()
+    def adapters_are_durable_and_as_callers_were_told(self) -> None:
+        catalogs = [each.catalog for each in self.journal if isinstance(each, Cataloged)]
+        durable = {adapter.adapter_id for catalog in catalogs for adapter in catalog.live}
+        followed = {each.incarnation for each in self.ledger.state.live()}
+        for replica in self.serving():
+            live = replica.adapters.live
+            assert live.keys() <= durable, "requests may name what the disk does not"
+            # One that is fenced may hold it until it learns so, and no request names it there.
+            held = replica.adapters.held if replica.incarnation in followed else live
+            assert not self.failed & held.keys(), "its caller was told that it failed"
+            for name, promised in self.promised.items():
+                own = [each.version for each in live.values() if each.name == name]
+                assert max(own, default=0) >= promised, f"{replica.replica_id} lacks what was promised"
+                assert not (own and name in self.unloaded), "its caller was told that it is unloaded"
+
     def teardown(self) -> None:
         """Left alone, with replicas that go on polling, every round ends."""
         if not hasattr(self, "ledger"):
@@ -93,6 +109,10 @@ class Walk(LedgerMoves):
             self.poll_all(1)
             self.together_means_one_version_at_a_time()
         assert self.ledger.status(self.now).round is None, "a round never ended"
+        live = [each.adapter_id for each in self.ledger.state.adapters.catalog.live]
+        assert all(call.done for *_, call in self.calls), "the caller of an adapter waits for ever"
+        if not any(each.fenced or not each.admitted for each in self.replicas):
+            assert self.ledger.adapter_ids() == {*live}, "files stay for ever"
         decided = [each.round_id for each in self.journal if isinstance(each, Committed)]
         ended = [each.report for each in self.journal if isinstance(each, Ended)]
         committed = [each.round_id for each in ended if each.phase == "committed"]
@@ -100,6 +120,7 @@ class Walk(LedgerMoves):
         for replica in self.serving():
             assert replica.version == self.ledger.state.committed_version
             assert not replica.drains, "it begins no request, for nobody"
+            assert [*replica.adapters.live] == [*replica.adapters.held] == live
         status = self.ledger.status(self.now)
         for replica in self.serving():
             assert equivalent(replica.condition, self.ledger.state.engine_state)

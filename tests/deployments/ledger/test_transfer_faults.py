@@ -8,15 +8,15 @@ from deployments.protocol.errors import (
     SlipstreamError,
     TransferAborted,
 )
-from deployments.protocol.poll import Body, Connect, Outcome, Receive, Verify
+from deployments.protocol.poll import Body, Check, Connect, FilePart, Outcome, Receive, Verify
 from tests.deployments.ledger.ledger_scene import GROUP, SEPARATE, Scene, report_of
 
 TRANSFER_FAILED, REPLICA_FAILED = Outcome.TRANSFER_FAILED, Outcome.REPLICA_FAILED
 REJECTED, DONE = Outcome.REJECTED, Outcome.DONE
 
 
-def scene_with(body: type[Body], outcomes: tuple[Outcome, ...]) -> Scene:
-    scene = Scene(replicas=len(outcomes))
+def scene_with(body: type[Body], outcomes: tuple[Outcome, ...], world_size: int = 1) -> Scene:
+    scene = Scene(replicas=len(outcomes), world_size=world_size)
     for replica, outcome in zip(scene.replicas, outcomes, strict=True):
         replica.outcomes[body] = outcome
     return scene
@@ -223,9 +223,9 @@ def test_a_publisher_whose_rendezvous_failed_is_asked_to_connect_again(
     assert report_of(scene.publish()).version == 1
 
 
-def attempt(scene: Scene, body: type[Body]) -> PendingCall:
+def attempt(scene: Scene, body: type[Body], init_info: dict[str, int] = SEPARATE) -> PendingCall:
     """One round that fails at this instruction."""
-    call = scene.connect(SEPARATE)
+    call = scene.connect(init_info)
     if body is Connect:
         return call
     call = scene.send(scene.open()) if body is Receive else scene.close(scene.receive())
@@ -311,3 +311,149 @@ def test_a_communicator_that_nothing_was_sent_over_survives_where_weights_change
     call = scene.close(scene.receive())
     scene.poll(10)
     assert report_of(call).version == 1
+
+
+# -- a transfer of all members fails because of one: the others name it -----------------------------
+
+
+def missing(body: type[Body], said: tuple[tuple[int, ...], ...]) -> Scene:
+    """Replicas of two workers: ranks 1 and 2, 3 and 4, 5 and 6; what each says of its peers."""
+    scene = scene_with(body, (TRANSFER_FAILED,) * len(said), world_size=2)
+    for replica, ranks in zip(scene.replicas, said, strict=True):
+        replica.missing_ranks = ranks
+    return scene
+
+
+@pytest.mark.parametrize("body", [Connect, Receive])
+def test_a_member_that_its_peers_miss_three_times_is_fenced_and_the_others_go_on(body: type[Body]) -> None:
+    scene = missing(body, ((4,), (), (4,)))
+    for _ in range(3):
+        assert fenced(scene) == ()
+        assert attempt(scene, body, GROUP).error is not None
+        scene.poll()
+    assert fenced(scene) == (1,)
+    times = "failed 3 times in a row and did not answer its peers"
+    assert scene.replicas[1].fenced == f"{body.name}: {times}: missed by ['r0', 'r2']"
+    for replica in scene.replicas:
+        replica.outcomes.clear()
+    scene.connect(GROUP)
+    assert report_of(scene.publish()).version == 1
+
+
+@pytest.mark.parametrize("said", [((0,), (0,), (0,)), ((1, 2), (3,), ()), ((), (), ())])
+def test_a_missing_publisher_names_no_replica_and_nobody_names_itself(
+    said: tuple[tuple[int, ...], ...],
+) -> None:
+    scene = missing(Receive, said)
+    for _ in range(5):
+        assert attempt(scene, Receive, GROUP).error is not None
+        scene.poll()
+    assert fenced(scene) == ()
+
+
+# -- rounds of files, which need no connection ------------------------------------------------------
+
+
+PART = FilePart(
+    directory="/c",
+    path="/c/model.safetensors",
+    names=("w",),
+    dtypes=("F32",),
+    shapes=((2,),),
+    ranges=((100, 108),),
+    digests=("00" * 8,),
+)
+
+
+def opened(scene: Scene) -> int:
+    scene.token = scene.ledger.acquire("directory", scene.now).token
+    return scene.open(file_bytes=16, persist=True)
+
+
+def received(scene: Scene) -> int:
+    round_id = opened(scene)
+    scene.send(round_id, PART)
+    scene.poll()
+    return round_id
+
+
+def committed(scene: Scene) -> int:
+    """The version of a whole round of files."""
+    call = scene.close(received(scene))
+    scene.poll(6)
+    return report_of(call).version
+
+
+def test_a_round_of_files_needs_no_connection_and_is_committed_like_any_other() -> None:
+    scene = Scene(replicas=2)
+    round_id = opened(scene)
+    for sent in (8, 16):
+        scene.send(round_id, PART)
+        current = scene.status().round
+        assert current is not None and (current.sent_bytes, current.file_bytes) == (sent, 16)
+        scene.poll()
+    call = scene.close(round_id, "step-7")
+    scene.poll(6)
+    report = report_of(call)
+    assert (report.version, report.label) == (1, "step-7") and Check.DIGESTS in report.checks
+    assert all(each.version == 1 for each in scene.replicas) and scene.status().stored_version == 1
+    payloads = [each.body.payload for each in scene.replicas[0].ran if isinstance(each.body, Receive)]
+    assert payloads == [PART, PART]
+
+
+@pytest.mark.parametrize("body", [Receive, Verify])
+@pytest.mark.parametrize(
+    ("outcomes", "error", "who"),
+    [
+        ((REJECTED, DONE), RoundAborted, ()),  # the directory is missing on one host
+        ((REJECTED, DONE, DONE), RoundAborted, ()),
+        ((REJECTED, REJECTED), InvalidRequest, ()),
+        ((TRANSFER_FAILED, DONE), RoundAborted, ()),
+        ((REPLICA_FAILED, REJECTED, DONE), RoundAborted, (0,)),
+    ],
+)
+def test_what_a_replica_cannot_read_aborts_the_round_and_fences_nobody_for_it(
+    body: type[Body], outcomes: tuple[Outcome, ...], error: type[SlipstreamError], who: tuple[int, ...]
+) -> None:
+    scene = scene_with(body, outcomes)
+    for _ in range(4):  # more often than a member may fail to receive
+        round_id = opened(scene)
+        call = scene.send(round_id, PART)
+        if body is Verify:
+            scene.poll()
+            call = scene.close(round_id)
+        scene.poll(4)
+        assert type(call.error) is error
+        rejecting = [f"r{i}" for i, each in enumerate(outcomes) if each in (REJECTED, TRANSFER_FAILED)]
+        assert call.error is not None and sorted(call.error.detail["replicas"]) == rejecting
+        if error is RoundAborted:
+            assert all(name in call.error.message for name in rejecting)
+        assert fenced(scene) == who
+        if who:
+            return
+    assert all(each.admitted and each.version == 0 for each in scene.replicas)
+    for replica in scene.replicas:
+        replica.outcomes.clear()
+    scene.ledger.release(scene.token, scene.now)
+    assert report_of(scene.publish()).version == 1
+
+
+def test_another_publishers_connection_outlives_a_round_of_files() -> None:
+    scene = Scene(replicas=2)
+    scene.connect({"rank_offset": 1})
+    scene.ledger.release(scene.token, scene.now)
+    assert committed(scene) == 1
+    scene.ledger.release(scene.token, scene.now)
+    scene.token = scene.ledger.acquire("trainer", scene.now).token
+    call = scene.close(scene.receive())
+    scene.poll(6)
+    assert report_of(call).version == 2
+
+
+def test_a_connection_is_of_no_use_to_another_publisher() -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    scene.ledger.release(scene.token, scene.now)
+    scene.token = scene.ledger.acquire("somebody else", scene.now).token
+    with pytest.raises(Conflict, match="connect before opening a round"):
+        scene.open()
