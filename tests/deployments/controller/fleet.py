@@ -3,17 +3,42 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deployments.controller.controller import Controller
+from deployments.controller.journal import Journal
+from deployments.ledger.decisions import Decision
 from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig
 from deployments.protocol.publishing import RoundReport
-from tests.deployments.controller.slow_disk import HELD_S, SlowDisk
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.waiting import reached
+
+HELD_S = 20.0  # longer than any test waits; it ends a thread that a failed test left
+
+
+class SlowDisk:
+    """Writes wait while `goes` is not set."""
+
+    def __init__(self) -> None:
+        self.goes = threading.Event()
+        self.goes.set()
+
+    def open(self, directory: Path) -> Journal:
+        return _SlowJournal(directory, self.goes)
+
+
+class _SlowJournal(Journal):
+    def __init__(self, directory: Path, goes: threading.Event) -> None:
+        super().__init__(directory)
+        self._goes = goes
+
+    def append(self, decisions: Iterable[Decision]) -> None:
+        self._goes.wait(HELD_S)
+        super().append(decisions)
+
 
 CONFIG = LedgerConfig(heartbeat_timeout_s=5, stage_timeout_s=5, commit_timeout_s=5, call_timeout_s=5)
 LONGER_THAN_ANY_DEADLINE_S = 60.0

@@ -8,14 +8,8 @@ import torch
 from ray.exceptions import RayTaskError
 
 from deployments.protocol.engine_state import InFlight, IsPaused, Pause, Sleep
-from deployments.protocol.errors import (
-    FleetUnavailable,
-    InvalidRequest,
-    ReplicaUnavailable,
-    RoundAborted,
-    StalePublisher,
-)
-from deployments.protocol.poll import Outcome, RunOperation, Verify
+from deployments.protocol.errors import FleetUnavailable, InvalidRequest, ReplicaUnavailable, StalePublisher
+from deployments.protocol.poll import Outcome, RunOperation
 from tests.deployments.controller.fleet import LONGER_THAN_ANY_DEADLINE_S, Fleet, publish
 from tests.deployments.ledger.fake_replica import FakeReplica
 
@@ -44,9 +38,7 @@ async def test_no_tensor_enters_the_controller(fleet: Fleet, value: object) -> N
         await controller.send(lease.token, round_id, [{"x": value}])  # type: ignore[list-item, dict-item]
 
 
-async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs_out(
-    fleet: Fleet,
-) -> None:
+async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs_out(fleet: Fleet) -> None:
     await fleet.serve("a", "b")
     fleet.kill("b")
     await fleet.elapse(2.5)  # silent, and far from the heartbeat's end
@@ -55,9 +47,7 @@ async def test_a_replica_whose_process_is_gone_is_lost_before_its_heartbeat_runs
     assert fleet.replicas["a"].version == 1
 
 
-async def test_a_hung_process_is_killed_once_its_replica_is_lost_and_blocks_no_round(
-    fleet: Fleet,
-) -> None:
+async def test_a_hung_process_is_killed_once_its_replica_is_lost_and_blocks_no_round(fleet: Fleet) -> None:
     await fleet.serve("a", "b")
     fleet.ray_answers.clear()  # Ray hangs as well
     fleet.hang("b")
@@ -93,23 +83,6 @@ async def test_versions_that_there_are_not_are_refused(fleet: Fleet) -> None:
         await fleet.controller.rollback_source(3)
 
 
-async def test_aborting_a_round_fails_its_pending_close(fleet: Fleet) -> None:
-    await fleet.serve("a")
-    fleet.replicas["a"].hangs_in.add(Verify)
-    controller = fleet.controller
-    lease = await controller.acquire("trainer")
-    await controller.connect(lease.token, {})
-    round_id = await controller.open_round(lease.token)
-    await controller.send(lease.token, round_id, {})
-    closing = asyncio.create_task(controller.close_round(lease.token, round_id))
-    await fleet.pending("verify")
-    await controller.abort_round(lease.token, round_id, "changed my mind")
-    with pytest.raises(RoundAborted, match="changed my mind"):
-        await closing
-    await fleet.until(lambda: "drop" in fleet.replicas["a"].names())
-    assert fleet.replicas["a"].admitted
-
-
 async def test_a_call_returns_each_replicas_value_or_names_those_that_failed(fleet: Fleet) -> None:
     await fleet.serve("a", "b")
     assert await fleet.controller.call(Pause(mode=InFlight.KEEP)) == {"a": "pause on a", "b": "pause on b"}
@@ -128,19 +101,6 @@ async def test_events_are_waited_for_and_have_increasing_ids(fleet: Fleet) -> No
     events = await asyncio.wait_for(waiting, 5)
     assert events[0].name == "register"
     assert [event.event_id for event in events] == list(range(last + 1, last + 1 + len(events)))
-
-
-async def test_a_restarted_controller_admits_replicas_that_hold_the_committed_version(fleet: Fleet) -> None:
-    await fleet.serve("a")
-    await publish(fleet, "step-1")
-    await fleet.restart()
-    fleet.start("b")
-    await fleet.polled("a", "b")
-    status = await fleet.controller.fleet()
-    assert (status.committed_version, status.label) == (1, "step-1")
-    assert [(each.version, each.phase) for each in await fleet.controller.rounds()] == [(1, "committed")]
-    assert fleet.replicas["a"].admitted and not fleet.replicas["b"].admitted
-    assert (await fleet.controller.acquire("trainer")).token == 2
 
 
 async def test_after_a_restart_an_operation_waits_for_those_that_still_serve(fleet: Fleet) -> None:

@@ -78,29 +78,22 @@ async def test_a_version_whose_writer_could_not_report_it_is_found(
             await asyncio.sleep(0.01)
 
 
-async def test_versions_of_another_fleet_are_not_removed_nor_what_is_newer_than_the_newest_known(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("ours", "theirs", "keep", "left"),
+    [([1, 2, 4, 5], 3, 1, [3, 4, 5]), ([1, 2, 3, 4, 7], 9, 2, [3, 4, 7, 9])],
+)
+async def test_versions_of_others_or_newer_than_the_newest_known_are_neither_removed_nor_counted(
+    tmp_path: Path, ours: list[int], theirs: int, keep: int, left: list[int]
 ) -> None:
-    store = Store(tmp_path / "store")
-    for version in (1, 2, 4, 5):
-        write(store, version)
-    write(store, 3, "another")
-    removing = keeper(store, keep=1, stored=4)
-    removing.remove_old()
-    await removing.aclose()
-    assert list(store.list()) == [3, 4, 5]
-
-
-async def test_versions_that_are_not_the_fleets_newest_count_for_nothing(tmp_path: Path) -> None:
     """Those of another run that were copied there, or those that a journal from before does not know."""
     store = Store(tmp_path / "store")
-    for version in (1, 2, 3, 4, 7):
+    for version in ours:
         write(store, version)
-    write(store, 9, "another")
-    removing = keeper(store, keep=2, stored=4)
+    write(store, theirs, "another")
+    removing = keeper(store, keep=keep, stored=4)
     removing.remove_old()
     await removing.aclose()
-    assert list(store.list()) == [3, 4, 7, 9]
+    assert list(store.list()) == left
 
 
 async def test_copies_of_adapters_that_nothing_needs_are_removed(tmp_path: Path) -> None:
@@ -174,16 +167,6 @@ async def test_a_controller_with_a_new_journal_refuses_an_old_store(tmp_path: Pa
         ):
             Fleet(tmp_path)
     assert not (store.directory / OWNER).exists()
-
-
-async def test_a_controller_that_restarts_knows_its_store(tmp_path: Path) -> None:
-    fleet = Fleet(tmp_path)
-    fleet_id = (await fleet.controller.fleet()).fleet_id
-    write(Store(tmp_path / "store"), 1, fleet_id)
-    await fleet.aclose()
-    fleet = Fleet(tmp_path)
-    assert (await fleet.controller.fleet()).fleet_id == fleet_id
-    await fleet.aclose()
 
 
 async def load(fleet: Fleet, directory: Path) -> Path:
@@ -287,15 +270,6 @@ async def test_a_store_that_no_version_was_written_to_may_be_removed(tmp_path: P
         (tmp_path / "store" / OWNER).unlink()
     await Fleet(tmp_path).aclose()
     assert (tmp_path / "store" / OWNER).exists()
-
-
-async def test_a_new_journal_is_refused_by_the_store_of_the_one_before(tmp_path: Path) -> None:
-    await Fleet(tmp_path).aclose()
-    (tmp_path / "state").rename(tmp_path / "lost")
-    with pytest.raises(JournalError, match="belongs to fleet"):
-        Fleet(tmp_path)
-    (tmp_path / "store").rename(tmp_path / "away")
-    await Fleet(tmp_path).aclose()
 
 
 # A state directory is of one model: engines would load the stored versions of another under its name.
