@@ -21,22 +21,14 @@ from deployments.weights.store.versions import Store
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, started
 from tests.deployments.trainer.trainer_specs import trainer_spec
-from tests.tiny_models import (
-    save_tiny_llama,
-    save_tiny_mtp,
-    save_tiny_tied_twice,
-    save_tiny_vision_language,
-)
+from tests.tiny_models import save_tiny_llama, save_tiny_mtp, save_tiny_tied_twice, save_tiny_vision_language
 from trainers.settings import OptimizerConfig, TrainerConfig
 from trainers.sources import ParameterSource
 from trainers.trained_policy import TrainedPolicy
 
 Save = Callable[[Path, int], Path]
 KINDS: list[tuple[Save, list[str]]] = [
-    (
-        save_tiny_tied_twice,
-        [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)],
-    ),
+    (save_tiny_tied_twice, [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]),
     (save_tiny_mtp, ["model.layers.2 (27 tensors)"]),
     (
         save_tiny_vision_language,

@@ -7,16 +7,7 @@ from deployments.trainer.spec import TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import (
-    BATCH,
-    MERGED,
-    equal,
-    lines,
-    saved,
-    started,
-    stored,
-    trained,
-)
+from tests.deployments.trainer.one_worker import BATCH, MERGED, equal, lines, saved, started, stored, trained
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_models import save_tiny_llama
 

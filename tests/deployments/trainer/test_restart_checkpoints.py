@@ -23,10 +23,7 @@ from trainers.trained_policy import TrainedPolicy
 pytestmark = pytest.mark.slow  # optimizer steps
 
 CONFIG = LearnerConfig(optimizer=OptimizerConfig(learning_rate=1e-4))
-BATCH = [
-    tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0),
-    tiny.trajectory((3, 4), (7, 1), advantage=-1.0),
-]
+BATCH = [tiny.trajectory((3, 4), (5, 6, 1), advantage=1.0), tiny.trajectory((3, 4), (7, 1), advantage=-1.0)]
 
 
 def weights(policy: TrainedPolicy) -> Tensors:
@@ -159,17 +156,6 @@ def test_a_second_run_that_comes_as_far_replaces_the_first_ones_checkpoint(tmp_p
     load(resumed.policy, weights(learner.policy), dtype=torch.bfloat16)
     assert resumed_from(kept, resumed, 1) is None
     assert equal(weights(resumed.policy), weights(learner.policy))
-
-
-def test_the_nearest_checkpoint_is_taken(tmp_path: Path) -> None:
-    learner, kept = stepped(tmp_path), checkpoints(tmp_path)
-    for _ in range(2):
-        learner.step(BATCH)
-        save(learner, kept)
-    assert names(kept) == ["step-000002", "step-000003"]
-    resumed = Learner(TrainedPolicy.load(tmp_path), CONFIG)
-    assert resumed_from(kept, resumed, 1) == "weights as stored, moments of step 2"
-    assert kept.step is None, "the next one is due at once"
 
 
 def test_nothing_is_replaced_or_removed_where_the_store_is_no_longer_this_fleets(

@@ -5,13 +5,7 @@ import torch
 
 from deployments.trainer.spec import TrainerSpec
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import (
-    everything,
-    lines,
-    of_step,
-    started,
-    trained,
-)
+from tests.deployments.trainer.one_worker import everything, lines, of_step, started, trained
 from tests.deployments.trainer.trainer_specs import with_config
 from trainers.eagle3 import write_new_head
 
