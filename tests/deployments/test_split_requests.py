@@ -39,15 +39,6 @@ async def test_list_is_answered_by_all_replicas_as_by_one() -> None:
         await reached(lambda: router.in_flight == 0)
 
 
-@pytest.mark.slow
-async def test_list_of_token_ids_is_divided_too() -> None:
-    async with service("a", "b", **ROOM) as (fleet, _, client):
-        ids = [list(map(ord, prompt)) for prompt in PROMPTS]
-        answer = (await client.post("/v1/completions", json={"prompt": ids})).json()
-        assert [choice["text"] for choice in answer["choices"]] == [prompt.upper() for prompt in PROMPTS]
-        assert asked_of(fleet) == {"a": [ids[:4]], "b": [ids[4:]]}
-
-
 async def test_replicas_know_how_many_sequences_they_have_of_each_router() -> None:
     async with service("a", "b", **ROOM) as (fleet, _, client):
         asked = {"prompt": ["slow", *PROMPTS[:6], "slow"], "n": 2}
@@ -112,13 +103,6 @@ async def test_part_that_loses_two_replicas_is_refused_and_so_is_its_repetition(
         asked = sum(len(lists) for lists in asked_of(fleet).values())
         again = await client.post("/v1/completions", json={"prompt": PROMPTS})
         assert again.status_code == 422 and sum(len(lists) for lists in asked_of(fleet).values()) == asked
-
-
-async def test_streamed_list_is_answered_by_one_replica() -> None:
-    async with service("a", "b", **ROOM) as (fleet, _, client):
-        answer = await client.post("/v1/completions", json={"prompt": PROMPTS, "stream": True})
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        assert sorted(map(len, asked_of(fleet).values())) == [0, 1] and 'index":7' in answer.text
 
 
 async def test_cancelled_request_aborts_all_parts() -> None:

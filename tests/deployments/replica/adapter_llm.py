@@ -18,12 +18,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 def adapter(directory: Path, number: int = 1, name: str = "math") -> Adapter:
     digest = adapter_digest(directory)
     return Adapter(
-        name=name,
-        version=number,
-        adapter_id=number,
-        path=str(directory),
-        digest=digest,
-        size_bytes=1,
+        name=name, version=number, adapter_id=number, path=str(directory), digest=digest, size_bytes=1
     )
 
 

@@ -75,12 +75,7 @@ class Subject(AbstractAsyncContextManager["Subject", None]):
         ]
         before = tuple(each.seq for each in self.report.acknowledgements)
         await self.deliver(
-            Directive(
-                admitted=admitted,
-                instructions=instructions,
-                acknowledged=before,
-                fenced=fenced,
-            )
+            Directive(admitted=admitted, instructions=instructions, acknowledged=before, fenced=fenced)
         )
         report = self.report
         outcomes = tuple(each.outcome for each in report.acknowledgements if each.seq not in before)

@@ -3,15 +3,7 @@
 import asyncio
 
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    Body,
-    Directive,
-    Drop,
-    Instruction,
-    Outcome,
-    Report,
-    Value,
-)
+from deployments.protocol.poll import Body, Directive, Drop, Instruction, Outcome, Report, Value
 
 
 class Member:

@@ -133,8 +133,7 @@ def ids(tokenizer: TokenizerLike, text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"logprobs": 2}, {"stop": ["héh"]}, {"stop": ["héh"], "include_stop_str_in_output": True}],
+    "options", [{}, {"logprobs": 2}, {"stop": ["héh"]}, {"stop": ["héh"], "include_stop_str_in_output": True}]
 )
 @pytest.mark.parametrize("cut", [0, 1, 2, 3, 4])
 def test_the_rest_is_as_if_nothing_had_been_cut(

@@ -34,14 +34,7 @@ from deployments.protocol.poll import (
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.fake_vllm import FakeLlm
-from tests.deployments.replica.member_contract import (
-    FIRST_VERSION,
-    Fake,
-    OverEngine,
-    Seen,
-    Subject,
-    payload,
-)
+from tests.deployments.replica.member_contract import FIRST_VERSION, Fake, OverEngine, Seen, Subject, payload
 
 STORED_VERSION = 9
 Kind = type[Fake] | type[OverEngine]
@@ -163,18 +156,7 @@ async def test_outcomes_of_the_real_members_and_of_their_fake(case: str, in_plac
 @BOTH
 async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: bool, stored: str) -> None:
     bodies = [R1, R1, R2, V1, V1, V2, C1, H1, C2, D1, D2, RELEASE, CONNECT, DISCONNECT]
-    bodies += [
-        DRAIN,
-        END_DRAIN,
-        DRAIN_1,
-        PAUSE,
-        RESUME,
-        SLEEP,
-        SLEEP_0,
-        WAKE,
-        WAKE_WEIGHTS,
-        WAKE_CACHE,
-    ]
+    bodies += [DRAIN, END_DRAIN, DRAIN_1, PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE]
     bodies += [CatchUp(version=STORED_VERSION, path=stored)]
     rng = Random(1)
     for _ in range(300):

@@ -66,9 +66,7 @@ async def test_user_operations_do_not_end_a_hold(
     assert core_of(engine).begins
 
 
-async def test_caches_are_reset_before_the_version_changes(
-    engine: ReplicaEngine,
-) -> None:
+async def test_caches_are_reset_before_the_version_changes(engine: ReplicaEngine) -> None:
     """The messages are sent without waiting for answers: the engine core handles them in the order sent."""
     await commit(engine, in_flight=InFlight.ABORT)
     assert core_of(engine).did == [

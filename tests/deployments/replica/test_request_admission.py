@@ -20,12 +20,7 @@ class Replica:
         member: Any = self.member
         follower: Any = self.follower
         self.admission = RequestAdmission(
-            "r0",
-            member,
-            follower,
-            self_fence_s=20.0,
-            engine_dead=lambda: self.dead,
-            clock=lambda: self.now,
+            "r0", member, follower, self_fence_s=20.0, engine_dead=lambda: self.dead, clock=lambda: self.now
         )
 
     async def change(self, **fields: Any) -> None:

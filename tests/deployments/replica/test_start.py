@@ -67,9 +67,7 @@ async def test_missing_version_is_reported_with_its_reason(tmp_path: Path) -> No
     assert ask.asked == [None, Unloadable(version=61, reason=reason)]
 
 
-async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(
-    tmp_path: Path,
-) -> None:
+async def test_damaged_version_is_refused_and_the_initial_checkpoint_loaded(tmp_path: Path) -> None:
     damaged, start = stored(tmp_path, 4), JoinAnswer(version=0, path=None)
     file = Path(str(damaged.path)) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
@@ -207,16 +205,6 @@ async def test_replica_does_not_serve_a_directory_that_was_rewritten_while_its_e
     )
     with pytest.raises(RuntimeError, match=r"model\.safetensors was changed while it was loaded"):
         await starting.admit()
-
-
-async def test_replica_reports_what_its_directory_had(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"the first weights")
-    starting = Starting(monkeypatch, engine_of(str(tmp_path)), JoinAnswer(version=0, path=None))
-    await starting.admit()
-    starting.start.assert_awaited_once_with(engine_of(str(tmp_path)), version=0)
-    assert starting.member.initial == InitialCheckpoint(str(tmp_path)).check(None) is not None
 
 
 def test_commit_of_the_model_is_not_looked_for_in_the_tokenizers_repository() -> None:

@@ -14,11 +14,7 @@ from deployments.router.forwarding import RouterLimits
 from deployments.router.router import Router
 from tests.deployments.recorded import Recorded
 
-LIMITS = RouterLimits(
-    max_ongoing_requests=8,
-    max_body_bytes=1000,
-    request_timeout_s=10.0,
-)
+LIMITS = RouterLimits(max_ongoing_requests=8, max_body_bytes=1000, request_timeout_s=10.0)
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 REASON = b'{"error": {"message": "it sleeps"}}'
 REFUSAL = (

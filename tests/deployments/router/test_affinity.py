@@ -73,8 +73,7 @@ def test_models_share_no_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b"", b"\0", b"not json", b'{"model": "m"}', b"\xff\xfe" * 5000, b'"prompt":', chat("short")],
+    "body", [b"", b"\0", b"not json", b'{"model": "m"}', b"\xff\xfe" * 5000, b'"prompt":', chat("short")]
 )
 def test_body_without_a_block_of_prompt_has_no_hashes(body: bytes) -> None:
     assert block_hashes(body) == []

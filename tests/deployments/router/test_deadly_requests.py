@@ -3,12 +3,7 @@ from collections.abc import Sequence
 import pytest
 
 from deployments.protocol.errors import DeadlyRequest
-from deployments.router.deadly_requests import (
-    MAX_REMEMBERED,
-    REFUSED_FOR_S,
-    DeadlyRequests,
-    RequestIdentity,
-)
+from deployments.router.deadly_requests import MAX_REMEMBERED, REFUSED_FOR_S, DeadlyRequests, RequestIdentity
 from tests.clock import Clock
 
 

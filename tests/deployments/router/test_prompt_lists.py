@@ -5,13 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.router.prompt_lists import (
-    Share,
-    merge_responses,
-    parse_object,
-    prompt_list,
-    split_prompts,
-)
+from deployments.router.prompt_lists import Share, merge_responses, parse_object, prompt_list, split_prompts
 
 
 def of(asked: dict[str, Any]) -> Any:

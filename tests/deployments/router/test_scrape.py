@@ -21,9 +21,7 @@ from tests.deployments.routed_fleet import service
 async def servers(*answers: bytes | None) -> AsyncIterator[dict[str, ReplicaEndpoint]]:
     """Servers that send these bytes; None: nothing at all."""
 
-    def handler(
-        answer: bytes | None,
-    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]:
+    def handler(answer: bytes | None) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]:
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             asked = await reader.readuntil(b"\r\n\r\n")
             assert asked.startswith(b"GET /metrics ") and b"x-slipstream-key: k" in asked
@@ -66,13 +64,7 @@ async def test_vllm_is_asked_for_some_metrics_alone() -> None:
     made = [Gauge(name, "", registry=registry) for name in ("vllm:wanted", "vllm:other")]
     app = FastAPI()
     attach_router(app)  # vLLM's
-    front = ReplicaFront(
-        app,
-        replica_id="a",
-        admit=AsyncMock(),
-        refusal=lambda: "asleep",
-        version=lambda: 0,
-    )
+    front = ReplicaFront(app, replica_id="a", admit=AsyncMock(), refusal=lambda: "asleep", version=lambda: 0)
     server = HttpServer(front, "127.0.0.1")
     try:
         async with aiohttp.ClientSession() as session:
