@@ -108,10 +108,7 @@ GPU_FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
         ),
         {},
     ),
-    "fp8": (
-        Qwen3Config(**LARGER, head_dim=64, architectures=["Qwen3ForCausalLM"]),
-        {"quantization": "fp8"},
-    ),
+    "fp8": (Qwen3Config(**LARGER, head_dim=64, architectures=["Qwen3ForCausalLM"]), {"quantization": "fp8"}),
     "fp8-experts": (
         Qwen3MoeConfig(
             **LARGER,

@@ -21,13 +21,7 @@ from deployments.weights.staging import device, nan_poison
 from deployments.weights.staging.base import Staging
 from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
 from deployments.weights.staging.host import HostStaging, reload_refusal, replacing_all
-from deployments.weights.staging.observation import (
-    Content,
-    Observation,
-    changed,
-    observe,
-    same,
-)
+from deployments.weights.staging.observation import Content, Observation, changed, observe, same
 from deployments.weights.staging.reachable import AccessPath, path_name
 from deployments.weights.wire.chunk_layout import describe, layout, pack, packed_chunk
 from tests.deployments.weights.staging.families import (
@@ -153,11 +147,7 @@ class StagedModel:
                 return
         with set_current_vllm_config(self._config), replacing_all(self._live):
             reload_weights(
-                self._config,
-                self._live,
-                weights_iterator=None,
-                weights_path=path,
-                is_checkpoint_format=True,
+                self._config, self._live, weights_iterator=None, weights_path=path, is_checkpoint_format=True
             )
 
     def behind(self, name: str) -> list[str]:

@@ -5,12 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.deployments.weights.staging.drafted import (
-    rounds,
-    rounds_with_mtp,
-    speculate,
-    speculate_alone,
-)
+from tests.deployments.weights.staging.drafted import rounds, rounds_with_mtp, speculate, speculate_alone
 from tests.deployments.weights.staging.families import AMX
 from tests.forked import call
 

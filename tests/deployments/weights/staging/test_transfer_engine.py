@@ -262,11 +262,7 @@ def multi_token(*names: str) -> list[tuple[str, torch.Tensor]]:
     ids=["none", "whole", "half"],
 )
 def test_multi_token_prediction_may_be_left_out_as_a_whole(
-    tmp_path: Path,
-    drafts: bool,
-    sent: list[tuple[str, torch.Tensor]],
-    came: bool | None,
-    message: str,
+    tmp_path: Path, drafts: bool, sent: list[tuple[str, torch.Tensor]], came: bool | None, message: str
 ) -> None:
     """transformers' models do not have it."""
     save_file(dict(weights(0.0) + multi_token("w", "b")), tmp_path / "model.safetensors")

@@ -108,9 +108,6 @@ def test_a_damaged_claim_is_nobodys(tmp_path: Path, text: str) -> None:
 
 def test_nothing_is_written_into_the_store_of_another_fleet(tmp_path: Path) -> None:
     claim(tmp_path, "theirs", STATE)
-    with (
-        pytest.raises(JournalError, match="belongs to fleet theirs"),
-        Store(tmp_path).writing(1, OURS),
-    ):
+    with pytest.raises(JournalError, match="belongs to fleet theirs"), Store(tmp_path).writing(1, OURS):
         pass
     assert [each.name for each in tmp_path.iterdir()] == [OWNER]

@@ -5,13 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.weights.store.versions import (
-    MANIFEST,
-    Store,
-    StoredTensor,
-    VersionManifest,
-    mtp_names,
-)
+from deployments.weights.store.versions import MANIFEST, Store, StoredTensor, VersionManifest, mtp_names
 
 
 def manifest_of(version: int) -> VersionManifest:

@@ -28,13 +28,7 @@ from deployments.weights.transports.ipc_channel import (
     create_page,
     open_page,
 )
-from deployments.weights.wire.chunk_layout import (
-    Entry,
-    ReceivedChunk,
-    describe,
-    pack,
-    packed_chunk,
-)
+from deployments.weights.wire.chunk_layout import Entry, ReceivedChunk, describe, pack, packed_chunk
 
 
 def handle(size_bytes: int = 4096) -> MemoryHandle:

@@ -15,13 +15,7 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import nccl as nccl_module
 from deployments.weights.transports.broadcast import Check
-from deployments.weights.transports.nccl import (
-    Create,
-    NcclGroup,
-    by_store,
-    by_unique_id,
-    create_in_time,
-)
+from deployments.weights.transports.nccl import Create, NcclGroup, by_store, by_unique_id, create_in_time
 from deployments.weights.transports.rendezvous import RollCall
 from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
@@ -82,11 +76,7 @@ def no_thread_is_left() -> None:
 
 
 def create(
-    call: Create,
-    timeout_s: float = 0.3,
-    check: Check = no_check,
-    store: Any = None,
-    rank: int = 1,
+    call: Create, timeout_s: float = 0.3, check: Check = no_check, store: Any = None, rank: int = 1
 ) -> PyNcclCommunicator:
     roll_call = RollCall(HashStore() if store is None else store, rank, 3)
     return create_in_time(call, info_for(3, timeout_s), rank, roll_call, check)

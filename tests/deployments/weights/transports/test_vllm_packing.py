@@ -6,12 +6,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer.packed_tensor import PackedChunk, pack_tensors
 
-from deployments.weights.transports.vllm_packing import (
-    is_aligned,
-    nccl_pieces,
-    one_piece,
-    received_block,
-)
+from deployments.weights.transports.vllm_packing import is_aligned, nccl_pieces, one_piece, received_block
 from deployments.weights.wire.chunk_layout import describe
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8, torch.int64)

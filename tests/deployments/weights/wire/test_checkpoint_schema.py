@@ -1,10 +1,7 @@
 import pytest
 import torch
 
-from deployments.weights.wire.checkpoint_schema import (
-    TensorSpec,
-    mismatches,
-)
+from deployments.weights.wire.checkpoint_schema import TensorSpec, mismatches
 
 EXPECTED = {"w": TensorSpec(dtype="float32", shape=(2, 3)), "n": TensorSpec(dtype="int32", shape=(4,))}
 GOOD = {"w": (torch.float32, (2, 3)), "n": (torch.int32, (4,))}

@@ -3,13 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.weights.wire.chunk_layout import (
-    ALIGNMENT,
-    pack,
-    packed_chunk,
-    parse,
-    plan_chunks,
-)
+from deployments.weights.wire.chunk_layout import ALIGNMENT, pack, packed_chunk, parse, plan_chunks
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import unsigned
 
