@@ -24,7 +24,7 @@ from deployments.protocol.errors import (
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
-from tests.deployments.on_ray.trainer_actors import Controllers, Owner, Queueing, RemoteController, SlowWorker
+from tests.deployments.on_ray.trainer_actors import Controllers, Owner, RemoteController
 from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
 from tests.tiny_models import save_tiny_llama
 from trainers.lora import TENSORS
@@ -33,7 +33,7 @@ from trainers.settings import Strategy
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("ray"), pytest.mark.asyncio(loop_scope="module")]
 
 BATCH: list[Any] = [
-    {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0},
+    {"prompt_token_ids": [5, 6], "token_ids": [7, 1], "logprobs": [-1.0, -1.0], "advantage": 1.0}
 ]
 PING_TIMEOUT_S = 3.0
 
@@ -87,24 +87,6 @@ def exists(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     return False
-
-
-@pytest.mark.long  # a caller that leaves is the same to the trainer: test_trainer.py
-async def test_work_continues_when_ray_cancels_its_call() -> None:
-    worker = ray.remote(num_cpus=0)(SlowWorker).remote()
-    trainer = ray.remote(num_cpus=0)(Queueing).remote(worker)
-    step = trainer.step.remote()
-    async with asyncio.timeout(30):
-        while await trainer.doing.remote() != "step":
-            await asyncio.sleep(0.05)
-        ray.cancel(step)
-        with pytest.raises(ray.exceptions.RayError):
-            await step
-        while not (ended := await trainer.how_it_ended.remote()):
-            await asyncio.sleep(0.05)
-    ray.kill(trainer)
-    ray.kill(worker)
-    assert ended == "learned"
 
 
 async def until_gone(pids: list[int], timeout_s: float = 20.0) -> None:
@@ -224,8 +206,7 @@ async def test_a_trainer_without_the_committed_version_does_nothing_until_it_is_
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [(Strategy.SINGLE, 1), pytest.param(Strategy.FSDP2, 2, marks=pytest.mark.long)],
+    ("strategy", "ranks"), [(Strategy.SINGLE, 1), pytest.param(Strategy.FSDP2, 2, marks=pytest.mark.long)]
 )
 async def test_an_adapter_is_trained_published_and_resumed(
     spec: TrainerSpec, controller: RemoteController, strategy: Strategy, ranks: int, tmp_path: Path

@@ -1,6 +1,5 @@
 """Actors around a trainer. Each of their processes imports what this module imports."""
 
-import asyncio
 import os
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -10,38 +9,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from deployments.trainer.spec import TrainerSpec
-from deployments.trainer.trainer import SerialQueue
 from deployments.trainer.worker_group import WorkerGroup
 from tests.deployments.controller_in_process import ControllerInProcess
-
-
-class SlowWorker:
-    async def learn(self) -> str:
-        await asyncio.sleep(1.0)
-        return "learned"
-
-
-class Queueing:
-    """A trainer whose step is a call of another actor."""
-
-    def __init__(self, worker: Any) -> None:
-        self._queue, self._worker, self.ended = SerialQueue(), worker, ""
-
-    async def step(self) -> None:
-        await self._queue.run("step", self._learn)
-
-    async def doing(self) -> str | None:
-        return self._queue.doing
-
-    async def how_it_ended(self) -> str:
-        return self.ended
-
-    async def _learn(self) -> None:
-        try:
-            self.ended = await self._worker.learn.remote()
-        except BaseException as error:
-            self.ended = type(error).__name__
-            raise
 
 
 class Owner:
