@@ -271,11 +271,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def service(*names: str, **limits: Any) -> AsyncIterator[tuple[Fleet, Router, httpx.AsyncClient]]:
-    defaults = {
-        "max_ongoing_requests": 8,
-        "max_body_bytes": 100,
-        "request_timeout_s": 1.0,
-    }
+    defaults = {"max_ongoing_requests": 8, "max_body_bytes": 100, "request_timeout_s": 1.0}
     fleet = Fleet()
     router = Router(fleet, RouterLimits(**(defaults | limits)))
     app = Starlette(

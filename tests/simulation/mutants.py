@@ -68,10 +68,7 @@ MUTANTS = [
         "returns_after_a_restart",
     ),
     Mutant(
-        "fences_not_recovered",
-        LEDGER + "recovery",
-        "state.fences[decision.incarnation] = decision",
-        "pass",
+        "fences_not_recovered", LEDGER + "recovery", "state.fences[decision.incarnation] = decision", "pass"
     ),
     Mutant("decided_too_early", LEDGER + "staging_phase", "state.uncertain()", "False"),
     Mutant(
@@ -125,12 +122,7 @@ MUTANTS = [
         "engine_dies",
     ),
     Mutant("no_self_fence", REPLICA + "request_admission", "if silent_s > self._self_fence_s:", "if False:"),
-    Mutant(
-        "not_admitted",
-        REPLICA + "request_admission",
-        "if not self._member.admitted:",
-        "if False:",
-    ),
+    Mutant("not_admitted", REPLICA + "request_admission", "if not self._member.admitted:", "if False:"),
     Mutant(
         "silent_for_ever",
         LEDGER + "membership",

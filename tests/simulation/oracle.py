@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from deployments.ledger.decisions import Committed, Decision, Fenced
 from deployments.protocol.poll import CommitMode
 from deployments.protocol.responses import MemberStatus
-from tests.simulation.work import FIRST
+from tests.simulation.engine import FIRST
 
 
 class Violation(AssertionError):

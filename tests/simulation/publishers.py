@@ -1,18 +1,31 @@
-"""Those who publish: the trainer, which writes its versions to the store, and an outside one over HTTP."""
+"""Who publishes, a trainer or a client over HTTP, and users."""
 
 import asyncio
 from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deployments.calls.publish_session import PublishSession, joined
 from deployments.calls.rpc import retried
-from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.protocol.errors import (
+    Conflict,
+    InvalidRequest,
+    ReplicaUnavailable,
+    RoundAborted,
+    SlipstreamError,
+)
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions
 from deployments.protocol.responses import FleetStatus
+from deployments.protocol.routing import Demand
+from deployments.router.replica_policy import Candidate, order_candidates
+from tests.simulation.engine import Answer, EngineFailed
 from tests.simulation.network import Handle, Unreachable
 from tests.simulation.oracle import Oracle
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
 
 FENCED_CALLS = ("connect", "open_round", "send", "abort_round", "release")  # a close comes from the record
 PARTS = 2
@@ -24,12 +37,7 @@ class Trainer:
     """What `deployments.trainer.weight_publisher` does, without threads."""
 
     def __init__(
-        self,
-        name: str,
-        controller: Handle,
-        oracle: Oracle,
-        rng: Random,
-        write: Callable[[int, str], str],
+        self, name: str, controller: Handle, oracle: Oracle, rng: Random, write: Callable[[int, str], str]
     ) -> None:
         self._name, self._oracle, self._rng = name, oracle, rng
         self._controller = Watched(controller, oracle)
@@ -82,13 +90,7 @@ class Trainer:
 class HttpPublisher:
     """A client of vLLM's and `app.http.weight_routes`; a replica writes the store."""
 
-    def __init__(
-        self,
-        name: str,
-        controller: Handle,
-        oracle: Oracle,
-        rng: Random,
-    ) -> None:
+    def __init__(self, name: str, controller: Handle, oracle: Oracle, rng: Random) -> None:
         self._name, self._oracle, self._rng = name, oracle, rng
         self._session: Any = partial(joined, Watched(controller, oracle), "http")
         self._attempts = 0
@@ -157,3 +159,51 @@ class WatchedMethod:
         if self._name in FENCED_CALLS:
             self._oracle.accepted(self._name, args[0], newest)
         return answer
+
+
+FIND_S = 20.0
+ATTEMPT_S = 8.0
+MAX_LOSSES = 2
+
+
+async def one_request(world: "World") -> None:
+    """What the router does with a request, as `Forwarder.forward` does it."""
+    began = world.loop.now
+    wants = world.oracle.newest_answer if world.rng.random() < 0.3 else 0
+    refused: tuple[str, ...] = ()
+    losses, why = 0, "no replica is ready"
+    while world.loop.now - began < FIND_S:
+        demand = Demand(min_version=wants, timeout_s=ATTEMPT_S, refused=refused)
+        candidates = [
+            Candidate(replica_id=name, version=each.stats[0], admitted=each.stats[1])
+            for name, each in world.replicas.items()
+        ]
+        groups = order_candidates(candidates, demand)
+        if not groups:
+            await asyncio.sleep(0.3)
+            continue
+        name = groups[0][0]
+        replica = world.replicas[name]
+        seconds = 0.05 + world.rng.random() * 0.6
+        try:
+            call = world.network.call(
+                lambda replica=replica: (replica.process, replica) if replica.process.alive else None,
+                "answer",
+                demand,
+                seconds,
+                reliable=True,
+            )
+            answer: Answer = await asyncio.wait_for(call, ATTEMPT_S + 2)
+        except (ReplicaUnavailable, Conflict) as error:
+            why = str(error)
+        except (Unreachable, EngineFailed, TimeoutError) as error:
+            why = f"{name} was lost: {error}"
+            losses += 1
+            if losses == MAX_LOSSES:
+                return
+        else:
+            world.oracle.answered(name, began, answer.first, answer.last)
+            return
+        refused = (*refused, name)[-8:]
+        await asyncio.sleep(0.05)
+    world.oracle.not_answered(began, why)

@@ -10,10 +10,9 @@ from deployments.protocol.routing import Demand
 from deployments.replica.follower import Follower
 from deployments.replica.request_admission import RequestAdmission
 from deployments.weights.store.versions import DirectoryLock
-from tests.simulation.engine import SimMember
+from tests.simulation.engine import FIRST, Answer, SimMember
 from tests.simulation.loop import Process
 from tests.simulation.oracle import Violation
-from tests.simulation.work import FIRST, Answer
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -14,14 +14,14 @@ from deployments.protocol.engine_state import InFlight
 from deployments.protocol.ledger_config import LedgerConfig
 from deployments.protocol.poll import CommitMode
 from deployments.weights.store.versions import MANIFEST, VersionManifest
-from tests.simulation.clients import one_request
 from tests.simulation.disk import SimDisk
+from tests.simulation.engine import Work
 from tests.simulation.loop import OUTSIDE, Loop, Process
 from tests.simulation.network import Handle, Network
 from tests.simulation.oracle import Oracle, Violation
+from tests.simulation.publishers import one_request
 from tests.simulation.replica import HEARTBEAT_S, Replica
 from tests.simulation.serve import Serve
-from tests.simulation.work import Work
 
 
 class World:

@@ -116,9 +116,7 @@ async def test_what_vllm_gets_is_below_the_replica(exported: InMemorySpanExporte
     assert got == [sent | {b"traceparent": below}]
 
 
-async def test_a_replica_works_in_the_trace_that_opened_the_round(
-    exported: InMemorySpanExporter,
-) -> None:
+async def test_a_replica_works_in_the_trace_that_opened_the_round(exported: InMemorySpanExporter) -> None:
     member = Member("")
     script = Script([Instruction(seq=1, body=Verify(round_id=4), deadline_s=5.0)])
 

@@ -10,13 +10,7 @@ from trainers.trajectory import RoutedExperts
 LIMITS = RolloutLimits(max_rollouts=6, max_gib=0.01, keep_s=50.0)
 
 
-def request(
-    rollout_id: str,
-    *,
-    owner: str = "",
-    group: str | None = None,
-    size: int = 0,
-) -> RolloutRequest:
+def request(rollout_id: str, *, owner: str = "", group: str | None = None, size: int = 0) -> RolloutRequest:
     return RolloutRequest(rollout_ids=(rollout_id,), owner=owner, request="", group=group, group_size=size)
 
 

@@ -158,11 +158,7 @@ def test_a_command_sees_its_clients_files_folder_environment_and_descriptors(
         ("1 / 0", 1, "ZeroDivisionError"),
         ("import os; os.kill(os.getpid(), 9)", -9, ""),
         ("import atexit; atexit.register(print, 'at exit')", 0, "at exit"),
-        (
-            "import threading, time; threading.Timer(0.2, lambda: print('late')).start()",
-            0,
-            "late",
-        ),
+        ("import threading, time; threading.Timer(0.2, lambda: print('late')).start()", 0, "late"),
     ],
 )
 def test_a_command_ends_as_in_an_interpreter(
@@ -227,10 +223,7 @@ def test_imports_that_fail_or_start_threads_leave_ordinary_interpreters(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
     )
     environment["PYTHONPATH"] = str(tmp_path)
-    for modules, reason in {
-        "no_such_module": "No module named",
-        "threaded": "expected one thread",
-    }.items():
+    for modules, reason in {"no_such_module": "No module named", "threaded": "expected one thread"}.items():
         for _ in range(2):  # the second one does not try again
             cold = shown({**environment, MODULES: modules})
             assert reason in cold["reason"]
