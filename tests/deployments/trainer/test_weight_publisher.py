@@ -104,8 +104,8 @@ def test_a_connection_is_replaced_only_when_the_fleet_needs_it(
     change: Callable[[ControllerInProcess], None], controller: ControllerInProcess
 ) -> None:
     publisher = publisher_of(controller)
-    for _ in range(2):
-        published(publisher)
+    for label in ("one", None):
+        assert published(publisher, label).label == label, "a label is that of one round"
     assert controller.calls.count("connect") == 1
     change(controller)
     for _ in range(2):

@@ -3,6 +3,7 @@
 The worker's rules for an update (what is active, in which order calls are allowed) are vLLM's, not a fake's.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +169,13 @@ def receive(worker: MemoryWorker, tensors: Tensors, name: str = "p", **options: 
 
 
 def progress_of(worker: MemoryWorker) -> StagingState:
-    return from_wire(StagingState, worker.staging_progress(TIMEOUT_S))
+    return _decoded(worker.staging_progress(TIMEOUT_S))
 
 
 def verify(worker: MemoryWorker) -> StagingState:
-    return from_wire(StagingState, worker.staging_verify())
+    return _decoded(worker.staging_verify())
+
+
+def _decoded(answer: Any) -> StagingState:
+    assert json.loads(json.dumps(answer)) == answer, "vLLM carries JSON types"
+    return from_wire(StagingState, answer)

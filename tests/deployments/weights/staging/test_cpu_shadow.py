@@ -78,6 +78,15 @@ def test_a_dropped_version_leaves_nothing_to_the_next_one(live: Model, staging: 
     assert live.values() == {"one.weight": 3.0, "one.bias": 3.0, "two.weight": 0.0, "two.bias": 0.0}
 
 
+def test_a_missing_parameter_keeps_its_live_values(live: Model, staging: CpuShadowStaging) -> None:
+    assert stage(staging, 2.0, ALL) == []
+    staging.swap()
+    staging.retire()
+    assert stage(staging, 3.0, ["one.weight"]) == []
+    staging.swap()
+    assert live.values() == {"one.weight": 3.0, "one.bias": 2.0, "two.weight": 2.0, "two.bias": 2.0}
+
+
 def test_missing_parameters_are_named_if_the_version_may_be_incomplete(
     live: Model, staging: CpuShadowStaging
 ) -> None:
