@@ -72,7 +72,10 @@ async def learn_once(run: Run) -> StepRecord:
     record = recorded(run, groups, sampled, waited_s)
     if run.teacher is not None and not run.options.imitates:
         run.doing, asked = f"the teacher scores {len(batch)} answers", time.monotonic()
+        answers = len(batch)
         batch, kl = await run.teacher.score(batch, run.version)
+        if len(batch) < answers:
+            run.say(f"{answers - len(batch)} of {answers} answers are left out: too long for the teacher")
         record = replace(record, teacher_kl=kl, teacher_s=time.monotonic() - asked)
     run.rows = metrics.rows(record.step, sampled)
     metrics.append_rollouts(run.path, run.rows)

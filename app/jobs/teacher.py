@@ -83,16 +83,21 @@ class Teacher:
         await self._score(ours[:1], ours[1:], name)
 
     async def score(self, batch: Sequence[Trajectory], version: int) -> tuple[list[Trajectory], float]:
-        """The batch with its log-probabilities, and the mean of log(policy / teacher) over learned tokens, an
-        estimate of KL(policy || teacher). Raises FleetError."""
+        """The batch with its log-probabilities, without what exceeds its context, and the mean of log(policy
+        / teacher) over learned tokens, an estimate of KL(policy || teacher). Raises FleetError."""
         if any(each.images for each in batch):
             raise FleetError("a teacher reads text alone, and these rollouts have images")
         free = asyncio.Semaphore(AT_ONCE)
         name = self.name(version)
 
-        async def one(each: Trajectory) -> tuple[Trajectory, list[float]]:
-            async with free:
-                best, own = await self._score(each.prompt_token_ids, each.token_ids, name)
+        async def one(each: Trajectory) -> tuple[Trajectory, list[float]] | None:
+            try:
+                async with free:
+                    best, own = await self._score(each.prompt_token_ids, each.token_ids, name)
+            except FleetError as error:
+                if _is_too_long(error):  # it needs one token more than the policy, which may fill its own
+                    return None
+                raise
             # Of a choice among fewer tokens the rollout's log-probability is not the policy's.
             limited = each.constrained or (False,) * len(own)
             gaps = [
@@ -107,7 +112,7 @@ class Teacher:
             learned = list(gaps if each.loss_mask is None else compress(gaps, each.loss_mask))
             return (replace(each, teacher=best) if self.top_k else each), learned
 
-        made = await all_of(map(one, batch))
+        made = [each for each in await all_of(map(one, batch)) if each is not None]
         found = [gap for _, gaps in made for gap in gaps]
         return [each for each, _ in made], fmean(found) if found else 0.0
 
@@ -124,6 +129,10 @@ class Teacher:
                 read=lambda content, _: read_scores(content, ids, len(prompt), self.top_k),
             )
         )
+
+
+def _is_too_long(error: FleetError) -> bool:
+    return isinstance(error.__cause__, FleetError) and is_too_long(error.__cause__)
 
 
 def read_scores(
@@ -168,8 +177,8 @@ class SamplingTeacher(Policy):
         try:
             answers = (await self.teacher.ask(completions.complete(self.model, prompt, **settings))).answers
         except FleetError as error:
-            if isinstance(error.__cause__, FleetError) and is_too_long(error.__cause__):
-                raise Unanswered(str(error.__cause__)) from error
+            if _is_too_long(error):
+                raise Unanswered(str(error)) from error
             raise
         if len(answers) != len(attempts) or not all(answer.token_ids for answer in answers):
             raise FleetError(

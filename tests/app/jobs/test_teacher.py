@@ -43,11 +43,11 @@ class FakeTeacher:
         if request.url.path == "/tokenize":
             return httpx.Response(200, json={"tokens": self.probe})
         self.asked.append(asked)
+        if (why := self.refused.get(asked["prompt"][-1])) is not None:
+            return refusal(400, "invalid_request", why)
         if "prompt_logprobs" in asked:
             rows = [self.row | row(**{f"t{token}": -1.5}) for token in asked["prompt"][1:]]
             return httpx.Response(200, content=scored(rows))
-        if (why := self.refused.get(asked["prompt"][-1])) is not None:
-            return refusal(400, "invalid_request", why)
         choice = {"text": "42", "token_ids": [4, 2], "finish_reason": "stop"}
         return httpx.Response(200, json={"choices": [choice] * asked["n"]})
 
@@ -165,6 +165,16 @@ async def test_a_prompt_that_is_too_long_for_the_teacher_is_left_out(tmp_path: P
     (record,) = await run_job(fleet, tmp_path / "run.jsonl", "--steps", "1", *asked, teacher=fake.teacher())
     prompts = [each.prompt_token_ids for each in fleet.batches[0]]
     assert (record.unanswered, record.next_problem, prompts) == (3, 4, [(3, 3)] * 3)
+
+
+async def test_an_answer_that_is_too_long_for_the_teacher_is_left_out() -> None:
+    """It asks for one token more: an answer that fills the context is one. Each --resume would score it."""
+    fake = FakeTeacher()
+    fake.refused = {4: "This model's maximum context length is 3 tokens"}
+    batch = [tiny.trajectory((1, 2), (token,)) for token in (3, 4)]
+    scored_ones, _ = await fake.teacher().score(batch, 1)
+    assert [each.token_ids for each in scored_ones] == [(3,)]
+    assert await fake.teacher().score(batch[1:], 1) == ([], 0.0)
 
 
 async def test_a_teacher_with_another_vocabulary_is_refused() -> None:
