@@ -12,7 +12,6 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from statistics import median
 from typing import Any, cast
 
@@ -22,11 +21,12 @@ from vllm.distributed.weight_transfer import ParamMeta
 from benchmarks.hosts import LINK, Hosts, enter_network
 from benchmarks.links import MIB, PORT, TIMEOUT_S, Barrier
 from deployments.vllm_versions import Source
+from deployments.weights.transports.broadcast import as_deltas
 from deployments.weights.transports.gloo import GlooGroup, GlooTrainerWeightTransferEngine
 from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.registry import TRANSPORTS
 from deployments.weights.transports.rendezvous import RendezvousInfo
-from deployments.weights.wire.chunk_layout import Chunk, describe, packed_chunk
+from deployments.weights.wire.chunk_layout import Chunk, describe
 from deployments.weights.wire.digest import inspect
 
 TENSOR = (4096, 1024)  # 8 MiB
@@ -96,10 +96,7 @@ def sent_bytes() -> int:
 
 def receive(group: GlooGroup, chunks: tuple[Chunk, ...]) -> None:
     """As `BroadcastReceiver`, and the comparison of digests that follows."""
-    assert group.kept is not None
-    for index, chunk in enumerate(chunks):
-        block, _ = group.kept.receive(index, chunk, partial(group.start, index))
-        received = packed_chunk(chunk, block)
+    for received in as_deltas(group, chunks):
         assert torch.equal(inspect(received.read()).digests, cast(torch.Tensor, received.sent))
     group.finish()
 

@@ -144,7 +144,7 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         group.reserve(largest(self._chunks))
         finished = False
         try:
-            yield from self._whole(group) if group.kept is None else self._as_deltas(group, group.kept)
+            yield from self._whole(group) if group.kept is None else as_deltas(group, self._chunks)
             group.finish()
             finished = True
         finally:
@@ -163,10 +163,31 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
             group.wait(index)
             yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
 
-    def _as_deltas(self, group: BroadcastGroup, kept: KeptChunks) -> Iterator[ReceivedChunk]:
-        for index, chunk in enumerate(self._chunks):
-            block, arrived = kept.receive(index, chunk, partial(group.start, index))
+
+def as_deltas(group: BroadcastGroup, chunks: Sequence[Chunk]) -> Iterator[ReceivedChunk]:
+    """The chunks of a round of a group that keeps them."""
+    assert group.kept is not None
+    kept = group.kept
+
+    def receive(index: int, chunk: Chunk) -> tuple[torch.Tensor, int]:
+        def broadcast(parts: Sequence[torch.Tensor]) -> None:
+            group.start(index, parts)
+            group.wait(index)
+
+        try:
+            return kept.receive(index, chunk, broadcast)
+        except BaseException:  # what is still to come of this chunk is not the next one
+            group.abort()
+            raise
+
+    # The next chunks arrive while one is checked and loaded: all are kept, so this takes no more memory.
+    ahead = ThreadPoolExecutor(max_workers=1)
+    try:
+        arriving = ahead.map(receive, range(len(chunks)), chunks)
+        for chunk, (block, arrived) in zip(chunks, arriving, strict=True):
             yield replace(packed_chunk(chunk, block), arrived_bytes=arrived)
+    finally:
+        ahead.shutdown(wait=False, cancel_futures=True)
 
 
 class BroadcastSender(OnePayloadSender[Init], Generic[Init]):

@@ -12,6 +12,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from deployments.host.logs import serve_logger
 from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.broadcast import (
+    BUFFERS,
     BroadcastReceiver,
     BroadcastSender,
     BroadcastTrainerInitInfo,
@@ -63,31 +65,43 @@ class GlooGroup:
         self._started = 0
         self._publishes = rank == 0
         self._blocks: dict[int, torch.Tensor] = {}
+        self._passing: dict[int, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gloo")
         try:
             self._links: _Links | None = _Links.made(store, info, chain(addresses), rank)
         except RuntimeError as error:  # torch has no finer class
             raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
     def reserve(self, size_bytes: int) -> None:
-        """A worker has a new block for each broadcast, which the staging may keep; the publisher has one."""
-        self._blocks = {0: torch.empty(size_bytes, dtype=torch.uint8)} if self._publishes else {}
+        """A worker has a new block for each broadcast, which the staging may keep."""
+        if self._publishes and not self._blocks:
+            count = BUFFERS if self.kept is None else 1  # what is kept is sent from there
+            self._blocks = {number: torch.empty(size_bytes, dtype=torch.uint8) for number in range(count)}
 
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         if self._publishes:
-            return self._blocks[0][:size_bytes]
+            return self._blocks[index % len(self._blocks)][:size_bytes]
         if index not in self._blocks:
             self._blocks = {index: torch.empty(size_bytes, dtype=torch.uint8)}
         return self._blocks[index]
 
     def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
-        for part in parts:
-            self.broadcast(part, check)
+        self._passing[index] = self._thread.submit(self._pass, parts, check)
 
     def wait(self, index: int, check: Check = lambda: None) -> None:
-        """Nothing: `start` returns when the broadcasts have finished."""
+        self._passing.pop(index).result()
+
+    def _pass(self, parts: Sequence[torch.Tensor], check: Check) -> None:
+        try:
+            for part in parts:
+                self.broadcast(part, check)
+        except BaseException:  # what follows in the queue must not pass
+            self.abort()
+            raise
 
     def finish(self) -> None:
-        self._blocks = {}
+        if self.kept is None:  # the host is short of memory
+            self._blocks = {}
 
     def broadcast(self, block: torch.Tensor, check: Check = lambda: None) -> None:
         links = self._links

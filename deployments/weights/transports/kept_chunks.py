@@ -15,7 +15,7 @@ from deployments.weights.wire.delta import apply_delta, encode_delta
 from deployments.weights.wire.digest import signed
 from deployments.weights.wire.digest_definition import digest_bytes
 
-Broadcast = Callable[[Sequence[torch.Tensor]], None]  # returns when the bytes have passed
+Broadcast = Callable[[Sequence[torch.Tensor]], None]
 
 
 class KeptChunks:
@@ -25,20 +25,21 @@ class KeptChunks:
         self._blocks: dict[int, torch.Tensor] = {}
 
     def send(self, index: int, chunk: Chunk, block: torch.Tensor, broadcast: Broadcast) -> None:
-        """Send a chunk, whole if most of it has changed. The block may then be overwritten."""
+        """Send a chunk, whole if most of it has changed. The block may then be overwritten, also while the
+        bytes pass."""
         base, delta, identity = self._blocks.get(index), None, 0
         if base is None:
-            self._blocks[index] = block.clone()
+            base = self._blocks[index] = block.clone()
         else:
             identity = _identity(chunk, base)
-            delta = encode_delta(block.numpy(), base.numpy())
-        sent = block if delta is None else torch.from_numpy(delta)
+            delta = encode_delta(block.numpy(), base.numpy())  # makes the base equal to the block
+        sent = base if delta is None else torch.from_numpy(delta)
         broadcast([_header(sent.numel(), identity), sent])
 
     def receive(self, index: int, chunk: Chunk, broadcast: Broadcast) -> tuple[torch.Tensor, int]:
-        """A chunk's block, and how many bytes arrived. The next round overwrites the block if nothing else
-        refers to it any more. Raises TransferFailed if the chunk came as the difference from another one than
-        is kept here, or ValueError."""
+        """A chunk's block, and how many bytes arrived; `broadcast` returns when they have. The next round
+        overwrites the block if nothing else refers to it any more. Raises TransferFailed if the chunk came as
+        the difference from another one than is kept here, or ValueError."""
         base = self._blocks.pop(index, None)
         header = _header(0, 0)
         broadcast([header])

@@ -61,7 +61,7 @@ class Transport:
 
 _ALL = (
     Transport(name="shm", device="cpu"),
-    Transport(name="gloo", device="cpu", rendezvous=True),
+    Transport(name="gloo", device="cpu", rendezvous=True, chunk_bytes=32 << 20),  # one passes beside the next
     Transport(
         name="ipc",
         device="cuda",

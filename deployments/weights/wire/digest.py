@@ -110,5 +110,7 @@ def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Several times as fast as `torch.isfinite` on a CPU."""
-    # A sum is finite if all terms are: float32 can hold the sum of any real model's weights.
-    return not tensor.is_floating_point() or bool(tensor.sum(dtype=torch.float32).isfinite())
+    # A sum is finite if all terms are: float32 can hold the sum of any real model's weights. So can bfloat16,
+    # which takes a third of the time without a cast; torch accumulates in float32.
+    dtype = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32
+    return not tensor.is_floating_point() or bool(tensor.sum(dtype=dtype).isfinite())

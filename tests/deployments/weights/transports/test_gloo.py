@@ -85,6 +85,24 @@ def test_a_publisher_whose_call_has_failed_stops_waiting(
     assert_ends_at_once(future, OSError, r"^the fleet has aborted the round$")
 
 
+def test_what_was_started_after_a_broadcast_that_failed_does_not_pass(
+    calls: ThreadPoolExecutor, groups: list[GlooGroup]
+) -> None:
+    def check() -> None:
+        raise OSError("the fleet has aborted the round")
+
+    for index in range(2):
+        groups[0].start(index, [block()], check if index == 0 else no_check)
+    with pytest.raises(OSError, match=r"^the fleet has aborted the round$"):
+        groups[0].wait(0)
+    receiving = calls.submit(groups[1].broadcast, block())
+    with pytest.raises(TransferFailed, match=f"^{ABORTED}$"):
+        groups[0].wait(1)
+    groups[1].abort()
+    with pytest.raises(TransferFailed):
+        receiving.result(TIMEOUT_S)
+
+
 def test_the_publisher_sends_each_byte_once(calls: ThreadPoolExecutor, groups: list[GlooGroup]) -> None:
     """Its broadcast ends while the third rank, to which the second one sends, takes part in none."""
     second = start_waiting(calls, groups[1])
