@@ -290,23 +290,17 @@ def test_after_an_aborted_round_a_communicator_is_refused_until_its_publisher_co
     assert report_of(scene.publish()).version == 1
 
 
-def test_connections_that_reach_each_replica_separately_survive_an_aborted_round() -> None:
-    scene = Scene(replicas=2)
-    scene.connect(SEPARATE)
-    scene.ledger.abort_round(scene.token, scene.receive(), "changed its mind", scene.now)
-    scene.poll()
-    call = scene.close(scene.receive())
-    scene.poll(10)
-    assert report_of(call).version == 1
-
-
-def test_a_communicator_that_nothing_was_sent_over_survives_where_weights_change_in_place() -> None:
-    """vLLM's engine keeps it: a drop ends nothing there."""
+@pytest.mark.parametrize(("init_info", "in_place"), [(SEPARATE, False), (GROUP, True)])
+def test_a_connection_survives_an_aborted_round_that_dropped_no_group(
+    init_info: dict[str, int], in_place: bool
+) -> None:
+    """Those that reach each replica separately; and vLLM's communicator, if nothing was sent over it."""
     scene = Scene(replicas=0)
     for _ in range(2):
-        scene.start(updates_in_place=True)
-    scene.connect(GROUP)
-    scene.ledger.abort_round(scene.token, scene.open(), "changed its mind", scene.now)
+        scene.start(updates_in_place=in_place)
+    scene.connect(init_info)
+    round_id = scene.open() if in_place else scene.receive()
+    scene.ledger.abort_round(scene.token, round_id, "changed its mind", scene.now)
     scene.poll()
     call = scene.close(scene.receive())
     scene.poll(10)

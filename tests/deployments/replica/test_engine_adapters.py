@@ -113,20 +113,14 @@ async def test_unreadable_base_model_is_read_again_for_the_next_adapter(tmp_path
 # -- what cannot be loaded ----------------------------------------------------------------------
 
 
-async def test_failed_add_lora_leaves_no_adapter(
-    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm
+@pytest.mark.parametrize(("fault", "said"), [("fails", "size mismatch"), ("torn", "unexpected module")])
+async def test_failed_read_or_add_lora_leaves_no_adapter(
+    tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm, fault: str, said: str
 ) -> None:
-    llm.fails = True
-    with pytest.raises(PayloadRejected, match="size mismatch"):
+    setattr(llm, fault, True)
+    with pytest.raises(PayloadRejected, match=said):
         await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
-    assert llm.loaded == {} and adapters.held == ()
-
-
-async def test_failed_read_leaves_no_adapter(tmp_path: Path, adapters: EngineAdapters, llm: FakeLlm) -> None:
-    llm.torn = True
-    with pytest.raises(PayloadRejected, match="unexpected module"):
-        await adapters.load(adapter(save_tiny_adapter(tmp_path / "a", 1)))
-    assert llm.loaded == {} and llm.reading == {}
+    assert llm.loaded == llm.reading == {} and adapters.held == ()
 
 
 async def test_repeated_load_changes_nothing(tmp_path: Path, adapters: EngineAdapters) -> None:
