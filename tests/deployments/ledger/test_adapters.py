@@ -23,6 +23,7 @@ def test_an_adapter_is_live_on_all_replicas_when_its_load_is_answered() -> None:
     assert ended(call).full_name == "math@1"  # type: ignore[attr-defined]
     assert [live(each) for each in scene.replicas] == [["math@1"], ["math@1"]]
     assert scene.ledger.adapters()[0].replicas == ("r0", "r1")
+    assert [each.names() for each in scene.replicas] == [["load_adapter", "set_adapters"]] * 2
 
 
 def test_no_request_may_name_it_before_all_replicas_hold_it() -> None:
@@ -214,7 +215,8 @@ def test_files_that_could_not_be_copied_leave_nothing_behind() -> None:
     scene = AdapterScene(1)
     adapter = scene.begin("math")
     scene.ledger.fail_adapter(adapter, NotFound("no such directory"), scene.now)
-    assert scene.ledger.adapter_ids() == set()
+    scene.poll(2)
+    assert scene.ledger.adapter_ids() == set() and scene.replicas[0].names() == []
     assert ended(scene.load("math")).full_name == "math@2"  # type: ignore[attr-defined]
 
 
