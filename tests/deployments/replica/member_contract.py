@@ -44,6 +44,7 @@ class Seen:
     staged_round: int | None
     retained_version: int | None
     drains: Sequence[str]
+    adapters: Sequence[int]
     admitted: bool
     fenced: bool
     begins: bool | None
@@ -86,6 +87,7 @@ class Subject(AbstractAsyncContextManager["Subject", None]):
             staged_round=report.staged_round,
             retained_version=report.retained_version,
             drains=() if report.draining is None else tuple(report.draining.drain_ids),
+            adapters=report.adapters,
             admitted=self.admitted,
             fenced=report.fenced,
             begins=None if failed or report.fenced else self.begins,

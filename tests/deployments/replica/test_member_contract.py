@@ -7,12 +7,15 @@ what is seen of the real member; random sequences look for what no case has thou
 import asyncio
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.poll import (
@@ -33,8 +36,10 @@ from deployments.protocol.poll import (
 )
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
+from tests.deployments.replica.adapter_llm import CONFIG, adapter
 from tests.deployments.replica.fake_vllm import FakeLlm
 from tests.deployments.replica.member_contract import FIRST_VERSION, Fake, OverEngine, Seen, Subject, payload
+from tests.tiny_adapters import save_tiny_adapter
 
 STORED_VERSION = 9
 Kind = type[Fake] | type[OverEngine]
@@ -167,6 +172,50 @@ async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: b
         ]
         expected = await seen_of(OverEngine(in_place=in_place), told)
         assert await seen_of(Fake(in_place=in_place), told) == expected, [each.name for each in told]
+
+
+class LoraLlm(FakeLlm):
+    """Has adapters beside a model whose schema is not known here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm_config.lora_config = CONFIG
+        self.vllm_config.load_config = SimpleNamespace(download_dir=None)
+        self.model_config = SimpleNamespace(model="no/such/directory", revision=None)
+        self.loaded: set[int] = set()
+
+    def answers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        return [True] if method == "adapter_is_read" else super().answers(method, arguments)
+
+    async def add_lora(self, request: Any) -> None:
+        assert request.lora_int_id not in self.loaded, "vLLM would keep the former one"
+        self.loaded.add(request.lora_int_id)
+
+    async def remove_lora(self, adapter_id: int) -> None:
+        self.loaded.remove(adapter_id)
+
+
+@pytest.mark.slow
+@BOTH
+async def test_random_loads_of_adapters_do_not_tell_fake_and_member_apart(
+    in_place: bool, tmp_path: Path
+) -> None:
+    one, two = (adapter(save_tiny_adapter(tmp_path / str(number), number), number) for number in (1, 2))
+    bodies: list[Body] = [LoadAdapter(adapter=one), LoadAdapter(adapter=two)] * 4
+    for live, keep in (([], ()), ([], (1, 2)), ([one], (2,)), ([two], ()), ([one, two], ()), ([one], (3,))):
+        bodies.append(SetAdapters(live=live, keep=keep))
+    bodies += [R1, V1, C1, H1, RELEASE, PAUSE, RESUME, SLEEP, WAKE]
+    rng = Random(1)
+    answered = set[str]()
+    for _ in range(60):
+        told = rng.choices(bodies, k=12)
+        told = [each for i, each in enumerate(told) if each is not R1 or R1 not in told[:i]]
+        llm = LoraLlm()
+        expected = await seen_of(OverEngine(in_place=in_place, llm=llm), told)
+        assert await seen_of(Fake(in_place=in_place), told) == expected, told
+        assert llm.loaded == {*expected[-1].adapters}
+        answered |= {*answers(expected)}
+    assert answered == {"d", "r", "F"}
 
 
 @BOTH
