@@ -235,9 +235,9 @@ class Store:
 
 def _lockable(directory: Path) -> Path:
     """What stands for a version's directory: locks of files are seen by all hosts of an NFS, of directories
-    by one."""
-    manifest = directory / MANIFEST
-    return manifest if manifest.is_file() else directory  # else it is not ours, and opening it may block
+    by one. Not its manifest, which the trainer may replace."""
+    files = directory / MANIFEST, directory / "model.safetensors"
+    return files[1] if all(each.is_file() for each in files) else directory  # not ours: opening may block
 
 
 def _size(file: Path) -> int:

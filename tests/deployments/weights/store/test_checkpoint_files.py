@@ -281,7 +281,7 @@ def test_stored_version_is_not_removed_while_it_is_read(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(path), [store.directory])
     assert store.remove(3) is False
     checkpoint.close()
-    descriptor = os.open(path / MANIFEST, os.O_RDWR)
+    descriptor = os.open(path / "model.safetensors", os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(ValueError, match="is being removed from the store"):
         Checkpoint.open(str(path), [store.directory])

@@ -222,6 +222,16 @@ def test_version_of_another_fleet_in_the_store_is_a_problem(store: Store) -> Non
         write_version(mine, store, no_files)
 
 
+def test_a_version_that_is_read_stays_when_the_trainer_adds_its_steps(store: Store) -> None:
+    """A replica of its host was first, and another one starts from what it has stored."""
+    version = version_of(3)
+    write_version(version, store, no_files)
+    with store.reading(3):
+        write_version(replace(version, trainer_step=7), store, no_files)
+        assert store.manifest_of(3).trainer_step == 7 and not store.remove(3)
+    assert store.remove(3)
+
+
 def test_version_of_another_writer_stays_as_it_is(store: Store) -> None:
     """Its writer was lost before it could report it."""
     first = write_version(version_of(3), store, no_files)

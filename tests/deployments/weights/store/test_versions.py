@@ -118,7 +118,7 @@ def test_an_absent_version_is_an_error_that_names_the_stored_ones(store: Store) 
 
 def test_version_that_is_being_removed_cannot_be_read(store: Store) -> None:
     write(store, 1)
-    descriptor = os.open(store.path_of(1) / MANIFEST, os.O_RDWR)
+    descriptor = os.open(store.path_of(1), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with pytest.raises(FileNotFoundError, match="is being removed"), store.reading(1):
