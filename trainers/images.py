@@ -4,23 +4,17 @@ The checkpoint's own processor makes patches of a file, as it does in the engine
 of it as the engine's prompt has. Positions in the prompt are transformers' own (M-RoPE).
 """
 
-import io
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from PIL import Image as Pictures
-from PIL import ImageOps
 from transformers import AutoImageProcessor, PreTrainedModel
 
 from trainers.batching import TokenBatch
+from trainers.image_files import opened
 from trainers.trajectory import MAX_NAMED, Trajectory
-
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-MAX_PIXELS = 1 << 26  # of a file, before it is resized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +69,7 @@ class ImageReader:
     def read(self, content: bytes) -> Patches:
         """Raises ValueError: it is no image, or too large."""
         if content not in self._read:
-            made = self._processor(images=[_opened(content)], return_tensors="pt")
+            made = self._processor(images=[opened(content)], return_tensors="pt")
             grid = made["image_grid_thw"][0]
             tokens = int(grid.prod()) // self._processor.merge_size**2
             self._read[content] = Patches(values=made["pixel_values"], grid=grid, tokens=tokens)
@@ -163,25 +157,3 @@ def check_images(trajectories: Sequence[Trajectory], reader: ImageReader | None)
     if found:
         rest = len(found) - MAX_NAMED
         raise ValueError("; ".join(found[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else ""))
-
-
-def _opened(content: bytes) -> Pictures.Image:
-    """As vLLM opens it: upright, in RGB, on white where it is transparent."""
-    try:
-        image: Pictures.Image = Pictures.open(io.BytesIO(content), formats=FORMATS)
-        width, height = image.size
-        if width * height <= MAX_PIXELS:
-            with suppress(Exception):  # as vLLM does with metadata that it cannot read
-                image = ImageOps.exif_transpose(image)
-            image.load()
-    except Exception as error:  # PIL's decoders raise many kinds for a damaged file
-        raise ValueError(
-            f"expected an image file ({', '.join(FORMATS)}), got {len(content)} bytes that are none: {error}"
-        ) from error
-    if width * height > MAX_PIXELS:
-        raise ValueError(f"expected an image of at most {MAX_PIXELS} pixels, got {width} x {height}")
-    if image.mode != "RGBA":
-        return image.convert("RGB")
-    made = Pictures.new("RGB", image.size, (255, 255, 255))
-    made.paste(image, mask=image.split()[3])
-    return made

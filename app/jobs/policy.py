@@ -82,7 +82,9 @@ class Policy:
         call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)
 
-    async def tokenize(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def tokenize(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Raises ValueError for images, of which token ids have nothing."""
+        only_text(messages)
         return await self.client.send(tokenize_chat(self.name, messages))
 
     @property
@@ -103,6 +105,21 @@ class Policy:
         if self.version is not None and not self.is_adapter:
             headers |= {"x-min-weight-version": str(self.version), "x-weight-timeout": VERSION_TIMEOUT_S}
         return headers
+
+
+def image_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
+    urls = [part.get("image_url") for part in parts if isinstance(part, dict)]
+    return [url for url in urls if isinstance(url, dict) and isinstance(url.get("url"), str)]
+
+
+def only_text(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError."""
+    if urls := image_urls(messages):
+        raise ValueError(
+            f"expected messages of text alone, from an environment of several turns, and for a teacher that "
+            f"answers in the policy's place (--loss sft), got {len(urls)} images"
+        )
 
 
 def is_too_long(error: FleetError) -> bool:

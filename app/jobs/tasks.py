@@ -5,7 +5,6 @@ Examples in the prompt would make answers of a group alike.
 """
 
 import base64
-import io
 import json
 import mimetypes
 import warnings
@@ -18,6 +17,7 @@ from typing import Any
 from app.client.completions import Answer
 from app.jobs.environments.environment import Message, Problem, Task
 from app.jobs.options import Extraction
+from app.jobs.policy import image_urls
 from app.jobs.rewards import Reward, checked
 
 _URLS = ("data:", "http:", "https:")  # other than paths
@@ -132,12 +132,6 @@ def _is_message(value: object) -> bool:
     return isinstance(content, str | list) or (content is None and bool(value.get("tool_calls")))
 
 
-def image_urls(messages: Sequence[Message]) -> list[dict[str, str]]:
-    parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
-    urls = [part.get("image_url") for part in parts if isinstance(part, dict)]
-    return [url for url in urls if isinstance(url, dict) and isinstance(url.get("url"), str)]
-
-
 def with_images(messages: Sequence[Message]) -> list[Message]:
     """Files in place of their paths."""
     made = deepcopy(list(messages))
@@ -149,17 +143,15 @@ def with_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def check_image(url: str, place: str) -> None:
-    """Raises ValueError."""
-    from PIL import Image
+    """Raises ValueError: a trainer would refuse it."""
+    from trainers.image_files import opened  # and PIL, which few tasks need
 
     if url.startswith(("http:", "https:")):
         return
     try:
         is_path = not url.startswith("data:")
-        file = Path(url) if is_path else io.BytesIO(base64.b64decode(url.partition(",")[2], validate=True))
-        with Image.open(file) as image:
-            image.verify()
-    except Exception as error:  # PIL's decoders raise many kinds for a damaged file
+        opened(Path(url).read_bytes() if is_path else base64.b64decode(url.partition(",")[2], validate=True))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{place} must have images that can be read, got {url[:80]!r}: {error}") from error
 
 

@@ -2,10 +2,12 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from app.client.completions import Answer
 from app.jobs.environments.environment import NO_ANSWER
@@ -198,7 +200,13 @@ def test_images_of_a_prompt_file_are_sent_in_place_of_their_paths(tmp_path: Path
     assert [part["image_url"]["url"] for part in both[:2]] == ["http://a/b.png", data]
 
 
-@pytest.mark.parametrize("url", ["missing.png", "p.jsonl", "data:image/png;base64,YnJva2Vu", "data:a,@"])
-def test_an_image_that_cannot_be_read_is_named_before_the_run(tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize(
+    "url", ["missing.png", "p.jsonl", "cut.jpg", "big.png", "data:image/png;base64,YnJva2Vu", "data:a,@"]
+)
+def test_an_image_that_a_trainer_would_refuse_is_named_before_the_run(tmp_path: Path, url: str) -> None:
+    Image.effect_noise((64, 64), 50).save(whole := BytesIO(), "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(whole.getvalue()[:-500])
+    if url == "big.png":
+        Image.new("1", (1 << 13, (1 << 13) + 1)).save(tmp_path / url)
     with pytest.raises(ValueError, match=r"p\.jsonl:2 must have images that can be read, got "):
         prompts(tmp_path, f'{{"prompt": "a"}}\n{shown(url)}')
