@@ -53,7 +53,7 @@ class Judge:
             timeout_s=timeout_s,
             patience_s=timeout_s,
             at_once=AT_ONCE,
-            say=partial(print, flush=True),
+            say=partial(print, "the judge:", flush=True),
         )
         return cls(client, rubric)
 
@@ -82,7 +82,7 @@ class Judge:
                     self._model = await self._client.send(calls.model())
                 return await self._client.send(self._call(self._model, messages))
             except FleetError as error:
-                said = f"the judge {self._model or ''} at {self._client.http.base_url}: {error}"
+                said = f"the judge {self._model or 'model'} at {self._client.http.base_url}: {error}"
                 no_score = error.status == 200 and self._rubric is not None
                 if no_score or error.status in (400, 413, 422):
                     raise Unanswered(said) from error

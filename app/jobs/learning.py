@@ -41,7 +41,7 @@ async def learn(run: Run, trackers: Trackers) -> None:
         last = [(record, run.rows)]
         run.recent.append(record)
         run.say(record.line(run.options.steps, run.left_s()))
-        if (caution := record.caution()) is not None:
+        if not run.options.distils and (caution := record.caution()) is not None:
             run.say(caution)
     await all_of(show(run, *each) for each in last)
 
@@ -149,7 +149,7 @@ async def imitated(run: Run) -> list[Group]:
             run.unanswered += 1
             return None
         run.generated_tokens += sum(rollout.tokens for rollout in made)
-        rollouts = [replace(penalised(each, options), trajectories=[policy.made[each.id]]) for each in made]
+        rollouts = [replace(penalised(each, options), trajectories=policy.made[each.id]) for each in made]
         return Group(number=number, rollouts=rollouts)
 
     for _ in range(LEFT_OUT):  # else each --resume would begin with the same ones
@@ -172,7 +172,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         staleness_mean=fmean(staleness),
         staleness_max=max(staleness),
         groups=len(groups),
-        groups_with_signal=sum(group.has_signal for group in groups),
+        groups_with_signal=sum(run.teacher is not None or group.has_signal for group in groups),
         groups_dropped=run.stale,
         groups_filtered=len(sampled) - len(groups),
         unanswered=run.unanswered,

@@ -236,8 +236,6 @@ class JobOptions:
             )
         if re.search(r"@-(?![1-9]\d*$)", self.teacher or ""):
             raise ValueError(f"--teacher: expected NAME@-K, K versions behind, got {self.teacher!r}")
-        if self.imitates and self.environment is not None:
-            raise ValueError("--loss sft with --teacher needs answers of one turn: leave --environment out")
 
     def step_settings(self) -> "StepSettings":
         from trainers.settings import StepSettings  # its models take 0.2 s to build

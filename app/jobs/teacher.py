@@ -5,6 +5,7 @@ teacher that fails ends the job, and the same groups are scored after --resume.
 """
 
 import asyncio
+import base64
 import json
 import math
 import os
@@ -12,15 +13,15 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from itertools import compress
+from itertools import compress, groupby
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from app.client import calls, completions
-from app.client.completions import Answer
+from app.client.completions import Answer, Completion
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from app.jobs.options import JobOptions
-from app.jobs.policy import Policy, Unanswered, is_too_long
+from app.jobs.policy import Policy, Unanswered, is_too_long, only_text
 from app.jobs.task_groups import all_of
 from trainers.trajectory import TeacherLogprobs, Trajectory
 
@@ -31,6 +32,7 @@ PATIENCE_S = 300.0  # it may be restarted
 TOKEN = "SLIPSTREAM_TEACHER_TOKEN"
 # Scripts, digits and spaces that tokenizers cut differently.
 PROBE = "def f(x):\n\treturn x ** 2  # 1234567890 naïve Grüße, Привет, 你好, مرحبا 😀"
+PLACEHOLDER = "<|image_pad|>"  # of the families whose images a trainer reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,11 @@ class Teacher:
         except FleetError as error:
             url = str(self.client.http.base_url).rstrip("/")
             token = f". Its token is expected in {TOKEN}" if error.status == 401 else ""
+            said = f"the teacher {self.model or 'model'} at {url}: {error}{token}"
             raise FleetError(
-                f"the teacher {self.model} at {url}: {error}{token}. Nothing is lost: continue with --resume"
+                f"{said}. Nothing is lost: continue with --resume",
+                message=said,
+                status=400 if error.status == 400 else None,  # another one is the fleet's
             ) from error
 
     async def check(self, policy: Policy, version: int) -> None:
@@ -80,22 +85,24 @@ class Teacher:
                 f"{len(ours)} tokens in the former, {str(ours)[:60]}..., and {len(theirs)} in the latter, "
                 f"{str(theirs)[:60]}..."
             )
-        await self._score(ours[:1], ours[1:], name)
+        probe = Trajectory(
+            prompt_token_ids=tuple(ours[:1]), token_ids=tuple(ours[1:]), logprobs=(), advantage=0.0
+        )
+        await self._score(probe, name)
 
     async def score(self, batch: Sequence[Trajectory], version: int) -> tuple[list[Trajectory], float]:
         """The batch with its log-probabilities, without what exceeds its context, and the mean of log(policy
         / teacher) over learned tokens, an estimate of KL(policy || teacher). Raises FleetError."""
-        if any(each.images for each in batch):
-            raise FleetError("a teacher reads text alone, and these rollouts have images")
         free = asyncio.Semaphore(AT_ONCE)
         name = self.name(version)
+        placeholder = await self._placeholder(name) if any(each.images for each in batch) else None
 
         async def one(each: Trajectory) -> tuple[Trajectory, list[float]] | None:
             try:
                 async with free:
-                    best, own = await self._score(each.prompt_token_ids, each.token_ids, name)
+                    best, own = await self._score(each, name, placeholder)
             except FleetError as error:
-                if _is_too_long(error):  # it needs one token more than the policy, which may fill its own
+                if is_too_long(error):  # it needs one token more than the policy, which may fill its own
                     return None
                 raise
             # Of a choice among fewer tokens the rollout's log-probability is not the policy's.
@@ -116,34 +123,68 @@ class Teacher:
         found = [gap for _, gaps in made for gap in gaps]
         return [each for each, _ in made], fmean(found) if found else 0.0
 
+    async def _placeholder(self, name: str) -> int:
+        """Raises FleetError: the teacher does not see."""
+        tokens = await self.ask(calls.tokenize(name, PLACEHOLDER))
+        if len(tokens) != 1:
+            raise FleetError(
+                f"the teacher {self.model}: expected one that reads images, got one without a token "
+                f"{PLACEHOLDER}"
+            )
+        return tokens[0]
+
     async def _score(
-        self, prompt: Sequence[int], tokens: Sequence[int], name: str
+        self, each: Trajectory, name: str, placeholder: int | None = None
     ) -> tuple[TeacherLogprobs, list[float]]:
-        ids = [*prompt, *tokens]
-        body = {"model": name, "prompt": ids, "max_tokens": 1, "prompt_logprobs": self.top_k}
+        ids, prompt = [*each.prompt_token_ids, *each.token_ids], len(each.prompt_token_ids)
+        asked: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": self.top_k}
+        path, body = "/v1/completions", {"model": name, "prompt": ids, **asked}
+        if each.images:  # of which the teacher's processor makes as many tokens again
+            assert placeholder is not None
+            path = "/inference/v1/generate"
+            body = {
+                "model": name,
+                "token_ids": collapsed(ids, placeholder, len(each.images)),
+                "content_parts": [{"type": "image_url", "url": data_url(file)} for file in each.images],
+                "sampling_params": asked,
+                "return_token_ids": True,
+            }
         return await self.ask(
             Call(
                 method="POST",
-                path="/v1/completions",
+                path=path,
                 body=body,
-                read=lambda content, _: read_scores(content, ids, len(prompt), self.top_k),
+                read=lambda content, _: read_scores(content, ids, prompt, self.top_k),
             )
         )
 
 
-def _is_too_long(error: FleetError) -> bool:
-    return isinstance(error.__cause__, FleetError) and is_too_long(error.__cause__)
+def collapsed(ids: Sequence[int], placeholder: int, images: int) -> list[int]:
+    """With one placeholder for each image, as before a processor has read it."""
+    made: list[int] = []
+    for token, run in groupby(ids):
+        is_image = token == placeholder and images > 0
+        images -= is_image
+        made += [token] if is_image else run
+    return made
+
+
+def data_url(file: bytes) -> str:
+    """Its kind is read from the file."""
+    return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
 def read_scores(
-    content: bytes, ids: Sequence[int], prompt: int, top_k: int
+    content: bytes, ids: list[int], prompt: int, top_k: int
 ) -> tuple[TeacherLogprobs, list[float]]:
     """The `top_k` most probable tokens at each token after the prompt, and its own log-probability, of an
-    answer of `/v1/completions`. Raises ValueError or KeyError."""
-    (choice,) = json.loads(content)["choices"]
-    rows = choice["prompt_logprobs"]
+    answer of `/v1/completions` or `/inference/v1/generate`. Raises ValueError or KeyError."""
+    answer = json.loads(content)
+    rows = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
     if len(rows) != len(ids):
         raise ValueError(f"expected prompt_logprobs of {len(ids)} tokens, got {len(rows)}")
+    if answer.get("prompt_token_ids", ids) != ids:
+        raise ValueError("expected a processor that places images as the policy's does, got other tokens")
     best_ids, best, own = array("i"), array("f"), []
     for token, row in zip(ids[prompt:], rows[prompt:], strict=True):
         scores = {int(other): float(entry["logprob"]) for other, entry in row.items()}
@@ -163,34 +204,59 @@ class SamplingTeacher(Policy):
     """Continues the policy's prompts in its place; the fleet's ledger has none of that.
 
     Attributes:
-        made: trajectories by attempt.
+        made: sequences by attempt; a turn that continues one is a part of it.
     """
 
     student: Policy
     teacher: Teacher
-    made: dict[str, Trajectory] = field(default_factory=dict)
+    made: dict[str, list[Trajectory]] = field(default_factory=dict)
 
     async def chat(self, messages: Sequence[Mapping[str, str]], attempts: Sequence[str]) -> Sequence[Answer]:
-        """Raises FleetError, or Unanswered for a conversation that exceeds the teacher's context."""
-        prompt = await self.student.tokenize(messages)
+        """Raises as `forward`, and Unanswered for a conversation that exceeds the teacher's context."""
+        prompt = await self.tokenize(messages)
         settings = self._sampling() | {"ignore_eos": False, "n": len(attempts)}
+        call = completions.complete(self.model, prompt, **settings)
         try:
-            answers = (await self.teacher.ask(completions.complete(self.model, prompt, **settings))).answers
+            return (await self.forward(call, "", ",".join(attempts))).answers
         except FleetError as error:
-            if _is_too_long(error):
-                raise Unanswered(str(error)) from error
+            if is_too_long(error):
+                raise Unanswered(error.message) from error
             raise
+
+    async def tokenize(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """With the policy's chat template."""
+        return await self.student.tokenize(messages)
+
+    async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
+        """Raises ValueError for images, and FleetError; its status is 400 if the teacher refuses this
+        request."""
+        body, attempts = call.body or {}, attempt.split(",")
+        only_text(body.get("messages", ()))
+        completion = await self.teacher.ask(call)
+        answers = completion.answers
         if len(answers) != len(attempts) or not all(answer.token_ids for answer in answers):
             raise FleetError(
                 f"the teacher {self.model}: expected {len(attempts)} answers with token_ids, got "
                 f"{[len(answer.token_ids) for answer in answers]} of them"
             )
-        for attempt, answer in zip(attempts, answers, strict=True):
-            tokens = tuple(answer.token_ids)
-            self.made[attempt] = Trajectory(
-                prompt_token_ids=tuple(prompt), token_ids=tokens, logprobs=(0.0,) * len(tokens), advantage=0.0
-            )
-        return answers
+        prompt = tuple(body.get("prompt") or body.get("token_ids") or completion.prompt_token_ids)
+        for name, answer in zip(attempts, answers, strict=True):
+            add_turn(self.made.setdefault(name, []), prompt, tuple(answer.token_ids))
+        return completion
+
+
+def add_turn(sequences: list[Trajectory], prompt: tuple[int, ...], sampled: tuple[int, ...]) -> None:
+    """A turn as the end of the sequence that its prompt begins with, or as a sequence of its own."""
+    before = Trajectory(prompt_token_ids=prompt, token_ids=(), logprobs=(), advantage=0.0, loss_mask=())
+    for number, each in enumerate(sequences):
+        if prompt[: len(each)] == each.prompt_token_ids + each.token_ids:
+            before = sequences.pop(number)
+            break
+    told = prompt[len(before) :]
+    tokens = before.token_ids + told + sampled
+    assert before.loss_mask is not None
+    mask = before.loss_mask + (False,) * len(told) + (True,) * len(sampled)
+    sequences.append(replace(before, token_ids=tokens, logprobs=(0.0,) * len(tokens), loss_mask=mask))
 
 
 @asynccontextmanager
@@ -206,7 +272,12 @@ async def opened(
         address = options.teacher.rstrip("/").removesuffix("/v1")
         token = os.environ.get(TOKEN, "").strip() or None
         client = AsyncFleetClient.connect(
-            address, token, timeout_s=TIMEOUT_S, patience_s=PATIENCE_S, at_once=AT_ONCE, say=say
+            address,
+            token,
+            timeout_s=TIMEOUT_S,
+            patience_s=PATIENCE_S,
+            at_once=AT_ONCE,
+            say=lambda line: say(f"the teacher: {line}"),
         )
         model = options.teacher_model or ""
     try:

@@ -44,7 +44,6 @@ def verifiers(**settings: object) -> list[str]:
         ),
         (["--teacher", "math@-", "--loss", "jsd"], "expected NAME@-K, K versions behind, got 'math@-'"),
         (["--teacher", "math@1", "--loss", "jsd", "--teacher-kl", "1"], "which read no advantages"),
-        (["--teacher", "a", "--loss", "sft", "--environment", "mine:factory"], "answers of one turn"),
         (["--task-settings", "[]"], "--task-settings: expected a JSON object"),
         (["--keep-best", "/x"], "needs --eval-every"),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),

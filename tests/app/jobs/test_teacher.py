@@ -1,6 +1,7 @@
 """A teacher that is a function: what is asked, what the trainer gets, and what a failure does not lose."""
 
 import json
+from base64 import b64decode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import httpx
 import numpy as np
 import pytest
 
+from app.client import completions
 from app.client.connection import FleetError
 from app.jobs.policy import Policy
-from app.jobs.teacher import Teacher, read_scores
+from app.jobs.teacher import SamplingTeacher, Teacher, read_scores
 from tests.app.fake_answers import client_of, refusal
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
 from tests.trainers import tiny
@@ -35,6 +37,7 @@ class FakeTeacher:
         self.row = row(t8=-0.5, t9=-1.0, t7=-1.5)
         self.probe = [5, 6]
         self.refused: dict[int, str] = {}  # by the last token of a prompt
+        self.expanded: list[int] = []  # a prompt, by its processor
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.is_down:
@@ -43,13 +46,17 @@ class FakeTeacher:
         if request.url.path == "/tokenize":
             return httpx.Response(200, json={"tokens": self.probe})
         self.asked.append(asked)
-        if (why := self.refused.get(asked["prompt"][-1])) is not None:
+        if (why := self.refused.get(asked.get("prompt", [-1])[-1])) is not None:
             return refusal(400, "invalid_request", why)
+        if "content_parts" in asked:
+            rows = [self.row | row(**{f"t{token}": -1.5}) for token in self.expanded[1:]]
+            body = {"prompt_logprobs": [None, *rows], "prompt_token_ids": self.expanded}
+            return httpx.Response(200, json=body | {"choices": [{}]})
         if "prompt_logprobs" in asked:
             rows = [self.row | row(**{f"t{token}": -1.5}) for token in asked["prompt"][1:]]
             return httpx.Response(200, content=scored(rows))
         choice = {"text": "42", "token_ids": [4, 2], "finish_reason": "stop"}
-        return httpx.Response(200, json={"choices": [choice] * asked["n"]})
+        return httpx.Response(200, json={"choices": [choice] * asked.get("n", 1), "prompt_token_ids": [3, 1]})
 
     def teacher(self, *, top_k: int = 2, kl: float = 0.0, model: str = "big") -> Teacher:
         return Teacher(client=client_of(self.answer), model=model, top_k=top_k, kl=kl)
@@ -78,9 +85,12 @@ def test_an_answer_that_is_not_of_these_tokens_is_refused(rows: list[Any], messa
         read_scores(scored(rows), [1, 7, 7], 1, 2)
 
 
-async def test_the_trainer_gets_what_the_teacher_says_of_every_group(tmp_path: Path) -> None:
+async def test_the_trainer_gets_what_the_teacher_says_of_every_group(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fleet, fake = FakeFleet(), FakeTeacher()
     fleet.same = True  # rewards are equal, and teach nothing themselves
+    fleet.metrics = {"loss": 0.5, "effective_sample_fraction": 0.01}
     (record,) = await run_job(
         fleet, tmp_path / "m.jsonl", "--steps", "1", "--teacher", "a", "--loss", "jsd", teacher=fake.teacher()
     )
@@ -90,7 +100,8 @@ async def test_the_trainer_gets_what_the_teacher_says_of_every_group(tmp_path: P
     assert np.frombuffer(batch[0].teacher.token_ids, np.int32).tolist() == [8, 9] * 2
     assert fake.asked[0] == {"model": "big", "prompt": [1, 2, 7, 7], "max_tokens": 1, "prompt_logprobs": 2}
     assert record.teacher_kl == pytest.approx(-1.0 + 1.5) and record.teacher_s > 0
-    assert "KL to the teacher 0.5000" in record.line(1, None)
+    assert "KL to the teacher 0.5000" in record.line(1, None) and record.left_out_fraction == 0.0
+    assert "importance weights" not in capsys.readouterr().out, "a divergence reads none"
 
 
 async def test_the_kl_to_the_teacher_is_a_part_of_each_tokens_advantage(tmp_path: Path) -> None:
@@ -102,6 +113,48 @@ async def test_the_kl_to_the_teacher_is_a_part_of_each_tokens_advantage(tmp_path
     (batch,) = fleet.batches
     assert {each.advantage for each in batch} == {(-2.0,), (-1.0,) * 2, (0.0,) * 3}, "rewards are 1, 2 and 3"
     assert batch[0].teacher is None and fake.asked[0]["prompt_logprobs"] == 0
+
+
+async def test_a_teacher_reads_the_images_that_the_policy_has_read() -> None:
+    fake = FakeTeacher()
+    fake.probe, fake.expanded = [8], [3, 8, 8, 8, 4, 8, 8, 9, 5, 8, 8]
+    each = replace(tiny.trajectory(tuple(fake.expanded[:8]), (5, 8, 8)), images=(b"first", b"second"))
+    (scored,), _ = await fake.teacher().score([each], 1)
+    (asked,) = fake.asked
+    assert asked["token_ids"] == [3, 8, 4, 8, 9, 5, 8, 8], "what was sampled stands for no image"
+    urls = [part["url"].partition(",")[2] for part in asked["content_parts"]]
+    assert [b64decode(url) for url in urls] == [b"first", b"second"]
+    assert scored.teacher is not None and len(scored.teacher.token_ids) == 4 * 2 * 3
+    fake.expanded[3] = 4
+    with pytest.raises(FleetError, match="expected a processor that places images as the policy's does"):
+        await fake.teacher().score([each], 1)
+    fake.probe = [5, 6]
+    with pytest.raises(FleetError, match="expected one that reads images"):
+        await fake.teacher().score([each], 1)
+
+
+def sampling(fake: FakeTeacher) -> SamplingTeacher:
+    student = Policy(client=client_of(fake.answer), model="small", max_tokens=4)
+    return SamplingTeacher(
+        client=student.client, model="big", max_tokens=4, student=student, teacher=fake.teacher()
+    )
+
+
+async def test_of_an_agents_request_the_prompt_is_what_the_teacher_has_read() -> None:
+    policy = sampling(FakeTeacher())
+    await policy.forward(completions.chat({"messages": [{"role": "user", "content": "?"}]}), "", "a")
+    (sequence,) = policy.made["a"]
+    assert (sequence.prompt_token_ids, sequence.token_ids) == ((3, 1), (4, 2))
+
+
+async def test_a_teacher_that_samples_is_refused_images() -> None:
+    policy = sampling(FakeTeacher())
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [image]}]
+    with pytest.raises(ValueError, match=r"expected messages of text alone, .*\(--loss sft\), got 1 images"):
+        await policy.chat(messages, ["a"])
+    with pytest.raises(ValueError, match="got 1 images"):
+        await policy.forward(completions.chat({"messages": messages}), "", "a")
 
 
 async def test_a_teacher_that_is_down_loses_nothing(tmp_path: Path) -> None:

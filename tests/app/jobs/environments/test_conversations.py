@@ -1,5 +1,6 @@
 import asyncio
 import json
+from itertools import compress
 from typing import Any
 
 import httpx
@@ -8,8 +9,10 @@ import pytest
 from app.jobs.environments.environment import Conversations, Reply, between
 from app.jobs.loading import load_environment
 from app.jobs.policy import Moved, Policy, Unanswered
+from app.jobs.teacher import SamplingTeacher, Teacher, add_turn
 from tests.app.fake_answers import client_of, refusal
 from tests.app.jobs.environments.calculator import Calculator
+from trainers.trajectory import Trajectory
 
 END, START = 2, 1  # of a turn
 
@@ -166,3 +169,33 @@ def test_environments_are_found_by_their_path() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             load_environment(path, settings)
+
+
+async def test_what_a_teacher_says_in_several_turns_is_one_sequence() -> None:
+    fleet = ChattingFleet("11 + 22", "so 33", "44 + 55")
+    teacher = Teacher(client=client_of(fleet.answer), model="big", top_k=0, kl=0.0)
+    policy = SamplingTeacher(
+        client=teacher.client, model="big", max_tokens=8, student=fleet.policy(), teacher=teacher
+    )
+    (rollout,) = await CALCULATOR.rollouts(0, 1, policy)
+    (sequence,) = policy.made[rollout.id]
+    first, second = (asked["prompt"] for asked in fleet.asked)
+    said = [*tokens("11 + 22"), END], [*tokens("so 33"), END]
+    assert sequence.prompt_token_ids == tuple(first)
+    assert sequence.token_ids == (*second[len(first) :], *said[1])
+    assert sequence.loss_mask is not None
+    assert list(compress(sequence.token_ids, sequence.loss_mask)) == [*said[0], *said[1]]
+    assert len(sequence.logprobs) == len(sequence.token_ids)
+    fleet.too_long_from = len(first) + 1
+    (cut,) = await CALCULATOR.rollouts(0, 1, policy)
+    assert (cut.turns, len(policy.made[cut.id])) == (1, 1), "the conversation ends, and the job goes on"
+
+
+async def test_turns_that_rewrite_what_was_said_are_sequences_of_their_own() -> None:
+    made: list[Trajectory] = []
+    for prompt, sampled in (((1, 2), (3,)), ((1, 2, 4), (5,)), ((1, 2, 3, 6), (7, 8))):
+        add_turn(made, prompt, sampled)
+    other, longer = made
+    assert (other.prompt_token_ids, other.token_ids) == ((1, 2, 4), (5,))
+    assert (longer.prompt_token_ids, longer.token_ids) == ((1, 2), (3, 6, 7, 8))
+    assert longer.loss_mask == (True, False, True, True)
