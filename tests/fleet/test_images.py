@@ -83,6 +83,26 @@ def test_the_reward_of_pictures_rises(seeing: Fleet, tmp_path: Path) -> None:
     assert fresh and max(fresh) < 1e-6, "of engines and a trainer with the same tower"
 
 
+def test_a_teacher_sees_the_pictures(seeing: Fleet, tmp_path: Path) -> None:
+    """The fleet is its own teacher: it says of an answer what engine and trainer say."""
+    options = JobOptions(
+        url=seeing.url,
+        prompts=prompts(tmp_path),
+        teacher=seeing.url,
+        loss="forward_kl",
+        steps=2,
+        groups_per_step=2,
+        answers_per_group=4,
+        max_tokens=4,
+        max_staleness=0,
+        metrics=tmp_path / "metrics.jsonl",
+    )
+    assert grpo.run(options, time.monotonic()) == 0
+    for step in metrics.records(options.metrics):
+        assert step.staleness_max == 0
+        assert [step.teacher_kl, step.trainer["loss"]] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
 def test_bad_images_are_refused_and_nothing_is_lost(seeing: Fleet) -> None:
     def ask(*parts: Any) -> httpx.Response:
         chat = {"model": MODEL, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4}
