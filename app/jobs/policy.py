@@ -55,14 +55,15 @@ class Policy:
         """A rollout's name."""
         return f"{self.group or 'evaluation'}.{uuid.uuid4().hex[:16]}"
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], attempts: Sequence[str]) -> Sequence[Answer]:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], attempts: Sequence[str]) -> Sequence[Answer]:
         """An answer to one conversation for each attempt. Raises as `sample`; Unanswered also for one that
-        exceeds the model's context."""
+        exceeds the model's context, or has an image that an engine cannot fetch or read."""
         body = self._sampling() | {"model": self.name, "messages": list(messages), "n": len(attempts)}
         try:
             answers = (await self.forward(completions.chat(body), "", ",".join(attempts))).answers
         except FleetError as error:
-            if is_too_long(error):
+            has_bad_image = error.status in (400, 500) and image_urls(messages)
+            if is_too_long(error) or has_bad_image:
                 raise Unanswered(error.message) from error
             raise
         if len(answers) != len(attempts):

@@ -211,7 +211,7 @@ class SamplingTeacher(Policy):
     teacher: Teacher
     made: dict[str, list[Trajectory]] = field(default_factory=dict)
 
-    async def chat(self, messages: Sequence[Mapping[str, str]], attempts: Sequence[str]) -> Sequence[Answer]:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], attempts: Sequence[str]) -> Sequence[Answer]:
         """Raises as `forward`, and Unanswered for a conversation that exceeds the teacher's context."""
         prompt = await self.tokenize(messages)
         settings = self._sampling() | {"ignore_eos": False, "n": len(attempts)}

@@ -117,3 +117,16 @@ async def test_a_prompt_that_the_model_cannot_take_is_unanswered_and_another_wro
     policy = Policy(client=fleet(refusal(400, "x", "temperature"))[0], model="m", max_tokens=9)
     with pytest.raises(FleetError, match="temperature"):
         await policy.chat(TALK, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(400, "Failed to load image"), (500, "Cannot connect to host a:80")]
+)
+async def test_a_prompt_with_an_image_that_no_engine_gets_is_unanswered(status: int, words: str) -> None:
+    policy = Policy(client=fleet(refusal(status, "x", words))[0], model="m", max_tokens=9)
+    image = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
+    with pytest.raises(Unanswered, match=words):
+        await policy.chat([{"role": "user", "content": [image]}], ["a"])
+    policy = Policy(client=fleet(refusal(status, "x", words))[0], model="m", max_tokens=9)
+    with pytest.raises(FleetError, match=words):
+        await policy.chat(TALK, ["a"])
