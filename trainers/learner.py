@@ -1,5 +1,6 @@
 """An optimizer step: trajectories in, new weights and metrics out."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from trainers.step_metrics import Metrics, StepTotals
 from trainers.trained_policy import BaseOf, TrainedPolicy
 from trainers.trajectory import Trajectory
 
+logger = logging.getLogger(__name__)
 # A batch, whether it counts, and the old policy's log-probabilities; None: those of the first update.
 _MicroBatch = tuple[TokenBatch, bool, torch.Tensor | None]
 
@@ -85,18 +87,26 @@ class Learner:
         """Run `updates_per_step` optimizer steps on these trajectories.
 
         An update whose loss or gradient is not finite ends the step without it; metrics are of the update
-        before. `skipped`: there is none, and the step does not count. Raises OutOfMemory: the failed update
-        changed nothing.
+        before. `skipped`: there is none, and the step does not count. Raises OutOfMemory: nothing changed;
+        with several ranks, of which others wait in a collective, also after the first update.
         """
         assert any(trajectory.learned_tokens for trajectory in trajectories), "there is something to learn"
         started = time.perf_counter()
         if published != self._published:
             self._published, self._published_step = published, self.steps_done
         micro_batches = self._micro_batches(trajectories)
-        metrics = self._whole_update(micro_batches, trajectories, done=0)
+        metrics = self._whole_update(micro_batches, trajectories)
         if not metrics["skipped"]:
             for done in range(1, self.config.updates_per_step):
-                update = self._whole_update(micro_batches, trajectories, done=done)
+                try:
+                    update = self._whole_update(micro_batches, trajectories)
+                except OutOfMemory as error:
+                    if self._world_size > 1:
+                        raise
+                    logger.warning(
+                        "the step ends after %d updates, of which the next failed: %s", done, error
+                    )
+                    break
                 if update["skipped"]:
                     break
                 metrics = update
@@ -152,26 +162,25 @@ class Learner:
         return made
 
     def _whole_update(
-        self, micro_batches: Sequence[_MicroBatch], trajectories: Sequence[Trajectory], *, done: int
+        self, micro_batches: Sequence[_MicroBatch], trajectories: Sequence[Trajectory]
     ) -> Metrics:
         """Gradients of a failed update must not count in the next."""
         self._tokens_at_once = 0
         try:
             return self._update(micro_batches, trajectories)
         except torch.OutOfMemoryError:
-            problem = self._out_of_memory(done)
+            problem = self._out_of_memory()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         raise OutOfMemory(problem)  # outside the handler: its traceback would keep tensors alive
 
-    def _out_of_memory(self, done: int) -> str:
-        fitted, updates = self._fitted_tokens, self.config.updates_per_step
+    def _out_of_memory(self) -> str:
+        fitted = self._fitted_tokens
         budget = self.config.max_tokens_per_microbatch
         sizes = f"the largest that fit had {fitted}" if fitted else "none has fit yet"
-        state = f"{done} of {updates} updates of the step are done" if done else "The weights are as before"
         return (
-            f"out of memory in a micro-batch of {self._tokens_at_once} tokens: {sizes}. {state}. Lower "
-            f"max_tokens_per_microbatch ({budget}), which splits no trajectory, or set "
+            f"out of memory in a micro-batch of {self._tokens_at_once} tokens: {sizes}. It changed nothing. "
+            f"Lower max_tokens_per_microbatch ({budget}), which splits no trajectory, or set "
             "activation_checkpointing"
         )
 

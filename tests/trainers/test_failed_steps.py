@@ -68,13 +68,19 @@ def test_an_out_of_memory_error_names_what_would_fit(
         Learner(policy, CONFIG).step(tiny.BATCH)
     text = str(caught.value)
     assert "max_tokens_per_microbatch (6)" in text and "activation_checkpointing" in text
-    assert "The weights are as before" in text
+    assert "It changed nothing" in text
     assert caught.value.__context__ is None, "its frames would keep what the step has allocated"
 
 
-def test_updates_that_were_done_before_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = tiny.policy(tmp_path)
-    config = CONFIG.model_copy(update={"updates_per_step": 2})
-    monkeypatch.setattr(policy, "scores", Failing(policy, torch.OutOfMemoryError("CUDA ..."), 7))
-    with pytest.raises(OutOfMemory, match="1 of 2 updates of the step are done"):
-        Learner(policy, config).step(tiny.BATCH)
+def test_an_update_without_memory_ends_a_step_that_has_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, other = tiny.policy(tmp_path), TrainedPolicy.load(tmp_path)
+    learner = Learner(policy, CONFIG.model_copy(update={"updates_per_step": 2}))
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "scores", Failing(policy, torch.OutOfMemoryError("CUDA ..."), 7))
+        metrics = learner.step(tiny.BATCH)
+    expected = Learner(other, CONFIG).step(tiny.BATCH)
+    assert metrics["step"] == learner.steps_done == 1, "the weights have changed"
+    assert metrics["loss"] == expected["loss"]
+    assert tiny.equal(tiny.trained(policy), tiny.trained(other))
