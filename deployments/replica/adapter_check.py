@@ -19,7 +19,7 @@ _PART = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>A|B)\.weig
 
 
 def check_adapter(adapter: Adapter, base: Schema | None, lora_config: Any) -> None:
-    """Raises Incomplete (missing, or another digest) or ValueError, which names the first few tensors.
+    """Raises Incomplete (missing, or another digest) or ValueError, naming the first few tensors.
 
     Args:
         base: schema of the engine's initial checkpoint; None if unknown.

@@ -1,8 +1,8 @@
-"""Captures what an engine answers to a request of a rollout, below every HTTP route.
+"""Captures an engine's answers to a rollout's request, below every HTTP route.
 
 The front puts a `Capture` beside the request's spans; `RecordingLLM` passes each engine call through it. The
-controller opens the rollouts while the engine begins, before the client has anything, and has a turn before
-the client has its last token: a reward never comes first.
+controller opens the rollouts while the engine begins, and has a turn before the client has its last token: a
+reward never comes first.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Capture:
         self._opening.cancel()
 
     async def opened(self) -> None:
-        """Raises SlipstreamError: a rollout takes no turn of this request."""
+        """Raises SlipstreamError: a rollout refuses a turn of this request."""
         try:
             await self._opening
         except SlipstreamError as error:
@@ -57,14 +57,13 @@ class Capture:
             raise
 
     def next_id(self) -> str:
-        """Instead of a random one, for events: every replica makes the same ones for a request."""
+        """Not random, for events: every replica makes the same ones for a request."""
         self._ids += 1
         return uuid.uuid5(
             uuid.NAMESPACE_OID, f"{self._turn.rollout_ids[0]}/{self._turn.request}/{self._ids}"
         ).hex[:16]
 
     def sampling(self, params: Any) -> Any:
-        """vLLM's sampling parameters with the log-probability of each sampled token."""
         changed = copy.copy(params)
         changed.routed_experts_prompt_start = 0
         if params.num_logprobs is None:
@@ -184,7 +183,7 @@ class Capture:
 
 
 def _images(prompt: Any, first_choice: int | None) -> tuple[CapturedImage, ...]:
-    """The images of an engine's prompt. Raises InvalidRequest: a trainer could not learn from it."""
+    """Raises InvalidRequest: a trainer could not learn from it."""
     hashes = prompt["mm_hashes"] if prompt["type"] == "multimodal" else {}
     if prompt["type"] not in ("token", "multimodal") or first_choice is None or set(hashes) - {"image"}:
         raise InvalidRequest(
@@ -206,7 +205,6 @@ def _images(prompt: Any, first_choice: int | None) -> tuple[CapturedImage, ...]:
 
 
 def _routed(ids: Any) -> RoutedExperts | None:
-    """Of vLLM's array [positions, layers, top_k]."""
     if ids is None:
         return None
     _, layers, top_k = ids.shape
@@ -214,8 +212,6 @@ def _routed(ids: Any) -> RoutedExperts | None:
 
 
 class _Answer:
-    """What one choice has said so far."""
-
     def __init__(self) -> None:
         self.token_ids, self.logprobs = array("i"), array("f")
 

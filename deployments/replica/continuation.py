@@ -1,4 +1,4 @@
-"""A stream whose replica was lost continues on another one, from the tokens that it has.
+"""A stream continues on another replica, from its tokens, when its own is lost.
 
     first replica    tells the router with each event what the engine said (`Said`), in frames
     router           keeps what was said and counts what the client has (`CutStream`)
@@ -27,10 +27,10 @@ import numpy as np
 from deployments.protocol.errors import Conflict
 from deployments.protocol.rollouts import NOT_CONTINUED
 
-TOKENS = "slipstream_said"  # in the extra_args of an engine's request: token ids of the answer so far
-MAX_BYTES = 1 << 26  # for an answer, about a million tokens; a router keeps them
-TURN = 64  # pieces that are replayed while other requests wait, 0.1 ms each
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make for each line
+TOKENS = "slipstream_said"  # key in an engine request's extra_args: token ids of the answer so far
+MAX_BYTES = 1 << 26  # per answer, about a million tokens; a router keeps them
+TURN = 64  # pieces replayed between other requests' turns, 0.1 ms each
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # which json.dumps would make per line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,7 @@ class Piece:
 
 
 class Said:
-    """What the answer to a request said: on the replica before this one, and here.
-
-    Args:
-        received: what the replica before this one said.
-    """
+    """An answer: what the former replica said, and this one.."""
 
     def __init__(self, received: bytes = b"") -> None:
         begin, *self._lines = received.splitlines() or [b"null"]
@@ -63,21 +59,19 @@ class Said:
         self.versions: list[tuple[str, int]] = []
         self._routed: list[Any] = []  # arrays [positions, layers, top_k]
         self._told_routed = 0
-        self._missing_routed = 0  # positions of which the router knows tokens and no experts
+        self._missing_routed = 0  # positions whose tokens the router knows, but not experts
 
     @property
     def repeats(self) -> bool:
-        """Whether the next output is one of a replica before this one."""
+        """Whether the next output is a former replica's."""
         return self._repeated > 0
 
     def pieces(self) -> Iterator[Piece]:
-        """What the replica before this one said."""
         names = tuple(Piece.__dataclass_fields__)
         for line in self._lines:
             yield Piece(**dict(zip(names, json.loads(line), strict=True)))
 
     def give_up(self) -> None:
-        """The answer cannot be continued from here on."""
         if self._continues:
             self._continues = False
             self._news = [NOT_CONTINUED]
@@ -91,7 +85,7 @@ class Said:
             )
 
     def add(self, output: Any, adapter: str | None, *, with_logprobs: bool) -> None:
-        """Tell the router what vLLM's RequestOutput has. `with_logprobs`: the client asked for them."""
+        """Tell the router what a RequestOutput has. `with_logprobs`: the client asked for them."""
         if not self._continues:
             return
         if self._repeated:
@@ -119,7 +113,7 @@ class Said:
             self.give_up()
 
     def _new_routed(self, tokens: int) -> str | None:
-        """What vLLM has said of the positions before the newest token; the next replica begins there."""
+        """For the positions before the newest token, where the next replica begins."""
         new, self._told_routed = self._routed[self._told_routed :], len(self._routed)
         self._missing_routed += tokens - sum(map(len, new))
         if self._missing_routed:  # vLLM kept tokens back (`stream_interval`)
@@ -130,14 +124,14 @@ class Said:
         return numpy2base64(np.concatenate(new)) if new else None
 
     def news(self) -> bytes:
-        """Lines for the router, which belong before the events that follow."""
+        """Lines for the router, which precede the next events."""
         news, self._news = self._news, []
         return b"".join(news)
 
     async def replay(self, processor: Any, request: Any, queue: Any, adapter: str | None) -> bool:
-        """Give vLLM's output processor, which has just got the request, what was said before; `queue` then
-        returns an output for each piece. Returns whether the engine is needed for the rest. Other requests
-        have their turns meanwhile: an answer of 16,000 tokens takes seconds.
+        """Replay what was said before through vLLM's output processor, which has just got the request;
+        `queue` then returns an output per piece. Returns whether the engine is needed for the rest. Other
+        requests take turns meanwhile: an answer of 16,000 tokens takes seconds.
 
         Raises:
             Conflict: as `check`.
@@ -186,7 +180,7 @@ class Said:
                 outputs.append(replayed)
         self._told_routed, self._missing_routed = len(self._routed), 0
         state.is_prefilling = True
-        # Putting them into the queue would join them to one output, and its events would be others.
+        # In the queue they would be joined to one output, with other events.
         replays, get_nowait = iter(outputs), queue.get_nowait
         queue.get_nowait = lambda: next(replays, None) or get_nowait()
         if said:
@@ -196,19 +190,20 @@ class Said:
 
 
 def begin_of(prompt: Sequence[int], adapter: str | None, cached: int | None) -> list[Any]:
-    """What must be the same on both replicas (a prompt's checksum, the adapter), and the prompt's tokens that
-    the first one had cached."""
+    """What must be the same on both replicas (the prompt's checksum, the adapter), and how many prompt tokens
+    the first had cached.
+    """
     return [zlib.crc32(array("i", prompt).tobytes()), adapter, cached]
 
 
 def resume(core: Any, request: Any) -> None:
-    """Let a request that is new to the engine core continue its answer, as one that was preempted."""
+    """Let the engine core continue a new request's answer as after a preemption."""
     said = _said(request.sampling_params)
     if not said:
         return
     request.append_output_token_ids(said)
-    # Counted where the answer began. The scheduler asserts that what it counts is in the prompt, and the
-    # answer may be in the prefix cache as well.
+    # Counted where the answer began. The scheduler asserts that what it counts is in the prompt, but the
+    # answer may be in the prefix cache too.
     request.prefill_stats = None
     structured = request.structured_output_request
     if structured is None:
@@ -224,12 +219,12 @@ def resume(core: Any, request: Any) -> None:
         structured.reasoning_ended = ready.structured_output_request.reasoning_ended
         return ready.structured_output_request.grammar
 
-    # The pool starts its work in order, so the grammar is compiled or being compiled when this begins.
+    # The pool runs in order: the grammar is compiled before this begins, or being compiled.
     structured.grammar = manager.executor.submit(advanced)
 
 
 def install() -> None:
-    """In a worker: vLLM's first model runner takes a new request for one without output."""
+    """In a worker: vLLM's first model runner assumes that a new request has no output."""
     if "vllm.v1.worker.worker_base" not in sys.modules:
         return
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -242,7 +237,7 @@ def install() -> None:
         post_init(state)
         if (said := _said(state.sampling_params)) and not state.output_token_ids:
             state.output_token_ids = list(said)
-            if state.generator is not None:  # else the rest had the random numbers of the answer's beginning
+            if state.generator is not None:  # else the rest would repeat the beginning's random numbers
                 state.generator.manual_seed((state.generator.initial_seed() + len(said)) % (1 << 63))
 
     CachedRequestState.__post_init__ = with_output

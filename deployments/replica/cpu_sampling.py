@@ -1,17 +1,17 @@
-"""Works around three faults of vLLM 0.32 on CPUs. Of the first two engines die.
+"""Works around three faults of vLLM 0.32 on CPUs. The first two kill engines.
 
 Seeded requests whose prompt takes more than one step: in each step but the last, vLLM rewinds the request's
 generator by CUDA's offset (`GPUModelRunner._bookkeeping_sync`), which a CPU generator lacks. A commit with
-`kv_cache: recompute` makes prompts of all running requests. Here such a step has no generator: nothing is
+`kv_cache: recompute` makes prompts of all running requests. Such a step gets no generator here: nothing is
 drawn.
 
 The first log-probabilities: vLLM compiles one comparison (`batched_count_greater_than`) to save a GPU memory.
-That took 17 s of two busy cores, in which no request ran, and the compiler has failed. Here it is not
-compiled.
+That took 17 s of two busy cores, without requests running, and the compiler has failed. It is not compiled
+here.
 
-Speculative decoding of sampled requests: the kernel that gives each drafted token the temperature, `top_k`
-and `top_p` of its request fills a copy of what is not int64. Tokens were sampled with what the memory held.
-Here it fills its output.
+Speculative decoding of sampled requests: the kernel that expands `temperature`, `top_k` and `top_p` to
+drafted tokens fills a copy of what is not int64. Tokens were sampled with uninitialized values. Here it fills
+its output.
 """
 
 import sys
@@ -56,7 +56,7 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,
 ) -> None:
-    """Repeat each request's value [R] for its tokens, into `output`; `cu_num_tokens` are sums [R]."""
+    """Repeat each request's value [R] per token into `output`; `cu_num_tokens` are sums [R]."""
     values = torch.where(input_val == replace_from, replace_to, input_val)
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     expanded = values.repeat_interleave(counts)

@@ -16,8 +16,9 @@ _known: dict[str, None] = {}  # labels, oldest first
 
 
 class DraftCounts(StatLoggerBase):
-    """Counts each step of an engine. vLLM does not say which version made a step: it is the replica's when
-    the counts arrive, so the step before a commit may count for the next version."""
+    """vLLM does not say which version made a step: it is the replica's when the counts arrive, so the step
+    before a commit may count for the next version.
+    """
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
@@ -43,4 +44,4 @@ class DraftCounts(StatLoggerBase):
             _ACCEPTED.remove(oldest)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Not logged."""

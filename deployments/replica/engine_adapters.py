@@ -59,11 +59,10 @@ class Uses:
 
 
 class NamedAdapters(dict[str, LoRARequest]):
-    """Replaces the dictionary in which vLLM's routes look up a request's `model`.
+    """Replaces vLLM's dictionary from a request's `model` to an adapter.
 
-    The keys are what `/v1/models` lists: full names of live versions, and names, which mean their newest
-    version. A look-up counts as a use until the HTTP request ends: no version is removed before its first
-    token.
+    Keys, listed by `/v1/models`: full names of live versions, and names, which mean their newest version. A
+    look-up counts as a use until the HTTP request ends: no version is removed before its first token.
     """
 
     def __init__(self, uses: Uses) -> None:
@@ -95,7 +94,7 @@ class NamedAdapters(dict[str, LoRARequest]):
 
 
 def lora_request(adapter: Adapter, name: str | None = None) -> LoRARequest:
-    """vLLM's request for a version; never `load_inplace`, as an id's files never change."""
+    """Never `load_inplace`: an id's files never change."""
     return LoRARequest(
         lora_name=adapter.full_name if name is None else name,
         lora_int_id=adapter.adapter_id,
@@ -122,7 +121,7 @@ class EngineAdapters:
         self.named = NamedAdapters(self.uses)
         if models is not None:
             models.lora_requests = self.named
-            models.lora_resolvers = []  # they would load into this engine only, under colliding ids
+            models.lora_resolvers = []  # they would load into this engine only, with colliding ids
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -158,8 +157,7 @@ class EngineAdapters:
         return LoadedAdapter(read_s=read - began, add_s=time.perf_counter() - read)
 
     async def make_live(self, live: Sequence[Adapter], keep: Sequence[int] = ()) -> None:
-        """All but these and `keep` (ids) are removed once unused. Raises RuntimeError if one is not
-        loaded."""
+        """Remove all but these and `keep` (ids) once unused. Raises RuntimeError if one is not loaded."""
         missing = [each.full_name for each in live if each.adapter_id not in self._held]
         if missing:
             raise RuntimeError(f"{missing} are not loaded")
@@ -201,7 +199,7 @@ class EngineAdapters:
         )
 
     async def _check(self, adapter: Adapter) -> bool:
-        """Whether the files were complete at once."""
+        """False: the files were incomplete at first."""
         attempts = 0
 
         async def check() -> None:
@@ -220,14 +218,13 @@ class EngineAdapters:
 
     @cached_property
     def _base(self) -> Schema | None:
-        """The base model's schema, if known on this host."""
         config = self._llm.model_config
         directory = cached(config.model, config.revision, self._llm.vllm_config.load_config.download_dir)
         return complete_schema(directory, of_hub=directory != Path(config.model))
 
 
 def _forget_figures(llm: Any) -> None:
-    """Clear vLLM's LoRA gauge, which keeps a series for every set of names that ever ran together."""
+    """vLLM's LoRA gauge keeps a series for every set of names that ever ran together."""
     manager = getattr(llm, "logger_manager", None)
     for logger in [] if manager is None else manager.stat_loggers:
         clear = getattr(getattr(logger, "gauge_lora_info", None), "clear", None)

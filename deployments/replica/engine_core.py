@@ -1,7 +1,7 @@
 """Utilities of vLLM's engine core: the commit between two decoding steps, and the drain before it.
 
-A commit composed of vLLM's own calls leaves the device idle: `pause_scheduler` answers only when the device
-is idle, and each further call is a round trip.
+Composed of vLLM's own calls a commit idles the device: `pause_scheduler` answers only once it is idle, and
+each further call is a round trip.
 
     called          no further step is scheduled; the swap is queued behind the step in flight
     core is idle    the step's tokens are out, labelled with the old version: caches are reset, the new
@@ -80,7 +80,7 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
             done.set_result(finish(core))
         except Exception as error:  # the caller decides
             done.set_exception(error)
-        # The core now blocks on its input queue and would not notice new work.
+        # The core now blocks on its input queue, unaware of new work.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     core._idle_state_callbacks.append(when_idle)
@@ -99,7 +99,7 @@ def running(core: Any) -> int:
     """Those that have started, including preempted ones."""
     scheduler = core.scheduler
     if scheduler.pause_state.name == "PAUSED_NEW":
-        # In this state only `kv_holding_waiting` is scheduled, which preempted requests are not in.
+        # In this state only `kv_holding_waiting` is scheduled, without preempted requests.
         preempted = [each for each in scheduler.waiting if each.status.name == "PREEMPTED"]
         scheduler.waiting.remove_requests(preempted)
         for request in preempted:
@@ -109,7 +109,7 @@ def running(core: Any) -> int:
 
 
 def end_drain(core: Any, paused: bool) -> None:
-    """`paused`: as a user asked for."""
+    """`paused`: by a user."""
     from vllm.v1.core.sched.interface import PauseState
     from vllm.v1.engine import EngineCoreOutputs
 
@@ -122,8 +122,9 @@ def end_drain(core: Any, paused: bool) -> None:
 
 
 def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
-    """Replaces vLLM's; salts the request's block hashes, and continues what another replica began. Runs on
-    the input thread, beside the steps."""
+    """Replaces vLLM's; salts block hashes and continues what another replica began. Runs on the input thread,
+    beside the steps.
+    """
     from vllm.v1.engine.core import EngineCore
 
     request.cache_salt = _salt(core._weight_version, request.cache_salt or "")
@@ -133,12 +134,12 @@ def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
 
 
 def add_request(core: Any, request: Any, request_wave: int = 0) -> None:
-    """Replaces vLLM's; runs between two steps, as a version change does."""
+    """Replaces vLLM's; like version changes it runs between two steps."""
     from vllm.v1.engine.core import EngineCore
 
     _salt_again(request, core._weight_version)
     EngineCore.add_request(core, request, request_wave)
-    if request.request_id.startswith(PROOF):  # one short prompt; a long queue would cost it the next version
+    if request.request_id.startswith(PROOF):  # a short prompt; a long queue would cost it the next version
         core.scheduler.waiting.remove_request(request)
         core.scheduler.waiting.prepend_request(request)
 
@@ -155,9 +156,9 @@ def set_weight_version(core: Any, weight_version: str) -> None:
 
 
 def reset_caches(core: Any, recompute: bool) -> None:
-    """Drop caches of the replaced weights; before `set_weight_version`, in the same pause."""
+    """Call it before `set_weight_version`, in the same pause."""
     scheduler = core.scheduler
-    # vLLM keeps routed experts by a block's hash, and cannot follow a request whose hashes change.
+    # vLLM keeps routed experts by block hash, and cannot follow a request whose hashes change.
     if recompute or scheduler.aux_output_connector is not None:
         if not scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("the KV connector did not reset its cache")

@@ -4,9 +4,9 @@
            directive (admitted, instructions) ◄──
            run each new instruction; report every `heartbeat_s` while one runs
 
-The controller waits for acknowledgements, with a deadline; the follower waits for its engine. A DROP
-interrupts an instruction that may be waiting for a dead peer. A fence or the death of the engine ends every
-wait here, because the engine may hang; a last report confirms the fence.
+The controller waits for acknowledgements, with a deadline; the follower for its engine. A DROP interrupts an
+instruction that may be waiting for a dead peer. A fence or the engine's death ends every wait here, because
+the engine may hang; a last report confirms the fence.
 """
 
 import asyncio
@@ -38,13 +38,13 @@ from deployments.protocol.poll import (
 class MemberProtocol(Protocol):
     @property
     def partially_updated(self) -> bool:
-        """Its live weights are being changed: any failure now is a failure of the replica."""
+        """Its live weights are changing: any failure now fails the replica."""
 
     def report(self, replica_id: str, incarnation: str) -> Report:
         pass
 
     async def execute(self, body: Body) -> Value:
-        """Run one instruction; the value is acknowledged.
+        """Returns the acknowledged value.
 
         Raises:
             PayloadRejected: the payload is wrong.
@@ -53,13 +53,13 @@ class MemberProtocol(Protocol):
         """
 
     async def interrupt(self) -> None:
-        """Break whatever the running instruction waits for; may hang if its engine does."""
+        """End the running instruction's wait; may hang with its engine."""
 
     def on_directive(self, directive: Directive) -> None:
         """Admission and fence take effect at once."""
 
     async def fence(self, reason: str) -> None:
-        """Stop for good, even if the engine hangs."""
+        """Stop permanently, even if the engine hangs."""
 
     async def died(self) -> str:
         pass
@@ -68,14 +68,14 @@ class MemberProtocol(Protocol):
 HEARTBEAT_S = 1.0
 RETRY_S = 0.5
 POLL_TIMEOUT_S = 20.0  # longer than the controller lets a poll wait
-FENCED_REPORTS = 5  # attempts to confirm a fence; otherwise a missed heartbeat ends the controller's wait
-INTERRUPT_S = 10.0  # shorter than the heartbeat timeout of the fleet
+FENCED_REPORTS = 5  # attempts to confirm a fence; else a missed heartbeat ends the controller's wait
+INTERRUPT_S = 10.0  # below the fleet's heartbeat timeout
 
 logger = serve_logger()
 
 
 class Follower:
-    """Reports to the controller and runs its instructions until it is fenced or cancelled.
+    """Reports and runs instructions until it is fenced or cancelled.
 
     `last_contact`: when the last answered report was sent. The controller counts from its arrival, which is
     later, so it never declares a replica lost that still takes requests.
@@ -105,7 +105,7 @@ class Follower:
         self._fenced: str | None = None
         self._reports = 0
         self._directive: Directive | None = None
-        self._failed = ""  # why no request is taken until the fence: mixed weights or a dead engine
+        self._failed = ""  # why requests are refused until the fence: mixed weights or a dead engine
         self._death: asyncio.Future[str] | None = None
         self._clock = clock
         self.last_contact = clock()
@@ -114,7 +114,7 @@ class Follower:
         death = self._death = asyncio.ensure_future(self._member.died())
         try:
             await self._follow()
-        finally:  # fencing stops the engine, which is no death to report
+        finally:  # fencing stops the engine; that is no death to report
             self._death = None
             death.cancel()
         assert self._fenced is not None
@@ -167,7 +167,7 @@ class Follower:
         self.last_contact = sent
         for seq in directive.acknowledged:
             self._acknowledgements.pop(seq, None)
-        if self._fenced is not None:  # a fence is for good, even if a restarted controller has forgotten it
+        if self._fenced is not None:  # a fence is permanent, even if a restarted controller has forgotten it
             return directive
         self._fenced, self._directive = directive.fenced, directive
         self._member.on_directive(self._trusted(directive))
@@ -212,7 +212,7 @@ class Follower:
                     return False
                 if overtaken and not interrupted:
                     interrupted = await self._interrupt() is None
-                    # A dropped receive waits for nothing that still counts; its outcome is ignored.
+                    # A dropped receive waits for nothing that counts; its outcome is ignored.
                     if not interrupted or isinstance(instruction.body, Receive):
                         return False
             return not interrupted

@@ -1,10 +1,10 @@
-"""Graceful shutdown of a replica: no request is lost and no round waits for it.
+"""Graceful shutdown: no request is lost and no round waits for this replica.
 
     no new requests ─► running ones finish ─► the ledger releases it between rounds ─► last report
                        at most `drain_s`      at most `RELEASE_S`
 
-It takes part in rounds until its last request has finished. If the whole application stops, it drains, and
-ends its write to the store, which no other replica will do.
+It takes part in rounds until its last request has finished. If the application stops, it drains, and finishes
+its write to the store, which no other replica will do.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from deployments.host.logs import serve_logger
 RELEASE_S = 60.0  # longer than most rounds
 LOST_CONTACT_S = 30.0  # the controller may be restarting
 WRITE_S = 300.0  # waits for the version that it writes
-APPLICATION_DRAIN_S = 10.0  # the limit if the whole application stops
+APPLICATION_DRAIN_S = 10.0  # if the whole application stops
 STATUS_S = 3.0
 LAST_REPORT_S = 5.0
 RECHECK_S = 0.05
@@ -48,7 +48,7 @@ async def shut_down(
     release_s: float = RELEASE_S,
     lost_contact_s: float = LOST_CONTACT_S,
 ) -> None:
-    """Return when the engine may be stopped.
+    """Returns when the engine may be stopped.
 
     Args:
         last_contact: when the controller last answered, by `time.monotonic`.
@@ -58,7 +58,8 @@ async def shut_down(
 
     async def until(ready: Callable[[], bool], limit_s: float, *, alone: bool = False) -> bool:
         """Whether it became true in time; gives up if the replica failed or, unless `alone`, lost its
-        controller."""
+        controller.
+        """
         begin = time.monotonic()
         while not ready():
             now = time.monotonic()

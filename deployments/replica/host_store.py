@@ -1,7 +1,7 @@
-"""The store as the replicas of one host see it. Of those that see the same one, the one with its lock writes.
+"""The store as one host's replicas see it. Of those that share it, the holder of its lock writes.
 
-Where hosts share none (`store.shared: false`), every replica gives the files of its host's versions to those
-that start where they are missing:
+Where hosts share none (`store.shared: false`), every replica serves the files of its host's versions to
+starting replicas that lack them:
 
     GET /slipstream/versions/12                      names and sizes of its files
     GET /slipstream/versions/12/model.safetensors    bytes, or a range of them
@@ -29,11 +29,11 @@ from deployments.weights.store.versions import DirectoryLock, Store
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
-WRITER = ".writer"  # names the last version; locked by the replica that writes, until its process exits
-PIECE_BYTES = 1 << 20  # a token waits for one piece at most
-SILENCE_S = 10.0  # a holder that is silent for longer is left
-QUIET_S = 60.0  # without a byte of any holder: a version is stored some time after its commit
-FETCH_S = 1500.0  # less than the controller waits for a replica that catches up
+WRITER = ".writer"  # delays a token by one piece at most
+PIECE_BYTES = 1 << 20  # after this silence another holder is tried
+SILENCE_S = 10.0  # without a byte from any holder: versions are stored some time after their commit
+QUIET_S = 60.0
+FETCH_S = 1500.0  # below the controller's limit for a catch-up
 RETRY_S = 0.5
 WEIGHTS = ".safetensors"
 
@@ -42,8 +42,9 @@ logger = serve_logger()
 
 
 class HostStore:
-    """`keep`: versions that stay in a store of this host's own; None: hosts share it, and the controller
-    removes old ones."""
+    """`keep`: versions kept in this host's own store; None: hosts share it, and the controller removes old
+    ones.
+    """
 
     def __init__(self, directory: Path, keep: int | None) -> None:
         self.directory = directory
@@ -51,8 +52,9 @@ class HostStore:
         self._keep = keep
 
     def lock(self, fleet_id: str) -> int | None:
-        """A descriptor: until `unlock`, no other replica writes here; None: another one does. Blocks.
-        Raises OSError: the store cannot be written, or JournalError: it is not this fleet's."""
+        """Its descriptor: until `unlock`, no other replica writes here. None: another one does. Blocks.
+        Raises OSError (unwritable) or JournalError (not this fleet's).
+        """
         if self._keep is None:
             check_owner(self.directory, fleet_id)
         else:
@@ -64,7 +66,7 @@ class HostStore:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return None
-            except OSError:  # a file system without locks: several write, and the first to end counts
+            except OSError:  # a file system without locks: several write, the first to finish counts
                 pass
             for version in self._store.list()[: -self._keep] if self._keep is not None else ():
                 self._store.remove(version)  # one that is being read stays for now
@@ -72,8 +74,8 @@ class HostStore:
             return descriptor
 
     def find(self, wanted: WriteVersion) -> str | None:
-        """The directory of the version, if it was written last. Blocks."""
-        # Not the directory itself: a network file system may hide it for a minute from other hosts.
+        """The version's directory, if it was written last. Blocks."""
+        # Not the directory itself: a network file system may hide it from other hosts for a minute.
         with suppress(FileNotFoundError):
             if (self.directory / WRITER).read_bytes() == _note(wanted):
                 return str(self._store.path(wanted.version))
@@ -115,8 +117,8 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> DirectoryLock:
-    """Check the files of a stored version at `path`, which stay until they are unlocked. Where this host
-    lacks them, or has others, they are taken from a holder, and checked before they get their name. Blocks.
+    """Check the files of a stored version at `path`, which stay until unlocked. Absent or different files are
+    fetched from a holder, and checked before they get their name. Blocks.
 
     Raises:
         ValueError: it is damaged, or is not what was committed.
@@ -144,7 +146,7 @@ def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> Dir
 
 
 def _checked(directory: Path, *expected: Any) -> DirectoryLock:
-    """Locked first: every byte is read, and rounds that go on would have it removed meanwhile."""
+    """Lock first: every byte is read, and concurrent rounds may remove it meanwhile."""
     try:
         lock = DirectoryLock(directory)
     except FileNotFoundError:

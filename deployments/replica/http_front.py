@@ -1,7 +1,7 @@
-"""The replica's own HTTP server, for the fleet's routers and other replicas only.
+"""The replica's HTTP server, for routers and other replicas only.
 
-Serve chooses the replica, but bytes do not pass through Ray: each streamed token would cost two actor
-messages, 1 ms of CPU time. Routers get the server's address and key from the replica's metadata.
+Bytes do not pass through Ray: each streamed token would cost two actor messages, 1 ms of CPU time. Routers
+get its address and key from the replica's metadata.
 """
 
 import asyncio
@@ -45,7 +45,8 @@ class ClientDisconnected(Exception):
 
 async def while_connected(ready: Awaitable[None], receive: Receive) -> Receive:
     """Await `ready` until the client disconnects, which uvicorn reports only to a reader of the body. Returns
-    a `receive` that replays the body; raises ClientDisconnected."""
+    a `receive` that replays the body; raises ClientDisconnected.
+    """
     messages: deque[Message] = deque()
 
     async def replay() -> Message:
@@ -72,8 +73,7 @@ async def _listen(receive: Receive, messages: deque[Message], disconnected: Call
 
 
 async def split_body(receive: Receive, own_bytes: int) -> tuple[Receive, bytes]:
-    """Returns a `receive` with the body's first `own_bytes`, and what comes after them. Raises
-    ClientDisconnected."""
+    """Returns a `receive` with the body's first `own_bytes`, and the rest. Raises ClientDisconnected."""
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -139,8 +139,9 @@ class ReplicaFront:
         return {router: load for router, load in self._load.items() if load}
 
     def stop(self, *, in_order: bool) -> None:
-        """Refuse requests whose response has not started, so that another replica takes them. `in_order`: a
-        graceful shutdown; else the replica failed, possibly because of one of its requests."""
+        """Refuse requests whose response has not started; another replica takes them. `in_order`: a graceful
+        shutdown; else the replica failed, possibly because of one of them.
+        """
         self._stopped, self.in_order = True, in_order
         for task, answer in self._running.items():
             if answer is None or not answer.begun:
@@ -205,11 +206,11 @@ class ReplicaFront:
 
 
 class _EngineLost(Exception):
-    """The engine died in the middle of a stream; the connection is closed so that the router notices."""
+    """The engine died in the middle of a stream; the closed connection tells the router."""
 
 
 class _Response:
-    """One response: adds versions; becomes a refusal if the engine failed before its first byte."""
+    """Adds versions; becomes a refusal if the engine failed before its first byte."""
 
     def __init__(self, front: ReplicaFront, send: Send, recorder: SpanRecorder, part: Part | None) -> None:
         self._front = front
@@ -254,7 +255,7 @@ class _Response:
         return name + b"data: " + json.dumps(kind | error.body()).encode() + b"\n\n"
 
     async def _cut_off(self, error: Exception) -> None:
-        """End a stream with an error event in a graceful shutdown; else raise: the connection is closed."""
+        """In a graceful shutdown end a stream with an error event; else raise: the connection is closed."""
         refused = self._failure
         if refused is None and self._front.in_order:
             refused = self._front.refused()

@@ -1,7 +1,7 @@
-"""The files of images that requests of rollouts bring: a trainer reads them as the engine has.
+"""The image files of rollouts' requests: a trainer reads them as the engine has.
 
-Engine calls have patches of an image, or only its hash where the engine has seen it before. vLLM hashes the
-file itself, in this process, before that: here it is kept for the call.
+Engine calls have patches of an image, or only its hash if the engine has seen it. vLLM hashes the file
+before, in this process: here it is kept for the call.
 """
 
 import sys
@@ -13,7 +13,7 @@ MAX_BYTES = 1 << 28
 
 
 class ImageFiles:
-    """The newest files, by vLLM's hashes. For several threads."""
+    """The newest files, by vLLM's hashes. Thread-safe."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._files: OrderedDict[str, bytes] = OrderedDict()
@@ -36,7 +36,7 @@ FILES = ImageFiles()
 
 
 def install() -> None:
-    """Files are kept from the first captured request on: a fleet without rollouts keeps none."""
+    """Keeps files from the first captured request on: without rollouts, none."""
     module: Any = sys.modules.get("vllm.multimodal.hasher")
     if module is None or getattr(module.MultiModalHasher, "slipstream_files", None) is not None:
         return

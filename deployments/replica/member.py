@@ -151,7 +151,7 @@ class EngineMember(ABC):
             value = await self._execute(body)
         except (PayloadRejected, TransferFailed):
             raise
-        except Exception as error:  # whatever was sent or the host lacks: live weights are untouched
+        except Exception as error:  # bad payload or short host: live weights are untouched
             touches_none = isinstance(body, (*BEFORE_COMMIT, LoadAdapter)) and not self.partially_updated
             if not touches_none or self._engine.dead:
                 raise
@@ -167,7 +167,7 @@ class EngineMember(ABC):
 
     @abstractmethod
     async def interrupt(self) -> None:
-        """Break whatever the running instruction waits for."""
+        """End the running instruction's wait."""
 
     def on_directive(self, directive: Directive) -> None:
         self.fenced = directive.fenced

@@ -80,7 +80,7 @@ class NativeMember(EngineMember):
         self._stage_s = 0.0
 
     async def interrupt(self) -> None:
-        """End the wait for a file. vLLM's own wait for a peer cannot be interrupted."""
+        """Ends the wait for a file; vLLM's wait for a peer cannot be interrupted."""
         if self._reading is not None:
             self._reading.abort()
 
@@ -98,8 +98,9 @@ class NativeMember(EngineMember):
         await self._engine.workers("native_check_connected")
 
     async def receive(self, body: Receive) -> None:
-        """Load one payload into the live model. Raises PayloadRejected: it does not fit, nothing was loaded.
-        After any other error the weights are partially updated."""
+        """Load one payload into the live model. Raises PayloadRejected: it does not fit; nothing was loaded.
+        After any other error the weights are partially updated.
+        """
         if self._receiving != body.round_id:
             self._check_unchanged()
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
@@ -163,7 +164,7 @@ class NativeMember(EngineMember):
         return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
 
     async def drop(self, body: Drop) -> None:
-        """Resume if the round was interrupted while it paused the engine."""
+        """Resumes if the round paused the engine."""
         self._check_unchanged()
         self._receiving = None
         if self._pausing:
@@ -175,7 +176,6 @@ class NativeMember(EngineMember):
             raise RuntimeError("weights are a mixture of two versions ('staging: none' cannot undo)")
 
     async def _compare(self, part: FilePart) -> None:
-        """Compare a file with the publisher's digests; the engine keeps generating."""
         await self._check_reloadable()
         if any(Path(part.directory).glob(f"{MISTRAL}*.safetensors")):
             raise PayloadRejected(
@@ -224,7 +224,6 @@ def member_of(engine: ReplicaEngine, spec: EngineSpec) -> EngineMember:
 
 
 def _compared(reading: FileRead) -> Offered:
-    """Raises ValueError: another digest, or a NaN."""
     offered: Offered = {}
     for received in reading.chunks():
         found = inspect(received.read())
@@ -235,7 +234,6 @@ def _compared(reading: FileRead) -> Offered:
 
 
 def _tensors_of(payload: JsonValue) -> Offered:
-    """Raises PayloadRejected."""
     first: Any = payload[0] if isinstance(payload, list) else payload
     try:
         tensors = parse(first["names"], first["dtype_names"], first["shapes"])

@@ -42,8 +42,8 @@ from deployments.weights.store.initial_checkpoint import InitialCheckpoint
 from deployments.weights.store.versions import DirectoryLock
 
 ASK_AGAIN_S = 1.0
-RECORD_S = 90.0  # the controller waits for the disk of the rollouts
-JOIN_S = 20.0  # the controller answers `join` at once; after this the call or its answer is lost
+RECORD_S = 90.0  # the controller waits for the rollouts' disk
+JOIN_S = 20.0  # the controller answers `join` at once; after this, the call or answer is lost
 logger = serve_logger()
 
 
@@ -53,9 +53,9 @@ async def find_first_weights(
     ask_again_s: float = ASK_AGAIN_S,
     join_s: float = JOIN_S,
 ) -> tuple[JoinAnswer, DirectoryLock | None]:
-    """Ask until the answer is loadable, even while the controller is unreachable. Its files stay until they
-    are unlocked. With path None, the answer's `initial` is what the checkpoint has. Raises JournalError: the
-    checkpoint is not version 0, and nobody serves that.
+    """Ask until the answer is loadable, even while the controller is unreachable. Its files stay until
+    unlocked. With path None, the answer's `initial` is what the checkpoint has. Raises JournalError: the
+    checkpoint is not version 0, and no replica serves that.
 
     Args:
         ask: the controller's `join`, idempotent; takes the version that it named and that cannot be loaded.
@@ -88,7 +88,7 @@ FAILED_REQUESTS_S = 1.0  # requests of a dead engine send their errors meanwhile
 
 
 class Replica:
-    """Serve's deployment class of the fleet's replicas.
+    """Serve's deployment of a replica.
 
     Args:
         self_fence_s: see `RequestAdmission`.
@@ -119,7 +119,7 @@ class Replica:
         )
         answer, reading = await find_first_weights(self._join, initial)
         spec = engine.at_commit(answer.initial) if answer.path is None else engine.at(answer.path)
-        if cores_shared_by is not None:  # Ray allows an actor without CPUs, and its children, one thread
+        if cores_shared_by is not None:  # Ray gives an actor without CPUs, and its children, one thread
             os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cores_shared_by))
         own_engine()
         warn_if_not_forked(logger)
@@ -217,7 +217,6 @@ class Replica:
             await asyncio.sleep(0.02)
 
     async def _follow(self) -> None:
-        """Run the follower until a fence, then exit."""
         await self._follower.run()
         front = getattr(self, "_front", None)
         begin = time.monotonic()

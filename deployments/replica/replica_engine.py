@@ -1,7 +1,7 @@
 """One vLLM server: an AsyncLLM, vLLM's own FastAPI application, and the swap.
 
-Everything that changes weights or pauses the scheduler goes through here: the swap, the reset of the caches
-and the new version share one pause.
+Everything that changes weights or pauses the scheduler is here: the swap, the reset of the caches and the new
+version share one pause.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ logger = serve_logger()
 
 
 class EngineDrain:
-    """Schedules no new request while running ones finish. Reports have their number; the controller waits."""
+    """Schedules no new request while running ones finish. Reports have their number."""
 
     def __init__(self, ask: Callable[[str], Awaitable[list[int]]]) -> None:
         self._ask = ask
@@ -97,14 +97,15 @@ class EngineDrain:
             self._running = None
 
 
-# vLLM's beam search makes an engine request per beam and step, with such an id. Which of them end up in a
-# choice is unknown: the choice has no spans, and the response has the newest version.
+# vLLM's beam search makes an engine request with such an id per beam and step. Which ones end up in a choice
+# is unknown: the choice has no spans, and the response the newest version.
 _BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
 
 
 class RecordingLLM(AsyncLLM):
-    """Tells the HTTP request's `SpanRecorder` which versions generated its tokens. Refuses what vLLM answers
-    with 500, which clients send again."""
+    """Tells the request's `SpanRecorder` which versions generated its tokens. Refuses what vLLM answers with
+    500, which clients would retry.
+    """
 
     adapter_uses: Uses | None = None
 
@@ -155,7 +156,7 @@ class RecordingLLM(AsyncLLM):
         self.output_processor.add_request(request, prompt, None, index, queue)
         try:
             begins = await capture.said.replay(self.output_processor, request, queue, recorder.adapter)
-        except BaseException as error:  # vLLM aborts what is in its queue, which its caller has not got
+        except BaseException as error:  # vLLM aborts what is still in its queue
             if isinstance(error, SlipstreamError):
                 capture.failure = error
             self.output_processor.abort_requests([request.request_id], internal=True)
@@ -166,7 +167,7 @@ class RecordingLLM(AsyncLLM):
     async def _using(
         self, stream: AsyncGenerator[RequestOutput, None], use: AbstractContextManager[None]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Count the adapter as used: generation may outlast the HTTP request."""
+        """Generation may outlast the HTTP request."""
         with use:
             async for output in stream:
                 yield output
@@ -198,8 +199,9 @@ class RecordingLLM(AsyncLLM):
 
 
 def use_same_ids() -> None:
-    """Let vLLM's ids in the events of captured requests be `Capture.next_id`. Its engine's own stay random:
-    attempts of one request may meet in one engine."""
+    """Ids in captured requests' events become `Capture.next_id`. The engine's own stay random: attempts of
+    one request may meet in one engine.
+    """
     from vllm.entrypoints.openai.responses import protocol, streaming_events
     from vllm.renderers import chat_utils
 
@@ -213,7 +215,7 @@ def use_same_ids() -> None:
 
 
 def require_text(name: str, value: Any) -> None:
-    """Raises VLLMValidationError if a text in the value is no Unicode: engine requests are in UTF-8."""
+    """Raises VLLMValidationError for text that is not Unicode: engine requests are in UTF-8."""
     try:
         json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -293,7 +295,7 @@ class ReplicaEngine:
         core: Any = self.llm.engine_core
         try:
             if self.llm.vllm_config.parallel_config.data_parallel_size > 1:
-                # collective_rpc runs on all ranks but returns the first one's answers only.
+                # collective_rpc runs on all ranks but returns only the first one's answers.
                 answers = await core.call_utility_all_async("collective_rpc", method, None, (), arguments)
                 return [answer for rank in answers for answer in rank]
             return cast(list[Any], await self.llm.collective_rpc(method, kwargs=arguments))
@@ -301,12 +303,11 @@ class ReplicaEngine:
             caller = asyncio.current_task()
             if caller is None or caller.cancelling():
                 raise
-            # Cancelled by the engine. An instruction must end with an acknowledgement: silence is fenced.
+            # Cancelled by the engine. An instruction without acknowledgement would be fenced.
             raise RuntimeError(f"the engine cancelled {method}") from error
 
     async def commit(self, args: Commit) -> Swapped:
-        """Between two decoding steps. Stays paused if `args.hold`, if a user paused the engine, or while
-        part of it sleeps."""
+        """Stays paused if `args.hold`, if a user paused the engine, or while part of it sleeps."""
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
         self.held = args.hold
@@ -324,7 +325,7 @@ class ReplicaEngine:
 
     async def _commit_by_calls(self, args: Commit, recompute: bool, resume: bool) -> float:
         core = self.llm.engine_core
-        # Not llm.pause_generation: it sleeps 20 ms for tidy logs. Await the pause: otherwise a step in flight
+        # Not llm.pause_generation: it sleeps 20 ms for tidy logs. Await the pause: else a step in flight
         # would be labelled with the new version.
         mode = InFlight.ABORT if args.in_flight is InFlight.ABORT else InFlight.KEEP
         await core.pause_scheduler_async(mode=mode.value, clear_cache=False)
@@ -368,7 +369,7 @@ class ReplicaEngine:
             await self._ask_cores(END_DRAIN, is_paused(self.condition))
 
     async def pause(self, operation: Pause) -> None:
-        """For mode `wait` the engine was drained before."""
+        """Mode `wait` drained the engine before."""
         await self.llm.pause_generation(mode=operation.mode.value, clear_cache=operation.clear_cache)
         self.condition = apply(self.condition, operation)
         await self._resume_drained()
@@ -386,7 +387,7 @@ class ReplicaEngine:
         sleeping = self.asleep & MEMORY_TAGS
         tags = operation.tags
         if tags is not None and sleeping:
-            # vLLM does nothing if one of the named parts is already awake.
+            # vLLM does nothing if one of the named parts is awake.
             tags = tuple(tag for tag in tags if tag in sleeping or tag not in MEMORY_TAGS)
             if not tags:
                 return
@@ -409,19 +410,19 @@ class ReplicaEngine:
             await self.llm.engine_core.resume_scheduler_async()
 
     async def _resume_drained(self) -> None:
-        """Let running requests of a drain continue after something else paused the scheduler."""
+        """Running requests of a drain continue after something else paused the scheduler."""
         if self.drains.ids and not (self.held or self.asleep):
             await self._ask_cores(DRAIN)
 
     async def _ask_cores(self, utility: str, *arguments: Any) -> list[Any]:
         core: Any = self.llm.engine_core
         if self.llm.vllm_config.parallel_config.data_parallel_size == 1:
-            # call_utility_all_async is sent later than other calls, which would change the order.
+            # call_utility_all_async is sent later than other calls: that would change the order.
             return [await core.call_utility_async(utility, *arguments)]
         return list(await core.call_utility_all_async(utility, *arguments))
 
     async def stop(self, limit_s: float = STOP_S) -> None:
-        """Idempotent. Processes are killed after `limit_s`."""
+        """Idempotent. Kills processes after `limit_s`."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop(limit_s))
         await asyncio.shield(self._stopping)

@@ -1,5 +1,3 @@
-"""Whether a replica may answer a request: admitted, alive, in contact with the controller, new enough."""
-
 import asyncio
 import time
 from collections.abc import Callable
@@ -13,14 +11,14 @@ from deployments.replica.follower import Follower
 if TYPE_CHECKING:  # it loads vLLM
     from deployments.replica.member import EngineMember
 
-RECHECK_S = 0.5  # nothing notifies waiters of lost contact or a dead engine
+RECHECK_S = 0.5  # lost contact and dead engines notify no waiter
 
 
 class RequestAdmission:
-    """Checks every request on the replica, which is the authority; a router's view may be stale.
+    """Checks every request on the replica, the authority; a router's view may be stale.
 
-    `self_fence_s`: refuse requests after this long without contact to the controller; shorter than its
-    heartbeat timeout, after which the fleet moves on.
+    `self_fence_s`: refuse after this long without contact to the controller; below its heartbeat timeout,
+    after which the fleet moves on.
     """
 
     def __init__(
@@ -59,8 +57,7 @@ class RequestAdmission:
         return None
 
     async def wait(self, demand: Demand) -> None:
-        """Raises ReplicaUnavailable (this replica must not answer) or Conflict (the demanded version was
-        not reached in time)."""
+        """Raises ReplicaUnavailable, or Conflict if the demanded version was not reached in time."""
         self._check()
         if self._member.version >= demand.min_version:
             return

@@ -1,10 +1,10 @@
-"""The replica's half of the proof of policy: it scores the fixed sequences once with each version, and some
-once with each live adapter.
+"""The replica's half of the proof of policy: scores the fixed sequences once per version, and some once per
+live adapter.
 
 A score is the log-probability of one token after a prompt, which vLLM's sampler gathers
-(`logprob_token_ids`). Unlike `prompt_logprobs` it costs one row of logits, and the prompt may be found in the
-prefix cache, as a user's may: a cache of the version before shows in the score. The sequences run one after
-the other, beside requests: a short prompt more in a step of many requests costs little.
+(`logprob_token_ids`). Unlike `prompt_logprobs` it costs one row of logits, and may find the prompt in the
+prefix cache, as a user's request may: a stale cache shows in the score. Sequences run one at a time beside
+requests: one more short prompt in a step costs little.
 
     version or adapters changed, scheduler runs ──► scores ──► the next report
     COMMIT, CATCH_UP, pause or sleep ──► cancelled; begins again once the scheduler runs
@@ -27,8 +27,8 @@ from deployments.replica.engine_core import PROOF
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.wire.proof_sequences import ProofSequence, proof_sequences
 
-LIMIT_S = 60.0  # all sequences
-OF_ADAPTER = 4  # sequences that are scored with each live adapter
+LIMIT_S = 60.0  # for all sequences
+OF_ADAPTER = 4  # sequences per live adapter
 
 logger = serve_logger()
 
@@ -43,9 +43,9 @@ class Proof:
     def __init__(self, engine: ReplicaEngine, count: int) -> None:
         self._engine = engine
         self._sequences: Sequence[ProofSequence] = ()
-        # Version and adapters that are scored, being scored, or given up
+        # being scored, scored or given up
         self._begun: tuple[int, Sequence[int]] | None = None
-        self._known = Scores(version=-1, values=())  # the newest ones: neither version nor adapter changes
+        self._known = Scores(version=-1, values=())
         self._running: asyncio.Task[None] | None = None
         self._reported: Scores | None = None
         self.scores: Scores | None = None
@@ -64,7 +64,7 @@ class Proof:
             self._running = asyncio.create_task(self._run(engine.version))
 
     def cancel(self) -> None:
-        """Does not wait: vLLM aborts the request in its turn."""
+        """Does not wait: vLLM aborts the request in turn."""
         if self._running is not None and not self._running.done():
             self._running.cancel()
             self._begun = None
@@ -87,7 +87,7 @@ class Proof:
                     or await self._scores(version, OF_ADAPTER, each)
                     for each in self._engine.adapters.live
                 }
-        except Exception as error:  # a busy or dead engine, or one that cannot score: the fleet does not wait
+        except Exception as error:  # busy, dead or unable to score: the fleet does not wait
             logger.warning("no proof of version %d: %s: %s", version, type(error).__name__, error)
             return
         self.scores = self._known = Scores(version=version, values=values, adapters=adapters)
@@ -99,7 +99,7 @@ class Proof:
             return tuple([await self._score(number, version, adapter) for number in numbers])
 
     async def _score(self, number: int, version: int, adapter: LoRARequest | None) -> float:
-        """Raises RuntimeError if another version answered, or the engine returned no score."""
+        """Raises RuntimeError for another version's answer or no score."""
         sequence, llm = self._sequences[number], self._engine.llm
         ranks = llm.vllm_config.parallel_config.data_parallel_size
         params = SamplingParams(
@@ -121,7 +121,7 @@ class Proof:
 
 
 def _leave_out(processor: Any) -> None:
-    """Leave proofs out of vLLM's metrics of requests. Its scheduler's gauges have them while they run."""
+    """vLLM's request metrics exclude proofs; its scheduler's gauges include running ones."""
 
     def unless_proof(update: Any, state: Any, *rest: Any) -> None:
         if not state.external_req_id.startswith(PROOF):

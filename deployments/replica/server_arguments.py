@@ -1,5 +1,3 @@
-"""Arguments of a replica's vLLM server."""
-
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -45,7 +43,7 @@ class EngineSpec:
         return bool(self.arguments.get("load_format") == "dummy")
 
     def at_commit(self, initial: InitialWeights | None) -> "EngineSpec":
-        """The same with this commit of the hub id, whatever its branch has become."""
+        """This commit of the hub id, even if its branch moved."""
         if initial is None or initial.commit is None:
             return self
         arguments = {**self.arguments, "revision": initial.commit}
@@ -54,7 +52,7 @@ class EngineSpec:
         return replace(self, arguments=arguments)
 
     def at(self, checkpoint: str) -> "EngineSpec":
-        # `load_format: dummy` applies to the initial checkpoint; here it would serve noise.
+        # `load_format: dummy` is for the initial checkpoint; here it would serve noise.
         arguments = {**self.arguments, "load_format": "auto"}
         return replace(self, model=checkpoint, checkpoint=self.checkpoint or self.model, arguments=arguments)
 
@@ -79,8 +77,8 @@ def server_arguments(spec: EngineSpec) -> Namespace:
     return cast(Namespace, args)
 
 
-# Tokens in one step of a CPU engine. vLLM's default, 2048, takes 2.3 s on two cores for a 135M model, and
-# every request waits for each step. 256 rows use the cores just as well (benchmarks/RESULTS.md).
+# Per step of a CPU engine. vLLM's default, 2048, takes 2.3 s on two cores for a 135M model, and every request
+# waits for each step. 256 rows use the cores as well (benchmarks/RESULTS.md).
 LEAST_TOKENS = 256
 TOKENS_PER_THREAD = 128
 

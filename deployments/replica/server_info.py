@@ -1,8 +1,8 @@
-"""`/server_info` as vLLM prints it, for the fleet as if it were one server; and the engine's load.
+"""`/server_info` as vLLM prints it, as if the fleet were one server; and the engine's load.
 
-`data_parallel_size` is 1, and the model is the fleet's initial checkpoint, even for a late joiner, so every
-replica has the same `system_fingerprint`. The environment and secrets are withheld: values under names that
-look secret, free-form settings of connectors and loaders, passwords in URLs.
+`data_parallel_size` is 1, and the model is the initial checkpoint, even for late joiners, so all replicas
+have the same `system_fingerprint`. Withheld: the environment, values under names that look secret, free-form
+settings of connectors and loaders, passwords in URLs.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 WITHHELD = "***"
-STAGED = "staged_"  # prefix of the backend that stages vLLM's own wire; trainers look for vLLM's name
-MIN_SECRET = 8  # characters; shorter texts and plain words occur in too many other places
+STAGED = "staged_"  # prefix of backends that stage vLLM's own wire; trainers look for vLLM's name
+MIN_SECRET = 8  # characters; shorter texts and plain words occur elsewhere
 _SECRET = re.compile(
     r"(^|_)(token|keys?|secrets?|passw(or)?d|credentials?|auth|authorization|bearer|env_vars)($|_)", re.I
 )

@@ -1,7 +1,7 @@
-"""Which version generated which token: read from the engine, written into OpenAI responses, which lack it.
+"""Which version generated which token: read from the engine, added to OpenAI responses.
 
-A `SpanRecorder` follows the engine calls of one HTTP request (through a context variable); the annotators add
-`weight_versions` per choice and `weight_version` to the response.
+A `SpanRecorder` follows one HTTP request's engine calls (a context variable); annotators add
+`weight_versions` per choice and `weight_version` per response.
 """
 
 import json
@@ -106,7 +106,7 @@ class StreamAnnotator:
         self._recorder = recorder
 
     def __call__(self, chunk: bytes) -> bytes:
-        # Spans are known when a choice has finished, before vLLM's event for it: skip parsing earlier events.
+        # Spans are known when a choice finishes, before vLLM's event for it: do not parse earlier events.
         if not self._recorder.spans:
             return chunk
         return b"\n\n".join(self._event(event) for event in chunk.split(b"\n\n"))
@@ -128,14 +128,14 @@ class StreamAnnotator:
 
 
 def _place(answer: dict[str, Any], choices: list[dict[str, Any]], part: Part) -> None:
-    """Renumber choices for the whole response; after `_annotate`, which uses vLLM's numbers."""
+    """Renumber choices for the whole response; call it after `_annotate`, which uses vLLM's numbers."""
     answer["created"] = part.created
     for choice in choices:
         choice["index"] += part.first_choice
 
 
 def _encode(answer: Any) -> bytes:
-    # "replace": a lone surrogate, which JSON allows and UTF-8 does not.
+    # "replace": a lone surrogate, allowed in JSON but not in UTF-8.
     return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 

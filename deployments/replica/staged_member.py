@@ -29,13 +29,13 @@ from deployments.replica.member import EngineMember
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
 
-WAIT_S = 0.1  # a call beside the engine's own waits in the worker for so long
-STAGING_POLL_S = 0.005  # other calls do not: each delays a decoding step
+WAIT_S = 0.1  # limit of a call's wait in the worker, beside the engine's own
+STAGING_POLL_S = 0.005  # polls through vLLM: each delays a decoding step
 STORE_POLL_S = 0.5
 STORE_CALL_S = 30.0
 LOCK_POLL_S = 2.0  # while another replica writes
 STORE_RETRY_S = 30.0
-WRITE_S = 600.0  # then another replica may write beside this one, whose disk may hang
+WRITE_S = 600.0  # then another replica may also write: this disk may hang
 
 logger = serve_logger()
 
@@ -46,11 +46,11 @@ class StagedMember(EngineMember):
         self._receiving: int | None = None
         self._payloads = 0
         self._leftover = False
-        self._retaining: int | None = None  # the version that this update is retained as
+        self._retaining: int | None = None  # as which this update is retained
         self._states: list[StagingState] = []
         self._unstored: WriteVersion | None = None
         self._committed = asyncio.Event()  # since the last attempt to store
-        self._keeping: asyncio.Task[None] | None = None  # the loop keeps no reference
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -62,7 +62,7 @@ class StagedMember(EngineMember):
 
     async def connect(self, body: Connect) -> None:
         """Raises TransferFailed if another member does not join."""
-        await self._discard_leftover()  # a later drop would end the new group's waits, too
+        await self._discard_leftover()  # a later drop would end the new group's waits too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._until_received(1)
 
@@ -84,7 +84,6 @@ class StagedMember(EngineMember):
         await self._until_received(self._payloads)
 
     async def _until_received(self, payloads: int) -> None:
-        """Raises what went wrong at a worker."""
         calls, received = self._engine.calls, False
         while not received:
             wait_s = WAIT_S if calls.direct else 0.0
@@ -134,7 +133,7 @@ class StagedMember(EngineMember):
         return swapped
 
     async def _keep(self, store: HostStore) -> None:
-        """Until what is retained is in the store; takes over if another writer exits or fails."""
+        """Until the retained version is in the store; takes over from a writer that exits or fails."""
         while (body := self._unstored) is not None and not self._engine.dead:
             self._committed.clear()
             try:
@@ -186,7 +185,7 @@ class StagedMember(EngineMember):
                             return result
 
     async def drop(self, body: Drop) -> None:
-        """If the workers cannot, the next update tries it again before it begins."""
+        """If the workers cannot, the next update retries before it begins."""
         self._leftover = True
         try:
             await self._discard_leftover()

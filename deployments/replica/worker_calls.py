@@ -1,9 +1,8 @@
-"""Calls to a thread of each worker, which do not wait for a decoding step.
+"""Calls to a thread of each worker, not delayed until a decoding step ends.
 
-vLLM runs calls to its workers between two steps, which can take a second on a CPU, and each delays a step:
-without this a load of an adapter took twice as long, and the gap of an update was a third longer. Each worker
-has a Unix socket to its replica: a line of JSON per call and answer. If a worker is on another host, or a
-connection is lost, calls go through vLLM.
+vLLM runs calls between two steps, which can take a second on a CPU, and each delays a step: an adapter's load
+took twice as long, and an update's gap was a third longer. Each worker has a Unix socket to its replica: one
+line of JSON per call and answer. For a worker on another host, or a lost connection, calls go through vLLM.
 """
 
 import asyncio
@@ -61,7 +60,7 @@ class WorkerCalls:
 
     @property
     def direct(self) -> bool:
-        """Whether calls may wait in the worker, since they do not go through vLLM."""
+        """Calls that bypass vLLM may wait in the worker."""
         return bool(self._connections)
 
     async def __call__(self, method: str, **arguments: Any) -> list[Any]:
@@ -104,7 +103,7 @@ class _Connection:
 
 
 def _listen(path: Path) -> socket.socket:
-    """Not asyncio's server, which leaks a connection if it is closed while accepting it."""
+    """asyncio's server leaks a connection if it is closed while accepting it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(str(path))

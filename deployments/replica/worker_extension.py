@@ -1,6 +1,6 @@
-"""What is added to vLLM's worker: staging, calls beside the engine's own (`worker_calls`), and adapters. A
-thread reads an adapter's files while the engine decodes, and `add_lora`, which runs between two steps, takes
-the result."""
+"""Added to vLLM's worker: staging, calls beside the engine's own (`worker_calls`), and adapters. A thread
+reads an adapter's files during decoding; `add_lora`, between two steps, takes the result.
+"""
 
 from concurrent.futures import Future
 from functools import partial
@@ -17,7 +17,7 @@ _READ = "_slipstream_reads"
 
 
 class WorkerExtension(StagingWorkerExtension):
-    """They run between two steps, or on a thread of their own (`worker_calls`)."""
+    """Run between two steps, or on their own thread (`worker_calls`)."""
 
     def answer_calls_at(self, path: str) -> bool:
         try:

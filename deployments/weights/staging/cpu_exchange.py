@@ -51,8 +51,6 @@ class _Module:
 
 
 class Exchange:
-    """Raises ValueError, naming the differences that a swap could not exchange."""
-
     def __init__(self, live: torch.nn.Module, shadow: torch.nn.Module) -> None:
         twins = dict(shadow.named_modules())
         self._modules: list[_Module] = []
@@ -71,8 +69,7 @@ class Exchange:
         self._attributes: list[_Attribute] = []
 
     def collect(self, untouched: Collection[str]) -> None:
-        """The second instance is loaded: find what to exchange, except at `untouched` paths. Raises
-        ValueError."""
+        """The second instance is loaded: find what to exchange, except at `untouched` paths."""
         tensors: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
         attributes: list[_Attribute] = []
         problems: list[str] = []
@@ -148,11 +145,11 @@ def _differing(live: Any, twin: Any) -> Iterator[tuple[str, Any]]:
     for name in (ours.keys() | theirs.keys()) - set(ignored):
         one, other = ours.get(name), theirs.get(name)
         if other is None and isinstance(one, dict | list | set) and not one:
-            continue  # a loader's, emptied when it was done
+            continue  # the loader empties it
         if (one is None) != (other is None):
             yield name, one
         elif isinstance(one, torch.nn.Parameter) and isinstance(other, torch.nn.Parameter):
-            continue  # a reference to one that is registered, and exchanged there
+            continue  # exchanged where it is registered
         elif isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             if layout_of(one) != layout_of(other) or not torch.equal(one, other):
                 yield name, one

@@ -1,5 +1,6 @@
 """Staging on a CPU: vLLM loads and packs a second instance of the model while the engine decodes, and a swap
-exchanges the two. It has memory only during a round."""
+exchanges the two. The second has memory only during a round.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,7 +67,6 @@ class BlankParameter:
 
 
 def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
-    """Frees their memory."""
     blanks: dict[int, BlankParameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -83,7 +83,7 @@ def blank_parameters(model: torch.nn.Module) -> list[BlankParameter]:
 
 
 class CpuShadowStaging(Staging):
-    """Raises ValueError if a swap could not exchange the instances, or memory does not suffice."""
+    """Raises ValueError if a swap could not exchange the instances, or memory is short."""
 
     def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, shadow: torch.nn.Module) -> None:
         self._vllm_config = vllm_config
@@ -139,10 +139,9 @@ class CpuShadowStaging(Staging):
         self.retire()
 
     def _untouched(self, complete: bool, keep_drafter: bool) -> tuple[set[str], list[str]]:
-        """Paths of modules that keep their tensors, and names of unfilled parameters."""
         states: dict[str, set[bool]] = {}
         unfilled: list[str] = []
-        alone = []  # parameters of which nothing was loaded
+        alone = []
         for blank in self._blanks:
             kept = keep_drafter and blank.names[0].startswith(DRAFTER)
             some, everything = (True, True) if kept else blank.lacks()
@@ -185,7 +184,7 @@ def cpu_shadow_staging(vllm_config: VllmConfig, model: torch.nn.Module) -> CpuSh
         with set_default_torch_dtype(dtype), torch.device("cpu"):
             shadow = second_instance(second_instance_config(vllm_config), model)
         return CpuShadowStaging(vllm_config, model, shadow)
-    except Exception as error:  # also what a model's own constructor raises the second time
+    except Exception as error:  # includes what the model's constructor raises the second time
         raise ValueError(f"staging 'device' is not possible on this CPU: {error}; 'host' is") from error
 
 

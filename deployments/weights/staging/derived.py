@@ -1,6 +1,6 @@
-"""What a model derives from its weights and keeps beside its parameters, brought along by a swap. What is
-equal in the live instance, its shadow and the shadow loaded again is constant; the rest must be renewed by a
-load."""
+"""What a model derives from its weights and keeps beside its parameters. A value equal in the live instance,
+its shadow and the shadow loaded again is constant; the rest must be renewed by a load.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Moving:
 
 
 def classify(live: Observation, first: Observation, second: Observation, *, layerwise: bool = True) -> Moving:
-    """Find what must follow the weights. Raises ValueError, naming what cannot, and why."""
+    """Raises ValueError, naming what cannot follow the weights, and why."""
     before, after = first.derivable, second.derivable
     found = [*differing(live, first), *differing(live, second), *differing(first, second)]
     if layerwise:  # renewed objects may be equal by chance
@@ -103,7 +103,6 @@ class Derived:
         self._changes: list[tuple[AccessPath, Number]] = []
 
     def collect(self) -> None:
-        """Raises ValueError, naming what cannot follow the weights."""
         problems: list[str] = []
         self._copies, self._changes = [], []
         for path, live in self._live.items():

@@ -33,7 +33,7 @@ from deployments.weights.wire.digest_definition import Findings
 
 
 class DeviceStaging(Staging):
-    """Build it after the weights are loaded, before the KV cache is sized. Raises ValueError."""
+    """Build it after loading, before the KV cache is sized. Raises ValueError."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> None:
         check_support(vllm_config, device, model)
@@ -100,7 +100,7 @@ class DeviceStaging(Staging):
 
     def load(self, path: str) -> bool:
         # Not vLLM's reload of the live model: kernels that keep a parameter elsewhere (scales of fp8 experts)
-        # would refer to a copy, which no swap reaches.
+        # would refer to a copy that no swap reaches.
         torch.cuda.synchronize()  # a dropped round may still be copying
         self.begin()
         with torch.no_grad():
@@ -130,7 +130,7 @@ class DeviceStaging(Staging):
             with self._config():
                 initialize_layerwise_reload(self._shadow)
             return
-        # Else a layer that receives nothing would keep its old weights unnoticed.
+        # Else a layer that receives nothing would silently keep its old weights.
         self._poison.apply()
 
     def _complete(self, complete: bool) -> list[str]:
@@ -176,7 +176,7 @@ class DeviceStaging(Staging):
         shadow.copy_drafter(self._live)
         if self._layerwise:
             with self._config():
-                for layer in filter(is_deferred_attention_layer, layers):  # from what was copied
+                for layer in filter(is_deferred_attention_layer, layers):
                     layer.process_weights_after_loading(self._vllm_config.model_config.dtype)
 
     def _abandon_layers(self, layers: Iterable[torch.nn.Module]) -> None:
@@ -192,5 +192,5 @@ class DeviceStaging(Staging):
 
 
 def _is_optional(name: str) -> bool:
-    """Scales of attention: most checkpoints have none, and vLLM fills them after loading."""
+    """Scales of attention: most checkpoints lack them; vLLM fills them after loading."""
     return name.endswith(("k_scale", "v_scale", "q_scale", "prob_scale"))

@@ -1,7 +1,7 @@
-"""A policy and its drafter as one module: what stages a model stages both, and swaps them in one pause.
+"""A policy and its drafter as one module, staged and swapped together.
 
 A drafter with a checkpoint of its own (EAGLE, EAGLE-3, a draft model) is published as `drafter.<name in its
-checkpoint>`. One in the served checkpoint (MTP) is offered every tensor, as the policy is, and takes its own.
+checkpoint>`. One in the served checkpoint (MTP) is offered every tensor and takes its own.
 """
 
 import copy
@@ -31,7 +31,7 @@ _made: "WeakKeyDictionary[torch.nn.Module, _Made]" = WeakKeyDictionary()
 
 
 def install() -> None:
-    """Note how vLLM's loader makes models: it tells a transfer engine of the policy alone."""
+    """vLLM's loader tells a transfer engine of the policy alone; note how it makes models."""
     if "vllm.v1.worker.worker_base" not in sys.modules:
         return
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -43,9 +43,9 @@ def install() -> None:
     def load_model(loader: Any, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
         config, speculative = model_config, vllm_config.speculative_config
         if speculative is not None and model_config is speculative.draft_model_config:
-            # A draft model's `vllm_config` has its own config in the place of the policy's.
+            # A draft model's `vllm_config` has its own config in place of the policy's.
             stored = Path(speculative.target_model_config.model) / DRAFTER_DIRECTORY
-            if stored.is_dir():  # the drafter of a stored version; its config is that of the fleet
+            if stored.is_dir():  # a stored version's drafter; its config is the fleet's
                 config = _at(model_config, str(stored))
         model: torch.nn.Module = load(loader, vllm_config, config, prefix)
         _made[model] = _Made(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
@@ -85,20 +85,19 @@ class PolicyAndDrafter(torch.nn.Module):
             self.drafter.load_weights(drafter)
 
     def shares(self, name: str) -> bool:
-        """Whether the drafter takes a tensor of its checkpoint from the policy."""
         module = name.rpartition(".")[0].rpartition(".")[2]
         return any(path.rpartition(".")[2] == module for path in self.shared)
 
     @torch.no_grad()
     def copy_drafter(self, live: torch.nn.Module) -> None:
         sources = dict(live.named_parameters())
-        for name, parameter in self.named_parameters():  # what is shared is named as the policy's
+        for name, parameter in self.named_parameters():
             if name.startswith(DRAFTER):
                 parameter.copy_(sources[name])
 
 
 def with_drafter(vllm_config: Any, model: torch.nn.Module) -> torch.nn.Module:
-    """The model that an update replaces: the policy, or with its drafter. Raises ValueError."""
+    """Raises ValueError."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in METHODS_WITHOUT_WEIGHTS:
         return model
@@ -133,7 +132,7 @@ def second_instance(vllm_config: Any, live: torch.nn.Module) -> torch.nn.Module:
 
     from deployments.weights.staging.base import second_instance_config
 
-    policy = initialize_model(vllm_config).eval()  # as the live one is
+    policy = initialize_model(vllm_config).eval()
     if not isinstance(live, PolicyAndDrafter):
         return policy
     made = _made[live.drafter]
@@ -153,8 +152,9 @@ def second_instance(vllm_config: Any, live: torch.nn.Module) -> torch.nn.Module:
 def checkpoint_tensors(
     vllm_config: Any, model: torch.nn.Module, path: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a directory, which the model's configuration names from then on. Of a version without a
-    drafter: those of the drafter that the fleet is configured with."""
+    """Tensors of a directory, which becomes the model's configured one. A version without a drafter gets the
+    tensors of the configured drafter.
+    """
     if not isinstance(model, PolicyAndDrafter):
         config = vllm_config.model_config
         config.model, config.model_weights, config.revision = path, "", None

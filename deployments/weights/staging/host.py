@@ -59,7 +59,7 @@ class HostStaging(Staging):
         return []
 
     def _check_tied(self) -> None:
-        """vLLM ties embeddings that are equal. Raises ValueError."""
+        """vLLM ties embeddings that are equal."""
         if not (_tied_heads(self._model) and self._model_config.word_embeddings_untied_by_checkpoint):
             return
         for name, head in self._tensors.items():
@@ -95,7 +95,7 @@ def load_with_drafter(vllm_config: VllmConfig, model: PolicyAndDrafter, path: st
 
 
 def reload_refusal(model: torch.nn.Module, *, with_lora: bool = True) -> str | None:
-    """Why vLLM's reload would not replace all weights; None: it would. `with_lora`: also because of LoRA."""
+    """Why vLLM's reload would leave weights out; None: it would not. `with_lora`: also because of LoRA."""
     for module in model.modules():
         if with_lora and isinstance(module, FusedMoEWithLoRA):
             return (
@@ -117,8 +117,9 @@ def reload_refusal(model: torch.nn.Module, *, with_lora: bool = True) -> str | N
 
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
-    """Around vLLM's reload: packs again what it leaves packed, experts and tied heads, and copies what it
-    leaves unpacked, Mamba 2's convolution on a CPU that multiplies bfloat16."""
+    """vLLM's reload leaves some weights packed (experts, tied heads) or unpacked (Mamba 2's convolution on a
+    CPU that multiplies bfloat16): pack or copy them.
+    """
     kernels = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -131,7 +132,7 @@ def replacing_all(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for method, kernel in kernels:
-            if method.moe_kernel is None:  # nothing was loaded into this layer: its weights are still packed
+            if method.moe_kernel is None:  # received nothing: its weights are still packed
                 method.moe_kernel = kernel
     for head in _tied_heads(model):
         head.quant_method.process_weights_after_loading(head)

@@ -1,8 +1,8 @@
-"""The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders, which
-are Python beside the thread that decodes.
+"""The copies that vLLM's loaders make for a chunk: recorded once, then repeated without the loaders, whose
+Python slows the decoding thread.
 
-A chunk whose first load only copies views of received tensors to views of parameters has these copies as its
-plan, if at the end of that round each target holds the bytes of its source. Other chunks have none.
+A chunk has a plan if its first load only copied views of received tensors to views of parameters, and each
+target held its source's bytes at the end of the round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -83,7 +83,6 @@ class LoadPlans:
         self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
 
     def confirm(self, chunks: set[Chunk]) -> None:
-        """Keep the plans whose targets equal their sources."""
         for chunk, plan in self._unconfirmed.items():
             found = [_digest(copy.target) for copy in plan.copies]
             if found and not torch.equal(torch.cat(found), torch.cat(plan.digests)):

@@ -70,7 +70,7 @@ def resolve(root: Any, path: AccessPath) -> Any:
 
 
 def tensor_at(root: Any, path: AccessPath) -> torch.Tensor:
-    """A detached tensor. Raises LookupError."""
+    """Raises LookupError."""
     found = resolve(root, path)
     if isinstance(found, np.ndarray):
         return torch.from_numpy(found)
@@ -114,10 +114,10 @@ _LEAVES = (
     logging.Logger,
     threading.Thread,
 )
-# No forward pass reads these: torch.compile's own numbering, what fills a parameter, and the mark that vLLM's
-# GPU runner sets on a drafter's attention after it was loaded, which a second instance lacks.
+# Not read by a forward pass: torch.compile's numbering, parameter loaders, and the mark that vLLM's GPU
+# runner sets on a loaded drafter's attention, which a second instance lacks.
 _NOT_COMPUTED_WITH = ("_torchdynamo", "weight_loader", "is_draft_layer")
-# Objects that hold nothing from a checkpoint; vLLM's configurations refer to the layers of every model.
+# Nothing from a checkpoint; vLLM's configurations refer to the layers of every model.
 _OTHER = (
     "vllm.config",
     "vllm.distributed",
@@ -137,7 +137,7 @@ _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
 
 def reachable(model: torch.nn.Module) -> Reachable:
     found = Reachable()
-    # Modules first, by their path: everything else refers to them.
+    # Modules first: everything else refers to them.
     modules = dict(model.named_modules())
     seen: dict[int, Any] = {id(module): module for module in modules.values()}  # held: ids stay unique
     for name, module in modules.items():

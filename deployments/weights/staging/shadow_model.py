@@ -1,4 +1,4 @@
-"""The shadow model of `device`: a second instance of vLLM's own model, in the format of its kernels."""
+"""A second instance of vLLM's own model, in the format of its kernels."""
 
 import copy
 import inspect
@@ -73,7 +73,7 @@ def fill(param: torch.Tensor) -> None:
     """A weight loader: numbers eight times vLLM's dummy weights, so that derived scales differ."""
     value = getattr(param, "dummy_weight_value", None)
     generator = torch.Generator(param.device).manual_seed(_SEED)
-    if value is not None:  # vLLM may refuse what is far from the dummy value of norms (since 0.33) and scales
+    if value is not None:  # vLLM may refuse values far from its dummy value (norms since 0.33, scales)
         param.fill_(value + (0.25 if param.is_floating_point() else 1))
     elif param.is_floating_point():
         values = torch.empty(param.shape, dtype=torch.float16, device=param.device)
@@ -127,13 +127,13 @@ class Shadow:
 
 
 def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.Module) -> Shadow:
-    """Raises ValueError, naming what the live model keeps of its weights and a round could not replace."""
+    """Raises ValueError, naming live state derived from weights that a round could not replace."""
     config = second_instance_config(vllm_config)
     config.model_config = model_config = copy.copy(vllm_config.model_config)
     # vLLM ties embeddings that are equal in the checkpoint; a later version's may differ.
     model_config.word_embeddings_untied_by_checkpoint = False
     before = observe(live)
-    # The first digest builds tables for all later ones: not in memory that sleeps.
+    # The first digest builds tables that all later ones use: keep them out of memory that sleeps.
     digest_tensor([torch.zeros(1, device=device)])
     with (
         _memory_pool(model_config.enable_sleep_mode),
@@ -173,7 +173,7 @@ def build_shadow(vllm_config: VllmConfig, device: torch.device, live: torch.nn.M
 
 @contextmanager
 def _marked_memory() -> Iterator[None]:
-    """New memory is NaN or the largest integer, so that unwritten memory is recognized."""
+    """New memory is NaN or the largest integer, to recognize unwritten parts."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -38,13 +38,13 @@ class StagedUpdate:
 
     names: list[str] = field(default_factory=list)
     compared: list[Digests] = field(default_factory=list)
-    checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}  # passed by all that arrived
+    checks: frozenset[Check] = frozenset(Check) - {Check.REPLICAS}
 
     def note(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
 
     def offer(self, tensors: Offered) -> None:
-        """Raises ValueError if a tensor arrived before: two publishers would be mixed."""
+        """Raises ValueError for a repeated tensor: two publishers would be mixed."""
         if problems := repeated(self.offered, tensors):
             raise ValueError(join_reasons(problems))
         self.offered |= tensors
@@ -66,14 +66,14 @@ class StagedUpdate:
             self._fail(Outcome.TRANSFER_FAILED, str(error), missing_ranks=error.missing_ranks)
         except ValueError as error:  # a transport or the schema rejects the payload
             self._fail(Outcome.REJECTED, str(error))
-        except Exception as error:  # nothing reads a thread's exception: the outcome reports it
+        except Exception as error:  # the outcome reports it
             self._fail(Outcome.REPLICA_FAILED, f"{type(error).__name__}: {error}")
 
     def _fail(self, outcome: Outcome, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
         self.note(outcome=outcome, message=message[:MAX_MESSAGE], missing_ranks=missing_ranks)
 
     def compare_digests(self) -> None:
-        """One read-back for all chunks since the last call, which also waits for the staging."""
+        """One read-back for all chunks since the last call; it also waits for the staging."""
         pending, self.pending = self.pending, []
         if not pending:
             return
@@ -98,7 +98,6 @@ class StagedUpdate:
 
 
 def compare(names: Sequence[str], sent: Digests, found: Digests, nonfinite: Digests) -> None:
-    """Raises ValueError for digests that differ, NaN and infinity."""
     corrupted = [
         f"{names[i]!r} was sent with digest {sent[i]:016x} and arrived with {found[i]:016x}"
         for i in np.flatnonzero(sent != found)

@@ -21,8 +21,7 @@ from deployments.weights.wire.digest_definition import version_digest
 
 
 class StagingWorkerExtension:
-    """Called on the engine's thread, between two steps. `wait_s`: how long a call on another thread waits for
-    its work to be done."""
+    """Called on the engine's thread, between two steps. `wait_s`: limit for work on another thread."""
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -41,7 +40,6 @@ class StagingWorkerExtension:
     def staging_read(
         self, part: dict[str, Any], share: float, begins: bool, retain_version: int | None
     ) -> None:
-        """Every worker reads the file itself."""
         self._prepare(share, begins, retain_version)
         self.weight_transfer_engine.read_part(from_wire(FilePart, part))
 
@@ -68,7 +66,6 @@ class StagingWorkerExtension:
         self._weight_update_active = False  # vLLM cannot end an update without loading it
 
     def staging_store(self, body: dict[str, Any], directory: str) -> None:
-        """Raises ValueError if the version is not retained here."""
         engine = self.weight_transfer_engine
         if engine.worker_index == 0:
             wanted = from_wire(WriteVersion, body)
@@ -97,7 +94,8 @@ class StagingWorkerExtension:
 
     def native_check_connected(self) -> None:
         """Raises RuntimeError if vLLM's reload would leave weights out, or its NCCL communicator is disabled:
-        broadcasts then do nothing and report success."""
+        its broadcasts would do nothing and report success.
+        """
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
         if self.model_runner.get_draft_model() is not None:
@@ -113,7 +111,6 @@ class StagingWorkerExtension:
             )
 
     def native_update(self, payload: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """With CUDA IPC handles in JSON types."""
         if isinstance(payload, list):
             self.update_weights([decode_payload(part) for part in payload])
         else:

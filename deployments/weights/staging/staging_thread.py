@@ -1,5 +1,3 @@
-"""The thread on which a worker receives, beside the engine's own."""
-
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 from torch._C import set_num_threads  # vLLM's CPU worker replaces torch's own name for it
 
-VERIFY_S = 120.0  # loads the last layers, and reads all digests back
+VERIFY_S = 120.0  # loads the last layers, reads all digests back
 DROP_S = 15.0  # the engine does not decode meanwhile
 _POLL_S = 0.0001
 
@@ -43,7 +41,7 @@ class Throttle:
 
 
 class StagingThread:
-    """Runs work in order, without gradients and, on a GPU, on a stream beside the engine's."""
+    """Runs work in order, without gradients; on a GPU, on a stream beside the engine's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,7 +67,7 @@ class StagingThread:
             raise RuntimeError(f"the staging thread did not finish within {limit_s:g} s") from error
 
     def renew(self) -> None:
-        """Start a new thread; the old one exits after its work."""
+        """The old thread exits after its work."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._executor = self._new_executor()
 

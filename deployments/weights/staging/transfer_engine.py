@@ -6,7 +6,7 @@
     finish_weight_update    vLLM's: the swap, inside a pause of the scheduler
     drop                    the replica's: discards the update
 
-All that may wait for a peer runs on the staging thread, while the engine decodes.
+All that may wait for a peer runs on the staging thread.
 """
 
 import time
@@ -54,7 +54,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     supports_draft_weight_update = False
     one_payload = True  # a version is one payload; False: one per chunk
-    share = 1.0  # the part of the device's time that staging may take
+    share = 1.0  # of the device's time
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        # `model_config.model` is a stored version at a replica that caught up.
+        # After a catch-up, `model_config.model` is a stored version.
         started_from = vllm_config.additional_config.get("checkpoint", vllm_config.model_config.model)
         loading = vllm_config.load_config
         loaded, checkpoint = (
@@ -75,7 +75,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.updated = with_drafter(vllm_config, model)
         self.staging = make_staging(vllm_config, self.device, self.updated)
         self.version_writer = VersionWriter(write_files=partial(write_model_files, model_files(loaded)))
-        # A replica that caught up may lack the hub's files; its stored version has the same schema.
+        # After a catch-up the hub's files may be absent; the stored version has the same schema.
         source = checkpoint if checkpoint.is_dir() else Path(vllm_config.model_config.model)
         self.schema = schema_of(source, loading.load_format, of_hub=self.checkpoint != started_from)
         self._drafter: Schema = {}  # schema of a drafter with a checkpoint of its own
@@ -87,9 +87,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self.retained = RetainedVersions(self._mtp, source)
         self._matching: WeakSet[Chunk] = WeakSet()  # chunks whose tensors are the model's
         self._update: StagedUpdate | None = None
-        self._reading: FileRead | None = None  # what the update reads from a file
+        self._reading: FileRead | None = None
         self._reported = StagedUpdate()  # also after it was dropped
-        self._submitted: Future[None] = Future()  # its last payload
+        self._submitted: Future[None] = Future()
         self._thread = StagingThread(self.device)
         self._stream = self._thread.stream
         self._throttle = Throttle()
@@ -116,7 +116,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
         """The chunks of one payload, on the staging thread. Raises TransferFailed (a peer is gone or silent)
-        or ValueError (the payload is wrong)."""
+        or ValueError (wrong payload).
+        """
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self._begin(StagedUpdate())
@@ -180,7 +181,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return update.state
 
     def _finalize_if_due(self, update: StagedUpdate) -> None:
-        # The last payload, which was staged before this runs, may have finalized or failed.
+        # The last payload, already staged, may have finalized or failed.
         if update.state.outcome is Outcome.DONE and not update.state.digest:
             update.run(partial(self._finalize, update))
 
@@ -192,7 +193,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         self._thread.run(self._drop_staging, limit_s=DROP_S)
 
     def _drop_staging(self) -> None:
-        """Also releases the publisher's memory, where a transport has it."""
+        """Also releases the publisher's memory."""
         self.staging.drop()
 
     def abort(self) -> None:
@@ -274,7 +275,6 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         update.complete()
 
     def _has_drafter(self, update: StagedUpdate) -> bool:
-        """Whether the drafter's tensors came."""
         if not isinstance(self.updated, PolicyAndDrafter):
             return False
         if self.updated.own_checkpoint:
@@ -282,7 +282,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return self.schema is None or not self._mtp.isdisjoint(update.offered)
 
     def _expected(self, update: StagedUpdate) -> Schema:
-        """All tensors or all but the drafter's, without those that it takes from the policy."""
+        """All tensors, or all but the drafter's; without those it takes from the policy."""
         assert self.schema is not None
         optional = self._mtp if self._mtp.isdisjoint(update.offered) else frozenset()
         if self._drafter:
@@ -292,7 +292,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         return {name: spec for name, spec in self.schema.items() if name not in optional}
 
     def _check_shared(self, update: StagedUpdate) -> None:
-        """Raises ValueError if tensors that vLLM holds once, for the policy and the drafter, differ."""
+        """vLLM holds some tensors once, for the policy and the drafter: both must be equal."""
         if not isinstance(self.updated, PolicyAndDrafter):
             return
         shared = {name for name in update.offered if name.startswith(DRAFTER) and self.updated.shares(name)}
@@ -306,7 +306,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
 
 def make_staging(vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module) -> Staging:
-    """The configured staging. Raises ValueError if it is not possible for this model."""
+    """Raises ValueError if the configured staging cannot serve this model."""
     # Trainers import this module too, and vLLM's layers take five seconds.
     from deployments.weights.staging.cpu_shadow import cpu_shadow_staging
     from deployments.weights.staging.host import HostStaging

@@ -1,4 +1,4 @@
-"""What a worker reports to its replica, and dataclasses in the JSON types of their calls."""
+"""A worker's reports, and dataclasses in the JSON types of their calls."""
 
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ MAX_MESSAGE = 2000  # characters: names are the publisher's, and a line to the r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingState:
-    """What a worker has of an update, or of a connection, which counts as one payload."""
+    """State of an update, or of a connection, which counts as one payload."""
 
     payloads_done: int
     size_bytes: int
@@ -21,8 +21,8 @@ class StagingState:
     verify_s: float  # GPU: the time to launch the digests
     outcome: Outcome
     message: str = ""  # when not DONE
-    digest: str = ""  # the whole version's, once it is complete
-    checks: tuple[Check, ...] = ()  # passed, once it is complete
+    digest: str = ""
+    checks: tuple[Check, ...] = ()
     drafter: bool | None = None  # whether a drafter's tensors came; None: there is no drafter
     missing_ranks: tuple[int, ...] = ()
 

@@ -1,13 +1,12 @@
-"""The fleet's own copies of adapters, so that later changes of a user's directory change nothing.
+"""The fleet's own copies of adapters: later changes of a user's directory change nothing.
 
     adapters/a00000041/   adapter_config.json, adapter_model.safetensors
 
-An engine that has too little memory for an adapter drops it, and reads the files again with the next request
-that names it; a replica that starts later reads them as well. So the files must stay as they were loaded. The
-controller copies and removes; replicas read, and compare the digest.
+Engines read the files again: after an eviction, or when a replica starts later. The controller copies and
+removes; replicas read, and compare the digest.
 
-The digest is the SHA-256 of each file's size and of the SHA-256 of each of its parts, which several threads
-compute: on one thread it took longer than everything else that a load does with the bytes.
+The digest is the SHA-256 of each file's size and each part's SHA-256, computed by several threads: one thread
+took longer than the rest of a load.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ PART_BYTES = 1 << 20  # malloc would keep larger ones for each of the controller
 COPY_BYTES = 1 << 30  # bytes of one call
 THREADS = 4
 MAX_CONFIG_BYTES = 1 << 20
-LAG_S = 10.0  # a shared file system may show files this much later than their writer
+LAG_S = 10.0  # a shared file system may show files this late
 _RETRY_S = 0.1
 _NAME = re.compile(r"a(\d{8,})|\.a(\d{8,})\.partial")
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
@@ -42,7 +41,7 @@ T = TypeVar("T")
 
 
 class Incomplete(ValueError):
-    """The files are not complete, perhaps because they are being written or a file system lags."""
+    """The files are incomplete: being written, or a file system lags."""
 
 
 async def until_complete(
@@ -115,7 +114,7 @@ class AdapterStore:
         return AdapterFiles(path=str(final), digest=digest, size_bytes=before[1][1])
 
     def complete(self, adapter_id: int) -> None:
-        """Raises CannotWrite; the copy stays, because replicas may be reading it."""
+        """Raises CannotWrite; the copy stays: replicas may be reading it."""
         final = self.directory / f"a{adapter_id:08d}"
         with _writing():
             for path in (final / CONFIG, final / TENSORS, final, self.directory):
@@ -189,7 +188,6 @@ def _check_config(file: Path) -> None:
 
 
 def _check_length(file: Path) -> None:
-    """Raises Incomplete if it is shorter than its header says or has none, ValueError if longer or empty."""
     try:
         header = read_header(file)
     except ValueError as error:
@@ -209,7 +207,6 @@ def digest_of(files: Mapping[str, bytes | memoryview]) -> str:
 
 
 def adapter_digest(directory: Path) -> str:
-    """Raises OSError."""
     return _files_digest([directory / CONFIG, directory / TENSORS])
 
 
@@ -224,7 +221,7 @@ def _slice(content: memoryview, length: int, begin: int) -> memoryview:
 
 
 def _digest(contents: Iterable[tuple[int, Callable[[int, int], bytes | memoryview]]]) -> str:
-    """Each content is its size in bytes, and what returns so many bytes from a position on."""
+    """Each content is its size in bytes and a reader of (position, size)."""
     digest = hashlib.sha256()
     with ThreadPoolExecutor(THREADS) as threads:
         for size, read in contents:

@@ -1,11 +1,11 @@
-"""Hugging Face checkpoint directories, read without torch: a router reads them beside requests.
+"""Hugging Face checkpoint directories, read without torch in a router.
 
     files_of, parts_of   the files of a checkpoint, and whether each is complete, by the headers alone
     stated               the digests of a part's tensors; each replica must read the same
     Checkpoint           a user's directory below a configured root, as the parts of a round
     check_files          a stored version against its manifest
 
-Blocks as long as the disk does. Format: https://github.com/huggingface/safetensors#format.
+Blocks on the disk. Format: https://github.com/huggingface/safetensors#format.
 """
 
 import json
@@ -48,8 +48,7 @@ Identity = tuple[int, int, int, int]  # device, inode, size, time of the last ch
 
 
 def open_file(path: Path) -> FileIO:
-    """For reading. Raises ValueError unless it is a regular file: a FIFO would block until it has a
-    writer."""
+    """For reading. Raises ValueError unless it is a regular file: opening a FIFO would block."""
     file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -59,7 +58,8 @@ def open_file(path: Path) -> FileIO:
 
 def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], None] = lambda: None) -> None:
     """Fill the target (bytes) from byte `begin` on. `check`, called between reads, may raise. Raises
-    ValueError if the file ends before."""
+    ValueError if the file is shorter.
+    """
     done = 0
     while done < len(target):
         check()
@@ -110,7 +110,7 @@ def read_header(file: Path) -> FileHeader:
 
 
 def indexed_files(directory: Path) -> set[str] | None:
-    """The file names in the checkpoint's index; None without an index."""
+    """None without an index."""
     try:
         return set(_weight_map(directory).values())
     except FileNotFoundError:
@@ -170,9 +170,10 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
 
 
 def parts_of(directory: Path, files: Sequence[Path], part_bytes: int, prefix: str = "") -> Iterator[FilePart]:
-    """The tensors of the files, at most `part_bytes` at a time or one larger tensor, without digests.
-    `prefix`: of their names in a version, for those of a drafter. Raises ValueError if a file is incomplete,
-    or lacks tensors that the index names."""
+    """The tensors of the files, without digests, at most `part_bytes` at a time or one larger tensor.
+    `prefix`: of a drafter's names in a version. Raises ValueError if a file is incomplete, or lacks tensors
+    that the index names.
+    """
     config = None if prefix else _config(directory)
     seen: dict[str, Path] = {}
     for file in files:
@@ -248,9 +249,10 @@ def _digests(part: FilePart) -> tuple[str, ...]:
 def check_files(
     directory: Path, version: int, fleet_id: str | None = None, expected_digest: str | None = None
 ) -> None:
-    """Compare every tensor of a stored version with its manifest. `fleet_id`: that must own it; None: any.
-    `expected_digest`: the committed one; None: unknown. Raises ValueError (another version, or tensors that
-    were not written so; names the first few) or OSError (it is not there, or a file cannot be read)."""
+    """Compare every tensor of a stored version with its manifest. `fleet_id`: its owner; None: any.
+    `expected_digest`: the committed one; None: unknown. Raises ValueError (another version or other tensors;
+    names the first few) or OSError (absent or unreadable).
+    """
     if not (directory / MANIFEST).is_file():
         raise FileNotFoundError(f"version {version} must be in {directory}, and there is none")
     manifest = VersionManifest.decode((directory / MANIFEST).read_bytes())
@@ -303,7 +305,8 @@ def _refuse_damaged(
 
 def confined(path: str, roots: Sequence[Path]) -> Path:
     """The path without symbolic links, if it is a configured root or below one. Raises ValueError, without
-    saying whether the path exists."""
+    revealing whether the path exists.
+    """
     allowed = [str(root) for root in roots]
     if "\0" in path or not os.path.isabs(path):
         raise ValueError(f"path: expected an absolute path below one of {allowed}, got {path!r:.200}")
@@ -322,11 +325,11 @@ def is_below(resolved: Path, roots: Sequence[Path]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A directory with valid headers. It stays locked against removal from the store until `close`."""
+    """A directory with valid headers. It is locked against removal from the store until `close`."""
 
     directory: Path
     parts: Sequence[FilePart]  # without digests
-    identities: Mapping[Path, Identity]  # of the files, when their headers were read
+    identities: Mapping[Path, Identity]  # when their headers were read
     lock: DirectoryLock
     written: VersionManifest | None = None
 
@@ -336,8 +339,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str, roots: Sequence[Path], part_bytes: int = PART_BYTES) -> Self:
-        """Read the headers of a directory's files. Raises ValueError if it is outside the roots, no complete
-        checkpoint, or not as its manifest says."""
+        """Raises ValueError: outside the roots, incomplete, or not as its manifest says."""
         directory = confined(path, roots)
         if not directory.exists():
             raise ValueError(f"{directory} does not exist on the router's host")
@@ -368,7 +370,7 @@ class Checkpoint:
         return cls(directory=directory, parts=parts, identities=identities, lock=lock, written=written)
 
     def changed(self) -> str | None:
-        """None: no file has changed since its header was read."""
+        """None: no file has changed since `open`."""
         for file, identity in self.identities.items():
             with suppress(OSError):
                 if identity_of(file) == identity:

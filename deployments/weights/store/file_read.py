@@ -1,5 +1,6 @@
-"""A worker reads one part of a checkpoint, on a thread of its own: a disk that hangs must not block the
-staging thread, which drops updates."""
+"""Reads one part of a checkpoint on its own thread: a disk that hangs must not block the staging thread,
+which drops updates.
+"""
 
 import json
 import sys
@@ -26,7 +27,7 @@ from deployments.weights.wire.digest import signed
 
 _POLL_S = 0.01
 
-# These may change without a change of meaning for the weights.
+# May change without a change of meaning for the weights.
 _FREE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"})
 _FREE |= {"max_position_embeddings", "initializer_range", "attn_implementation", "output_router_logits"}
 
@@ -40,8 +41,9 @@ class FileRead:
         self._error: Exception | None = None
 
     def chunks(self) -> Iterator[ReceivedChunk]:
-        """The part as one chunk, with the digests that its tensors must have. Raises ValueError: the files
-        are not this model's, cannot be read, or the read was aborted."""
+        """The part as one chunk, with the digests that its tensors must have. Raises ValueError: not this
+        model's files, unreadable, or aborted.
+        """
         check_config(self._part.config, self._checkpoint)
         chunk = chunk_of(self._part)
         try:
@@ -89,8 +91,7 @@ class FileRead:
 
 
 def chunk_of(part: FilePart) -> Chunk:
-    """The layout of a part; a new object each time, because each round has other memory. Raises
-    ValueError."""
+    """A new layout object each time: each round has other memory. Raises ValueError."""
     unknown = [dtype for dtype in part.dtypes if dtype not in SAFETENSORS_DTYPES]
     if unknown:
         raise ValueError(f"{part.path}: expected dtypes of {sorted(SAFETENSORS_DTYPES)}, got {unknown[0]!r}")
@@ -107,7 +108,7 @@ def chunk_of(part: FilePart) -> Chunk:
 
 
 def check_config(config: Mapping[str, JsonValue] | None, checkpoint: Path) -> None:
-    """Raise ValueError unless a checkpoint is of the engine's model, by the fields that both have."""
+    """Raise ValueError unless the fields shared with the engine's config agree."""
     file = checkpoint / "config.json"
     if config is None or not file.is_file():
         return

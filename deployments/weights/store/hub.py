@@ -1,7 +1,7 @@
-"""Where a model's files are on this host, also if its name is a Hugging Face id, and which tensors they have.
+"""A model's files on this host, also of a Hugging Face id, and their tensors.
 
-downloaded   a trainer's: all that a checkpoint needs
-cached       an engine's: vLLM has downloaded what it loads
+downloaded   a trainer's: all that a checkpoint needs cached       an engine's: vLLM has downloaded what it
+loads
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,9 @@ logger = serve_logger()
 
 
 def downloaded(model: str, revision: str | None = None) -> Path:
-    """The directory of a checkpoint, downloaded unless the hub's cache has it. Raises ValueError: the model
-    is neither a directory nor a hub id that can be downloaded."""
+    """The checkpoint's directory, downloaded unless cached. Raises ValueError: neither a directory nor a hub
+    id that can be downloaded.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -47,7 +48,8 @@ def downloaded(model: str, revision: str | None = None) -> Path:
 
 def cached(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """The directory that an engine of this host was loaded from, or the name as a path if the hub's cache
-    lacks it. Does not use the network. `cache_dir`: the engine's `download_dir`."""
+    lacks it. Does not use the network. `cache_dir`: the engine's `download_dir`.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -64,7 +66,8 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
 
 def commit_of(model: str, revision: str | None = None, *, preferred: str | None = None) -> str | None:
     """The commit of a hub id that an engine of this host loads: the preferred one, which only an offline host
-    can lack, else the hub's, or the cache's if the hub is not reached. None: neither knows it."""
+    can lack; else the hub's, or if it is unreachable the cache's. None: neither knows it.
+    """
     from huggingface_hub import constants
     from vllm.transformers_utils.repo_utils import resolve_revision
 
@@ -89,7 +92,7 @@ def schema_of(directory: Path, load_format: str, *, of_hub: bool) -> Schema | No
 
 
 def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
-    """As `schema_of`. None: the checkpoint is absent, incomplete, or in another format."""
+    """As `schema_of`. None: absent, incomplete, or another format."""
     if not directory.is_dir():
         return None
     if of_hub:
@@ -103,8 +106,7 @@ def complete_schema(directory: Path, *, of_hub: bool) -> Schema | None:
 
 
 def read_schema(directory: Path) -> Schema | None:
-    """The schema of a checkpoint directory, by the file headers; None without safetensors files. Raises as
-    `schema_of`."""
+    """By the file headers; None without safetensors files. Raises as `schema_of`."""
     files = sorted(directory.glob("*.safetensors"))
     named = indexed_files(directory)
     if named is None:
@@ -121,8 +123,9 @@ def read_schema(directory: Path) -> Schema | None:
 
 
 def model_files(directory: Path) -> Mapping[str, bytes]:
-    """What a checkpoint needs beside its weights, by file name. Read it when the model is loaded: the
-    directory may be overwritten before a version is stored."""
+    """What a checkpoint needs beside its weights, by file name. Read it when the model loads: the directory
+    may be overwritten before a version is stored.
+    """
     needed = {file for pattern in _NEEDED for file in directory.glob(pattern) if file.is_file()}
     weights = ("*.safetensors", "*.index.json", MANIFEST)
     return {
@@ -131,7 +134,7 @@ def model_files(directory: Path) -> Mapping[str, bytes]:
 
 
 def write_model_files(files: Mapping[str, bytes], directory: Path) -> None:
-    """Raises ValueError: there are none, as of a GGUF file or of object storage."""
+    """Raises ValueError without files, as for GGUF or object storage."""
     if not files:
         raise ValueError("expected a configuration and a tokenizer beside the model's weights, got neither")
     for name, content in files.items():

@@ -1,5 +1,6 @@
-"""Which fleet a store belongs to: `fleet.json`. All that is durable beside the journal is in the store, so it
-belongs to one fleet and moves as one."""
+"""Which fleet a store belongs to: `fleet.json`. The store holds all durable state but the journal, so it
+belongs to one fleet and moves as one.
+"""
 
 import fcntl
 import os
@@ -32,8 +33,9 @@ _OWNERS = TypeAdapter(_Owner)
 
 
 def check_owner(directory: Path, fleet_id: str) -> None:
-    """Call before anything is written to a claimed store or removed from it. Raises JournalError: it is not
-    the fleet's any more, or the file cannot be read."""
+    """Call before a write to a claimed store or a removal from it. Raises JournalError: no longer the
+    fleet's, or unreadable.
+    """
     if not has_owner(directory, fleet_id):
         raise JournalError(
             f"{directory / OWNER} is not there, and this is fleet {fleet_id}'s store: is its disk mounted "
@@ -48,7 +50,7 @@ def own(directory: Path, fleet_id: str) -> None:
 
 
 def has_owner(directory: Path, fleet_id: str) -> bool:
-    """Whether the fleet has claimed the store; False: no fleet has. Raises as `check_owner` otherwise."""
+    """False: no fleet has claimed the store. Raises as `check_owner` otherwise."""
     file = directory / OWNER
     try:
         text = file.read_bytes()
@@ -72,8 +74,9 @@ def has_owner(directory: Path, fleet_id: str) -> bool:
 
 
 def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
-    """Make a store this fleet's, durably; of several that try at once one succeeds. Raises JournalError: it
-    belongs to another fleet, or cannot be written."""
+    """Claim a store durably; of several concurrent attempts one succeeds. Raises JournalError: another
+    fleet's, or unwritable.
+    """
     owner = _Owner(fleet_id=fleet_id, state_dir=str(state_dir), host=socket.gethostname())
     file, aside = directory / OWNER, directory / f".{OWNER}.{uuid.uuid4().hex[:8]}"
     try:
@@ -98,10 +101,11 @@ def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
 
 def hold(directory: Path, wait_s: float = 0.0) -> int:
     """A copied journal has the same fleet id. `wait_s`: for a predecessor to exit. Raises JournalError:
-    another process holds this claim, or the file cannot be opened."""
+    another process holds it, or it cannot be opened.
+    """
     until = time.monotonic() + wait_s
     try:
-        descriptor = os.open(directory / OWNER, os.O_RDWR)  # a network file system locks no other
+        descriptor = os.open(directory / OWNER, os.O_RDWR)  # network file systems lock no other
     except OSError as error:
         raise JournalError(f"the store {directory} cannot be used: {error}") from error
     while True:

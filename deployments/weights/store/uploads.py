@@ -52,16 +52,13 @@ _CHECKED = ("ETag", "etag", "Last-Modified", "LastModified", "updated", "mtime",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """The content of `upload.json`."""
-
     digest: str  # `version_digest` of all tensors
     files: Sequence[str] = ()  # beside it; empty with a base
-    base: str | None = None  # the directory beside this one that `delta.safetensors` changes
+    base: str | None = None  # sibling directory that `delta.safetensors` changes
     base_digest: str | None = None
 
     @classmethod
     def read(cls, text: bytes, url: str) -> Self:
-        """Raises ValueError."""
         try:
             found: Self = TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
@@ -83,7 +80,7 @@ def _is_literal(text: str) -> bool:
 
 
 def allowed(url: str, roots: Sequence[str]) -> str:
-    """The URL without a slash at its end, if it is below one of the roots. Raises ValueError."""
+    """The URL without a trailing slash. Raises ValueError unless it is below one of the roots."""
     plain = url.rstrip("/")
     for root in roots:
         below = plain.removeprefix(f"{root.rstrip('/')}/")
@@ -107,7 +104,7 @@ class _Tensor:
         return self.end - self.begin
 
     def read(self) -> Bytes:
-        """With zeros behind it, up to a whole word."""
+        """Padded with zeros to a whole word."""
         block = np.zeros(-(-self.size_bytes // _WORD_BYTES) * _WORD_BYTES, dtype=np.uint8)
         with open_file(Path(self.path)) as file:
             read_into(file, self.begin, block[: self.size_bytes].data)
@@ -190,7 +187,7 @@ def _whole(directory: Path, files: Sequence[Path], digest: str) -> Upload:
 def _difference(
     directory: Path, files: Sequence[Path], tensors: Mapping[str, _Tensor], base: Path
 ) -> tuple[dict[str, Bytes], Upload]:
-    """Nothing, and the upload of all files, if that would be most of them."""
+    """Nothing, and the upload of all files, if most differ."""
     _, former = _checkpoint(base)
     digests, base_digests, delta, size = {}, {}, {}, 0
     fits = {name: (each.dtype, each.shape) for name, each in tensors.items()} == {
@@ -233,7 +230,8 @@ def _require_base(url: str, found: Upload) -> None:
 
 def download(url: str, target: Path, store: Store) -> None:
     """Make the directory `target` of the checkpoint at a URL. `store`: versions that may be its base. Raises
-    ValueError: there is none, it is damaged, was changed meanwhile, or cannot be read or kept."""
+    ValueError: absent, damaged, changed meanwhile, or unreadable, or the disk refuses it.
+    """
     with _of(url), ExitStack() as stack:
         uploaded = found = _described(url)
         deltas: list[str] = []
@@ -260,7 +258,7 @@ def download(url: str, target: Path, store: Store) -> None:
 
 
 def _described(url: str) -> Upload | None:
-    """None: another program has uploaded it."""
+    """None: uploaded by another program."""
     store, root = _opened(url)
     text = _read(store, f"{root}/{UPLOAD}")
     return None if text is None else Upload.read(text, url)
@@ -269,7 +267,8 @@ def _described(url: str) -> Upload | None:
 def _stored(store: Store, digest: str | None) -> int | None:
     for version in reversed(store.list()):
         with suppress(OSError, ValueError):  # damaged, or removed by now
-            # Not the manifest's digest, of what was published: a drafter that stayed is in the files too.
+            # The manifest's digest is of what was published; the files may also hold a drafter kept from
+            # before.
             tensors = store.manifest_of(version).tensors
             if version_digest(list(tensors), [int(each.digest, 16) for each in tensors.values()]) == digest:
                 return version
@@ -343,12 +342,12 @@ def _apply(url: str, target: Path) -> None:
 
 @contextmanager
 def _of(url: str) -> Iterator[None]:
-    """Translates errors, with the URL before them."""
+    """Translates errors and names the URL."""
     try:
         yield
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from error
-    except Exception as error:  # each store's library has errors of its own
+    except Exception as error:  # each store's library has its own errors
         raise ValueError(f"{url}: {type(error).__name__}: {error}") from error
 
 
@@ -359,7 +358,7 @@ def _opened(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def _read(store: AbstractFileSystem, path: str) -> bytes | None:
-    """A small file; None: it is not there."""
+    """None: absent."""
     try:
         content: bytes = store.cat_file(path)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Writes committed versions to the store on a background thread. One is being written and one may wait; a
-newer one replaces it, so a slow disk costs versions, not memory or time between steps. The trainer writes
-what it published; for other publishers a replica writes the tensors that it retained (`RetainedVersions`)."""
+"""Writes committed versions to the store on a background thread. One is being written and one may wait,
+replaced by a newer one: a slow disk costs versions, not memory or time between steps. The trainer writes what
+it published; for external publishers a replica writes the tensors it retained (`RetainedVersions`).
+"""
 
 import json
 import shutil
@@ -40,11 +41,12 @@ _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 
 
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors of any shape, on the CPU, to one safetensors file. Raises ValueError for other dtypes.
-    `safetensors.torch.save_file` copies all tensors and holds the interpreter lock, for which an engine's or
-    a trainer's thread would wait."""
-    # The widest dtypes first: then every tensor begins at a multiple of its item size. By name: a replica may
-    # read one half of the file from another writer than the other half.
+    """Write CPU tensors of any shape to one safetensors file. Raises ValueError for other dtypes.
+    `safetensors.torch.save_file` copies all tensors and holds the interpreter lock, which would stall an
+    engine's or trainer's thread.
+    """
+    # Widest dtypes first, which aligns every tensor to its item size; then by name: a replica may read two
+    # halves of the file from different writers.
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -81,9 +83,10 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedVersion:
-    """A version with its tensors, which do not change any more. `drafter`: the number and the drafter's
-    tensors of the version that had one last, which it keeps if it has none and the store no newer one.
-    `mtp`: names of the multi-token prediction in the served checkpoint, `base`, if nothing else drafts."""
+    """A version with its tensors, which no longer change. `drafter`: version and tensors of the last drafter,
+    kept if this version has none and the store no newer one. `mtp`: names of the multi-token prediction in
+    `base`, the served checkpoint, if nothing else drafts.
+    """
 
     version: int
     label: str | None
@@ -91,15 +94,16 @@ class CommittedVersion:
     fleet_id: str | None = None
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
-    trainer_labels: tuple[str, ...] | None = None  # of the newest of these steps
+    trainer_labels: tuple[str, ...] | None = None  # newest step's
     drafter: _Retained | None = None
     mtp: Set[str] = frozenset()
     base: Path | None = None
 
 
 class VersionWriter:
-    """A background thread that writes one version at a time. `write_files` writes the config and tokenizer
-    files beside the weights. `report` is called on the thread with every result; what it raises is logged."""
+    """Writes one version at a time, in the background. `write_files` writes the config and tokenizer files
+    beside the weights. `report` is called on the thread with every result; its exceptions are logged.
+    """
 
     def __init__(
         self,
@@ -113,15 +117,15 @@ class VersionWriter:
         self._waiting: tuple[CommittedVersion, Store] | None = None
         self._drafter: _Retained | None = None  # the newest one, until it is in the store
         self._writing = False
-        self._reports = 0  # under way
+        self._reports = 0
         self._thread: threading.Thread | None = None
         self.result: StoreResult | None = None  # of the last write
-        self.newest: int | None = None  # that was written
+        self.newest: int | None = None
 
     def put(self, version: CommittedVersion, store: Store) -> None:
         with self._changed:
             if self.result is not None and self.result.version == version.version:
-                self.result = None  # of an earlier attempt
+                self.result = None
             if drafter := _drafter_of(version.tensors, version.mtp):
                 self._drafter = version.version, drafter
             self._drafter = version.drafter or self._drafter
@@ -132,11 +136,10 @@ class VersionWriter:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits or is being written, and a short time until it is reported; False after
-        `timeout_s`."""
+        """Wait for all writes, and briefly for their reports; False after `timeout_s`."""
         with self._changed:
             written = self._changed.wait_for(lambda: self._waiting is None and not self._writing, timeout_s)
-            if written:  # the controller may be gone already when a trainer stops
+            if written:  # a stopping trainer's controller may be gone
                 self._changed.wait_for(lambda: not self._reports, min(timeout_s, REPORT_S))
             return written
 
@@ -149,7 +152,7 @@ class VersionWriter:
                 self._waiting, self._writing = None, True
             drafter = version.drafter
             result = self._write(version, store)
-            del version  # its tensors, before the next one is taken
+            del version  # frees its tensors before the next one
             with self._changed:
                 if self._drafter is drafter and not result.problem:
                     self._drafter = None
@@ -157,7 +160,7 @@ class VersionWriter:
                 self._writing = False
                 self._reports += 1
                 self._changed.notify_all()
-            # On a thread of its own: the next version does not wait for an answer that never comes.
+            # On its own thread: a report that is never answered must not delay the next version.
             threading.Thread(target=self._tell, args=(result,), daemon=True).start()
 
     def _tell(self, result: StoreResult) -> None:
@@ -186,9 +189,9 @@ class VersionWriter:
 
 
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
-    """Write a checkpoint directory with its manifest, and return it. If its writer crashed before it could
-    report it, the version is there already, and stays. Raises ValueError if the tensors are not those that
-    were committed, or are stored otherwise."""
+    """Write a checkpoint directory with its manifest. A version completed by a crashed writer stays. Raises
+    ValueError if the tensors differ from what was committed or from what is stored.
+    """
     kept = None if _drafter_of(version.tensors, version.mtp) else _with_drafter(version, store)
     try:
         with ExitStack() as stack:
@@ -229,8 +232,9 @@ def _drafter_of(tensors: Mapping[str, torch.Tensor], mtp: Set[str] = frozenset()
 
 
 def _whole(version: CommittedVersion, source: Path | None) -> dict[str, torch.Tensor]:
-    """With the drafter of the version before, but for what is in a drafter's directory. `source`: that of the
-    stored version whose drafter this one has."""
+    """Adds the drafter of the version before, except what a drafter's directory holds. `source`: the stored
+    version that has this one's drafter.
+    """
     tensors = dict(version.tensors)
     if source is None and version.drafter is not None and not _drafter_of(tensors, version.mtp):
         tensors |= version.drafter[1]
@@ -241,8 +245,9 @@ def _whole(version: CommittedVersion, source: Path | None) -> dict[str, torch.Te
 
 
 def _with_drafter(version: CommittedVersion, store: Store) -> VersionManifest | None:
-    """The newest stored version before this one, if its drafter is newer than what came with this one. One in
-    the served checkpoint is in every version."""
+    """The newest stored version before this one, if it has a newer drafter. A drafter in the served
+    checkpoint is in every version.
+    """
     came = -1 if version.drafter is None else version.drafter[0]
     for number in reversed([each for each in store.list() if each < version.version]):
         with suppress(OSError, ValueError):
@@ -256,7 +261,7 @@ def _with_drafter(version: CommittedVersion, store: Store) -> VersionManifest | 
 def _manifest(
     version: CommittedVersion, kept: VersionManifest | None, tensors: Mapping[str, torch.Tensor]
 ) -> VersionManifest:
-    """`kept`: the stored version whose drafter this one has. `tensors`: see `_whole`."""
+    """`kept`: the stored version that has this one's drafter. `tensors`: see `_whole`."""
     digests = {name: digest(tensor.contiguous()) for name, tensor in tensors.items()}
     combined = version_digest(list(version.tensors), [digests[name] for name in version.tensors])
     if version.digest not in (None, combined):
@@ -291,10 +296,10 @@ def _manifest(
 
 
 class RetainedVersions:
-    """The tensors of a round as they arrived, in host memory until the store has them. One worker of a
-    replica retains the version that is arriving, the newest committed one and the newest drafter: on a GPU
-    one copy to the host per tensor, on a CPU a reference. `add` is called on the staging thread, the others
-    on the engine's."""
+    """Tensors of a round, in host memory until the store has them. One worker of a replica retains the
+    arriving version, the newest committed one and the newest drafter: on a GPU one host copy per tensor, on a
+    CPU a reference. `add` is called on the staging thread, the others on the engine's.
+    """
 
     def __init__(self, mtp: Set[str] = frozenset(), base: Path | None = None) -> None:
         self._mtp, self._base = mtp, base  # see `CommittedVersion`
@@ -303,7 +308,7 @@ class RetainedVersions:
         self._drafter: _Retained | None = None
 
     def begin(self, version: int | None) -> None:
-        """Discard what is arriving, and retain what arrives from now on as this version; None: do not."""
+        """Discard what is arriving; retain what follows as this version, unless None."""
         self._arriving = None if version is None else (version, {})
 
     def add(self, received: ReceivedChunk) -> None:
@@ -312,7 +317,7 @@ class RetainedVersions:
             arriving[1].update((name, tensor.cpu()) for name, tensor in received.named())
 
     def commit(self) -> None:
-        """What arrived replaces the retained version, also if it is not retained."""
+        """What arrived replaces the retained version, even if it is not retained."""
         self._committed, self._arriving = self._arriving, None
         if self._committed is not None and (drafter := _drafter_of(self._committed[1], self._mtp)):
             self._drafter = self._committed[0], drafter
@@ -325,7 +330,6 @@ class RetainedVersions:
             self._drafter = None
 
     def committed(self, wanted: WriteVersion) -> CommittedVersion:
-        """Raises ValueError if another version is retained."""
         retained, tensors = self._committed or (None, {})
         if retained != wanted.version:
             raise ValueError(

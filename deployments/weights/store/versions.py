@@ -5,9 +5,9 @@
     .v00000013.a1b2c3d4.partial/  being written; renamed when everything is on the disk
     fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
-A writer that was believed lost may write beside its replacement; the first that completes counts. A complete
-version removes partial ones up to its number. The controller removes old versions, or one replica of each
-host if hosts share no store; readers lock them.
+A writer believed lost may write beside its replacement; the first to complete counts. A complete version
+removes partial ones up to its number. The controller removes old versions, or one replica per host if hosts
+share no store; readers lock them.
 """
 
 import fcntl
@@ -50,15 +50,15 @@ class VersionManifest:
     version: int
     label: str | None = None
     fleet_id: str | None = None
-    digest: str | None = None  # the `version_digest` that the fleet committed
-    trainer_step: int | None = None  # optimizer steps that made it; None: unknown
-    trainer_labels: tuple[str, ...] | None = None  # the newest of these steps; None: unknown
-    drafter: int | None = None  # the version of its drafter; None: none was published
+    digest: str | None = None  # as committed
+    trainer_step: int | None = None  # optimizer steps so far; None: unknown
+    trainer_labels: tuple[str, ...] | None = None  # None: unknown
+    drafter: int | None = None  # its drafter's version; None: none was published
     tensors: Mapping[str, StoredTensor]
 
     @property
     def step_labels(self) -> tuple[str, ...]:
-        """Of the newest steps. A replica that stored the version knows the last one."""
+        """A replica that stored the version knows the last one only."""
         labels = self.trainer_labels or ()
         return labels if self.label is None or self.label in labels else (*labels, self.label)
 
@@ -88,13 +88,14 @@ _MANIFESTS = TypeAdapter(VersionManifest)
 
 def mtp_names(names: Iterable[str], depth: int) -> frozenset[str]:
     """The multi-token prediction of a checkpoint whose policy has `depth` layers: transformers' models leave
-    it out, and so do their publishers."""
+    it out, and so do their publishers.
+    """
     found = ((name, _MTP.match(name)) for name in names)
     return frozenset(name for name, match in found if match and int(match[1] or depth) >= depth)
 
 
 class DirectoryLock:
-    """Keeps a stored version from being removed. Raises ValueError if it is being removed, or is by now."""
+    """Keeps a stored version from being removed. Raises ValueError if it is being or was removed."""
 
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = os.open(_lockable(directory), os.O_RDONLY | os.O_CLOEXEC)
@@ -151,9 +152,10 @@ class Store:
 
     @contextmanager
     def writing(self, version: int, fleet_id: str | None = None) -> Iterator[Path]:
-        """A directory that becomes the version when the block succeeds, which writes its manifest too, and is
-        removed otherwise. Raises FileExistsError (the version is complete) or OSError (the directory cannot
-        be written or is another fleet's, or a newer version was complete first)."""
+        """A directory that becomes the version when the block, which writes the manifest, succeeds; otherwise
+        it is removed. Raises FileExistsError (the version is complete) or OSError (unwritable, another
+        fleet's, or a newer version completed first).
+        """
         if fleet_id is not None:
             check_owner(self.directory, fleet_id)
         final = self.path(version)
@@ -168,7 +170,7 @@ class Store:
             with replacing(final, partial):
                 yield partial
         except OSError as error:
-            if final.exists():  # its writer removed what is partial
+            if final.exists():  # its writer removed the partial directory
                 raise FileExistsError(f"version {version} is in {self.directory} already") from error
             raise
         finally:
@@ -179,8 +181,7 @@ class Store:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def being_written(self) -> Sequence[str]:
-        """The versions and the trainer's checkpoints that living processes write, with their sizes; none on a
-        file system without locks."""
+        """Versions and trainer checkpoints that live processes write, with sizes; none without file locks."""
         found = []
         for partial in (
             *self.directory.glob(".v*.partial"),
@@ -203,7 +204,7 @@ class Store:
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:
-        """The directory of a version, not removed inside the block. Raises FileNotFoundError."""
+        """Prevents removal inside the block. Raises FileNotFoundError."""
         try:
             lock = DirectoryLock(self.path_of(version))
         except ValueError as error:
@@ -214,7 +215,7 @@ class Store:
             lock.close()
 
     def remove(self, version: int) -> bool:
-        """Remove a version; False: it is being read. Raises OSError if it is absent or stays."""
+        """Remove a version; False: it is being read. Raises OSError if it is absent or cannot be removed."""
         path = self.path(version)
         locked = _lockable(path)
         descriptor = os.open(locked, os.O_RDONLY if locked == path else os.O_RDWR)  # NFS locks for writing
@@ -234,8 +235,9 @@ class Store:
 
 
 def _lockable(directory: Path) -> Path:
-    """What stands for a version's directory: locks of files are seen by all hosts of an NFS, of directories
-    by one. Not its manifest, which the trainer may replace."""
+    """The file to lock for a version's directory: all hosts of an NFS see locks of files, one host those of
+    directories. Not its manifest, which the trainer may replace.
+    """
     files = directory / MANIFEST, directory / "model.safetensors"
     return files[1] if all(each.is_file() for each in files) else directory  # not ours: opening may block
 

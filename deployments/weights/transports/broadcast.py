@@ -1,4 +1,4 @@
-"""Both halves of a transport that broadcasts over a group of ranks (`gloo`, `nccl`), except the group itself.
+"""Both halves of a broadcasting transport (`gloo`, `nccl`), except the group itself.
 
 Rank 0 is the publisher; the ledger assigns each replica's workers a range of ranks. A lost peer breaks the
 group for all, and it is never reused.
@@ -53,7 +53,8 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
 
 class BroadcastGroup(Protocol):
     """Broadcasts chunks from rank 0, in order. `start` and `wait` raise TransferFailed if a member is gone,
-    at the deadline, and after `abort`."""
+    at the deadline, and after `abort`.
+    """
 
     is_async: ClassVar[bool]  # the next broadcast may be queued ahead
 
@@ -88,8 +89,6 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 
 class GroupReceiver(StagedWeightTransferEngine[WorkerInit, Update], Generic[WorkerInit, Update]):
-    """A worker that is a member of a group."""
-
     _group: BroadcastGroup | None = None
     _aborted = threading.Event()  # each attempt to connect has its own
 
@@ -148,12 +147,12 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
             group.finish()
             finished = True
         finally:
-            if not finished:  # peers wait in broadcasts that this worker will not join
+            if not finished:  # else peers wait in broadcasts that this worker will not join
                 self.abort()
 
     def _whole(self, group: BroadcastGroup) -> Iterator[ReceivedChunk]:
-        # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer. None
-        # where staging pauses between chunks: no broadcast may run in the pause.
+        # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer. Not if
+        # staging pauses between chunks: no broadcast may run in the pause.
         ahead = 1 if group.is_async and self.share == 1.0 else 0
         chunks, started = self._chunks, 0
         for index, chunk in enumerate(chunks):
@@ -165,7 +164,6 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
 
 
 def as_deltas(group: BroadcastGroup, chunks: Sequence[Chunk]) -> Iterator[ReceivedChunk]:
-    """The chunks of a round of a group that keeps them."""
     assert group.kept is not None
     kept = group.kept
 
@@ -180,7 +178,7 @@ def as_deltas(group: BroadcastGroup, chunks: Sequence[Chunk]) -> Iterator[Receiv
             group.abort()
             raise
 
-    # The next chunks arrive while one is checked and loaded: all are kept, so this takes no more memory.
+    # The next chunks arrive while one is checked and loaded; all are kept, so this needs no more memory.
     ahead = ThreadPoolExecutor(max_workers=1)
     try:
         arriving = ahead.map(receive, range(len(chunks)), chunks)
@@ -225,8 +223,8 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
         try:
             self._broadcast(lambda: raise_if_failed(receiving))
         except TransferFailed:
-            # The other members stop waiting, and the call returns: with the name of the replica that is gone,
-            # or because the others have received everything.
+            # The other members stop waiting. The call then returns: it names the lost replica, or all others
+            # have received everything.
             self.shutdown()
 
     def _broadcast(self, check: Check) -> None:
@@ -250,7 +248,7 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
         group.finish()
 
     def abandon_round(self) -> None:
-        self.shutdown()  # broadcasts may be queued that no receiver will join
+        self.shutdown()  # no receiver will join queued broadcasts
 
     def shutdown(self) -> None:
         group, self._group = self._group, None

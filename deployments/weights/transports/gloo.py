@@ -2,10 +2,10 @@
 
     publisher ─► rank ─► rank ─► rank       each link a Gloo group of two
 
-A broadcast goes along a chain, in pieces that each rank passes on while the next one arrives. So the
-publisher's link carries each byte once, whatever the number of replicas; Gloo's own broadcast is a tree, in
-which it carries them log2(ranks) times. Ranks of one host are neighbours in the chain. Chunks of which little
-has changed since the last round are sent as differences (`kept_chunks`).
+A broadcast goes along a chain, in pieces that each rank forwards while the next arrives. The publisher's link
+carries each byte once for any number of replicas; Gloo's own tree carries it log2(ranks) times. Ranks of one
+host are neighbours in the chain. Chunks of which little has changed since the last round are sent as
+differences (`kept_chunks`).
 """
 
 import json
@@ -37,8 +37,8 @@ from deployments.weights.transports.rendezvous import Check, RendezvousInfo, Rol
 
 logger = serve_logger()
 ABORTED = "the transfer group was aborted"
-PIECE_BYTES = 1 << 20  # the last rank of a chain is behind the first by one for each link between them
-_SLICE_S = 0.02  # waits are sliced, so that another thread's abort ends them
+PIECE_BYTES = 1 << 20  # the last rank lags the first by one per link
+_SLICE_S = 0.02  # waits are sliced so that another thread can abort them
 
 
 @dataclass
@@ -49,7 +49,7 @@ class GlooTrainerInitInfo(BroadcastTrainerInitInfo):
 
 
 class GlooGroup:
-    """A chain of Gloo groups whose waits can be aborted: ProcessGroupGloo's `abort` does nothing."""
+    """A chain of Gloo groups with abortable waits: ProcessGroupGloo's `abort` does nothing."""
 
     is_async: ClassVar[bool] = False
 
@@ -73,7 +73,7 @@ class GlooGroup:
             raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
 
     def reserve(self, size_bytes: int) -> None:
-        """A worker has a new block for each broadcast, which the staging may keep."""
+        """A worker uses a new block per broadcast: the staging may keep it."""
         if self._publishes and not self._blocks:
             count = BUFFERS if self.kept is None else 1  # what is kept is sent from there
             self._blocks = {number: torch.empty(size_bytes, dtype=torch.uint8) for number in range(count)}
@@ -95,7 +95,7 @@ class GlooGroup:
         try:
             for part in parts:
                 self.broadcast(part, check)
-        except BaseException:  # what follows in the queue must not pass
+        except BaseException:  # queued broadcasts must not pass
             self.abort()
             raise
 
@@ -141,8 +141,9 @@ class GlooGroup:
 
 
 def _fits(info: RendezvousInfo, members: Sequence[tuple[str, int]]) -> bool:
-    """Whether all hosts have memory to keep chunks, from each member's address and its free memory: all
-    members decide the same. A round's own chunks, and a shadow, take as much again."""
+    """Whether all hosts have memory to keep chunks, from each member's address and free memory: all members
+    decide alike. A round's chunks, and a shadow, take as much again.
+    """
     size_bytes = 3 * sum(chunk.size_bytes for chunk in info.chunks())
     on_host = Counter(address for address, _ in members)
     return all(free_bytes >= on_host[address] * size_bytes for address, free_bytes in members)
@@ -150,14 +151,14 @@ def _fits(info: RendezvousInfo, members: Sequence[tuple[str, int]]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """One rank's: to the ranks before and after it in the chain, None at its ends."""
+    """To the ranks before and after this one, None at the chain's ends."""
 
     before: ProcessGroupGloo | None
     after: ProcessGroupGloo | None
 
     @classmethod
     def made(cls, store: Store, info: RendezvousInfo, ranks: Sequence[int], rank: int) -> Self:
-        """Wait for both neighbours, the one before first. Raises RuntimeError."""
+        """Wait for both neighbours, the previous one first."""
         place = ranks.index(rank)
 
         def link(number: int, end: int) -> ProcessGroupGloo:
@@ -170,12 +171,11 @@ class _Links:
 
 
 def chain(addresses: Sequence[str]) -> list[int]:
-    """The ranks in the order in which bytes pass them: those of one address together, the publisher first."""
+    """Ranks in chain order, grouped by address, the publisher first."""
     return sorted(range(len(addresses)), key=lambda rank: (addresses.index(addresses[rank]), rank))
 
 
 def _wait_slice(work: Work) -> bool:
-    """Whether the broadcast has ended. Raises TransferFailed."""
     completed = work.is_completed()
     try:
         work.wait(timedelta(seconds=_SLICE_S))

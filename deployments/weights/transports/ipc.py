@@ -1,13 +1,12 @@
 """Transport `ipc`: trainer ranks and workers on the GPUs of one host. CUDA IPC, opened once per connection.
 
 Each trainer rank has a channel (`ipc_channel`), which the workers on its GPU open. A worker on a GPU without
-a trainer rank opens another's, and copies each chunk to its own GPU first. A round is one payload:
+one opens another's, and first copies each chunk to its own GPU. A round is one payload:
 
     trainer rank   waits until every worker has taken chunk i-2, packs chunk i, publishes i
     worker         waits until chunk i is published, loads it, takes chunk i-1 (its copies are done)
 
-The model's own tensors are published all at once. Waits end when the other side aborts or a trainer rank
-fails.
+The model's own tensors are published all at once. Waits end when either side aborts or a trainer rank fails.
 """
 
 import threading
@@ -52,13 +51,14 @@ _ASK_S = 0.02
 
 
 class TrainerRanks:
-    """One rank's view of the others during a round. Only rank 0 calls the fleet: each rank writes into its
-    own page, which all map, that the round has ended or that it has failed. A killed rank writes nothing:
-    every wait keeps its deadline. Raises ValueError if a page is not on this host."""
+    """The other ranks, during a round. Only rank 0 calls the fleet: each rank writes into its own page, which
+    all map, that the round has ended or failed. A killed rank writes nothing, so every wait has a deadline.
+    Raises ValueError if a page is not on this host.
+    """
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
         self._own = own
-        # Waits for the workers, on the own page, have the deadlines.
+        # Waits for workers, on the own page, have the deadlines.
         self._others = {
             other: open_page(name, len(own) - TAKEN, timeout_s=0.0)
             for other, name in enumerate(names)
@@ -69,7 +69,7 @@ class TrainerRanks:
         self._own[FAILED] = round_id
 
     def have_ended(self, round_id: int) -> bool:
-        """Whether the replicas that remain have everything. Raises TransferFailed if another rank failed."""
+        """Whether the remaining replicas have everything. Raises TransferFailed if another rank failed."""
         if 0 in self._others and self._others[0][ENDED] == round_id:
             return True
         for rank, page in self._others.items():
@@ -78,7 +78,7 @@ class TrainerRanks:
         return False
 
     def finish(self, receiving: Future[None], round_id: int) -> None:
-        """On rank 0: wait for its call to the fleet, and tell the other ranks."""
+        """Rank 0: wait for its call to the fleet, then tell the other ranks."""
         while not wait([receiving], timeout=_ASK_S).done:
             self.have_ended(round_id)
         receiving.result()
@@ -113,7 +113,7 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self._aborted = threading.Event()
         self._buffers: list[torch.Tensor] = []
         self._tensors: OpenedTensors | None = None
-        self._local: LocalChunk | None = None  # the trainer rank is on another GPU
+        self._local: LocalChunk | None = None
         super().__init__(*args, **kwargs)
 
     def connect(self, init_info: IpcInitInfo) -> None:
@@ -198,7 +198,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         self._round_id += 1
         try:
             super().send_weights()
-        except BaseException:  # the other ranks wait for this one's part
+        except BaseException:  # the other ranks wait for this part
             self.abandon_round()
             raise
 
@@ -247,7 +247,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
         self._ranks.say_failed(self._round_id)
 
     def shutdown(self) -> None:
-        # Not FAILED: the others may complete the round if this rank has done its part.
+        # Not FAILED: this rank has done its part, and the others may complete the round.
         if self._page is not None:
             self._page[ABANDONED] = self._round_id
 
@@ -300,7 +300,7 @@ class IpcTrainerWeightTransferEngine(OnePayloadSender[IpcTrainerInitInfo]):
                     **describe(self.packer.metadata),
                 )
                 self.client.init_weight_transfer_engine(info.to_wire())
-        except Exception as error:  # raised below, after the other ranks have received it
+        except Exception as error:  # raised below, once the other ranks have received it
             failure = error
         reasons = gather_from_ranks(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:

@@ -1,6 +1,6 @@
-"""The channel of transport `ipc` between a trainer rank and workers of one host: a page of counters in shared
-memory, and GPU memory, which is the model's own tensors or two buffers for those that are gathered or
-cast."""
+"""The channel of transport `ipc`: a page of counters in shared memory, and GPU memory: the model's own
+tensors, or two buffers for those that are gathered or cast.
+"""
 
 import base64
 import mmap
@@ -33,12 +33,12 @@ from deployments.weights.wire.digest_definition import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHandle:
-    """A CUDA storage for another process, as torch's `_share_cuda_` returns it, with bytes in base64."""
+    """A CUDA storage as torch's `_share_cuda_` returns it, with bytes in base64."""
 
     memory: str
     size_bytes: int
     offset_bytes: int
-    counter: str  # torch counts the users of the storage there, in shared memory
+    counter: str  # torch's count of the storage's users, in shared memory
     counter_offset: int
     event: str
     sync: bool
@@ -63,7 +63,7 @@ def share_memory(tensor: torch.Tensor) -> MemoryHandle:
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
-    """The storage of another process (uint8 [handle.size_bytes]). Raises ValueError."""
+    """Another process's storage (uint8 [handle.size_bytes]). Raises ValueError."""
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
             device.index,  # the sender may number its devices otherwise
@@ -118,7 +118,7 @@ def encode_channels(channels: Mapping[str, Channel]) -> JsonValue:
 
 
 def parse_channels(encoded: object) -> dict[str, Channel]:
-    """Channels by GPU UUID. Raises ValueError, naming the first wrong field."""
+    """By GPU UUID. Raises ValueError, naming the first wrong field."""
     try:
         return _CHANNELS.validate_python(encoded)
     except ValidationError as error:
@@ -129,7 +129,7 @@ def parse_channels(encoded: object) -> dict[str, Channel]:
 
 @dataclass(kw_only=True)
 class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
-    """The channels of all trainer ranks, by GPU UUID, and the tensors of every round. Raises ValueError."""
+    """Channels of all trainer ranks by GPU UUID, and the tensors of every round. Raises ValueError."""
 
     channels: Mapping[str, Channel]
     rank_offset: int
@@ -142,7 +142,7 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
             raise ValueError("channels: expected that of one trainer rank at least, got none")
 
     def source_of(self, gpu: str, rank: int) -> str:
-        """The GPU whose channel a worker opens: its own, else a trainer rank's, in turn."""
+        """The GPU whose channel a worker opens: its own, else a trainer rank's, in rotation."""
         if gpu in self.channels:
             return gpu
         sources = sorted(self.channels)
@@ -164,11 +164,11 @@ class IpcInitInfo(DescribedTensors, WeightTransferInitInfo):
 PUBLISHED, ABANDONED, ENDED, FAILED, TAKEN = range(5)
 _ABSENT = -1  # its writer has not opened the page
 _COUNTER_BYTES = 8
-_POLL_S = 0.0001  # a poll takes the interpreter's lock, for which the decoding thread waits
+_POLL_S = 0.0001  # a poll takes the interpreter lock from the decoding thread
 
 
 class Page:
-    """The counters of a channel, in shared memory, each with one writer. PUBLISHED and TAKEN are round << 32
+    """A channel's counters in shared memory, each with one writer. PUBLISHED and TAKEN are round << 32
     | chunks: an aborted round's count is never mistaken for the next one's.
 
         ABANDONED   the last round that the trainer rank abandoned, or before it closed the channel
@@ -216,7 +216,7 @@ def open_page(name: str, world_size: int, timeout_s: float) -> Page:
 
 
 class SharedTensors:
-    """The trainer's side of a channel without buffers: its tensors, shared once, and their digests."""
+    """The trainer's side without buffers: its tensors, shared once, and their digests."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -284,8 +284,9 @@ class OpenedTensors:
 
 
 class LocalChunk:
-    """On a worker of another GPU: copy engines bring a chunk here before it is read. A kernel that reads over
-    the link holds multiprocessors meanwhile (benchmarks/RESULTS.md, "A copy engine instead of NCCL")."""
+    """A chunk from another GPU, brought by copy engines before it is read. A kernel that reads over the link
+    holds multiprocessors meanwhile (benchmarks/RESULTS.md, "A copy engine instead of NCCL").
+    """
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""Sends the chunks of a round as differences from those of the round before, over a slow link.
+"""Over a slow link, sends chunks as differences from the previous round.
 
-Both halves of a connection keep the chunks of its last round. A connection fails as a whole and is not used
-again, so all its members have the same; a member that joins makes a new connection, whose first round is
-whole. The digests of a chunk's tensors are checked after this, as those of a chunk that was sent whole.
+Both halves keep their last round's chunks. A connection fails as a whole and is never reused, so all members
+hold the same; a joining member makes a new connection, whose first round is whole. Digests are checked
+afterwards, as for whole chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,13 @@ Broadcast = Callable[[Sequence[torch.Tensor]], None]
 
 
 class KeptChunks:
-    """One member's, by their places in a round: uint8 [chunk.size_bytes]."""
+    """By place in a round: uint8 [chunk.size_bytes]."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, torch.Tensor] = {}
 
     def send(self, index: int, chunk: Chunk, block: torch.Tensor, broadcast: Broadcast) -> None:
-        """Send a chunk, whole if most of it has changed. The block may then be overwritten, also while the
-        bytes pass."""
+        """Send a chunk, whole if most of it has changed. The block may then be overwritten."""
         base, delta, identity = self._blocks.get(index), None, 0
         if base is None:
             base = self._blocks[index] = block.clone()
@@ -38,8 +37,9 @@ class KeptChunks:
 
     def receive(self, index: int, chunk: Chunk, broadcast: Broadcast) -> tuple[torch.Tensor, int]:
         """A chunk's block, and how many bytes arrived; `broadcast` returns when they have. The next round
-        overwrites the block if nothing else refers to it any more. Raises TransferFailed if the chunk came as
-        the difference from another one than is kept here, or ValueError."""
+        overwrites the block unless something still refers to it. Raises TransferFailed if the difference is
+        from another chunk than the one kept here, or ValueError.
+        """
         base = self._blocks.pop(index, None)
         header = _header(0, 0)
         broadcast([header])
@@ -67,11 +67,11 @@ class KeptChunks:
 
 
 def _uses(block: torch.Tensor) -> int:
-    """How many tensors and arrays have this one's memory."""
+    """The number of tensors and arrays that share its memory."""
     return int(torch._C._storage_Use_Count(block.untyped_storage()._cdata))
 
 
-_ALONE = _uses(torch.empty(1))  # staging or the store's writer has no tensor of it
+_ALONE = _uses(torch.empty(1))  # neither staging nor the store's writer has a tensor of it
 
 
 def _header(size_bytes: int, identity: int) -> torch.Tensor:

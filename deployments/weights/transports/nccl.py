@@ -1,11 +1,11 @@
-"""Transport `nccl`: GPUs and hosts. A packed broadcast over a communicator whose waits can all be aborted.
+"""Transport `nccl`: GPUs and hosts. A packed broadcast over a communicator with abortable waits.
 
-Threads wait for NCCL by polling, with a deadline, and queue nothing behind an unfinished broadcast: a dead
-peer leaves no stream stuck. Members synchronize on the host before each broadcast: a kernel that waits for a
-peer occupies SMs that the model needs.
+Threads poll NCCL, with a deadline, and queue nothing behind an unfinished broadcast: a dead peer leaves no
+stream stuck. Members synchronize on the host before each broadcast: a kernel that waits for a peer occupies
+SMs that the model needs.
 
-NCCL forms a communicator inside one call, which cannot be aborted. A thread of its own makes it, and is left
-behind after the deadline; a communicator that comes later is aborted.
+NCCL forms a communicator in one call that cannot be aborted. A separate thread makes it, and is abandoned at
+the deadline; a late communicator is aborted.
 """
 
 import ctypes
@@ -85,8 +85,6 @@ def _wait(attempt: "_Attempt", timeout_s: float, roll_call: RollCall, check: Che
 
 
 class _Attempt:
-    """One call into NCCL, on a thread that may never return."""
-
     def __init__(self, create: Create) -> None:
         self.outcome: Future[PyNcclCommunicator] = Future()
         self._create = create
@@ -105,7 +103,7 @@ class _Attempt:
             self.outcome.set_result(communicator)
 
     def made(self, communicator: PyNcclCommunicator) -> None:
-        """NCCL has returned it, and its first collective may follow."""
+        """NCCL has returned; its first collective may follow."""
         with self._lock:
             known, self._communicator = self._communicator, communicator
             abandoned = self._abandoned
@@ -115,7 +113,7 @@ class _Attempt:
             raise TransferFailed("the communicator came too late and was aborted")
 
     def abandon(self) -> None:
-        """Abort the communicator now, which ends its first collective, or as soon as there is one."""
+        """Abort the communicator now, which ends its first collective, or once it exists."""
         with self._lock:
             first, self._abandoned = not self._abandoned, True
             communicator = self._communicator
@@ -132,7 +130,7 @@ class _Attempt:
 
 
 def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
-    """vLLM's communicator, which announces itself before its first collective: a dead peer may block that."""
+    """vLLM's communicator, announced before its first collective, which a dead peer may block."""
 
     class Announcing(PyNcclCommunicator):
         def all_reduce(self, *args: Any, **kwargs: Any) -> Any:  # vLLM makes one in the constructor
@@ -143,7 +141,7 @@ def _announcing(attempt: _Attempt) -> type[PyNcclCommunicator]:
 
 
 def rendezvous_with_nccl(info: RendezvousInfo, rank: int, check: Check) -> PrefixStore:
-    """Raises ValueError, naming each member whose NCCL does not work, or TransferFailed."""
+    """Raises ValueError, naming members whose NCCL does not work, or TransferFailed."""
     store, problems = rendezvous(info, rank, check, payload=nccl_problem())
     raise_problems(dict(enumerate(problems)))
     return store
@@ -186,7 +184,7 @@ def _enabled(communicator: PyNcclCommunicator) -> PyNcclCommunicator:
 
 
 def nccl_problem() -> str:
-    """Why vLLM's NCCL communicator would disable itself here; empty: it would not."""
+    """Why vLLM's NCCL communicator would disable itself; empty: it would not."""
     if envs.VLLM_DISABLE_PYNCCL:
         return "VLLM_DISABLE_PYNCCL is set"
     path = "libnccl"
@@ -213,14 +211,15 @@ def _version(path: str) -> str:
 
 _POLL_S = 0.0001
 _CALL_S = 0.2  # an abort waits this long for a call in progress
-_STARTED = "started"  # key of the broadcasts that members have started, summed over the members
+_STARTED = "started"  # broadcasts that members have started, summed
 _WATCH_S = 0.25
 _WARM_UP_BYTES = 4 << 20
 
 
 class NcclGroup:
-    """A communicator with its own stream and two buffers, whose waits can be aborted. Raises ValueError (NCCL
-    does not work) or TransferFailed (a member did not join)."""
+    """A communicator with its own stream, two buffers and abortable waits. Raises ValueError (NCCL does not
+    work) or TransferFailed (a member did not join).
+    """
 
     is_async: ClassVar[bool] = True
     kept = None
@@ -240,7 +239,7 @@ class NcclGroup:
         self._done = [torch.cuda.Event() for _ in range(BUFFERS)]
         self._calling = threading.Lock()
         self._call_deadline = math.inf
-        # One for all calls: starting a thread takes as long as a call.
+        # One for all calls: a thread takes as long to start as a call.
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
         self.warm_up()
 
@@ -276,7 +275,7 @@ class NcclGroup:
         needed = self._started * self.counted
         if self._add_started(1) < needed:
             self._wait_until(lambda: self._add_started(0) >= needed, check)
-        # NCCL may block inside the call on a dead peer: the watchdog ends that.
+        # NCCL may block on a dead peer: the watchdog ends that.
         self._call_deadline = time.monotonic() + self._timeout_s
         try:
             with self._calling:
@@ -322,7 +321,7 @@ class NcclGroup:
                 if self._roll_call.is_called():
                     self._fail("at another member first", check)
             time.sleep(_POLL_S)
-        if self._communicator is None:  # the abort ended the kernel, without the bytes
+        if self._communicator is None:  # aborted: the kernel ended without the bytes
             raise TransferFailed("the transfer group was aborted")
 
     def _fail(self, problem: str, check: Check) -> NoReturn:
@@ -345,7 +344,7 @@ def _watch(group: "weakref.ref[NcclGroup]") -> None:
     while (watched := group()) is not None and watched._communicator is not None:
         if time.monotonic() > watched._call_deadline:
             watched.abort()
-        del watched  # this thread must not keep alive a group that its owner has dropped
+        del watched  # this thread must not keep a dropped group alive
         time.sleep(_WATCH_S)
 
 

@@ -1,4 +1,4 @@
-"""The transports: one record each. Settings read them, so only the standard library is imported here.
+"""One record per transport. Settings read them, so only the standard library is imported here.
 
 To connect a trainer, over any transport and over vLLM's own engines:
 
@@ -26,7 +26,7 @@ PACKAGE = "deployments.weights.transports"
 
 
 class SameGpu(StrEnum):
-    """Whether a trainer rank and a worker that it sends to may be on the same GPU."""
+    """Whether a trainer rank and its worker may share a GPU."""
 
     NO_GPU = "no_gpu"
     POSSIBLE = "possible"  # or on two GPUs of one host; vLLM's own engine: only on the same one
@@ -37,16 +37,16 @@ class SameGpu(StrEnum):
 class Transport:
     name: str  # also the module's and, capitalized, the prefix of its classes
     device: Literal["cpu", "cuda"]
-    native: bool = False  # vLLM has an engine of this name, chosen with `staging: none` or `wire: vllm`
+    native: bool = False  # vLLM has an engine of this name (`staging: none`, `wire: vllm`)
     same_gpu: SameGpu = SameGpu.NO_GPU
-    rendezvous: bool = False  # all members form one group of ranks, and a lost member breaks it
-    chunk_bytes: int = 64 << 20  # default. On a GPU each chunk interrupts decoding, so chunks are large
+    rendezvous: bool = False  # all members form one group, which a lost member breaks
+    chunk_bytes: int = 64 << 20  # on a GPU each chunk interrupts decoding: use large ones
     # Pauses between chunks cost fewer tokens in all, and slow decoding by less than a tenth (RESULTS.md).
     staging_share: float = 1.0
 
     @property
     def backend(self) -> str:
-        """The name in vLLM's registry, where vLLM's own engines keep theirs."""
+        """As in vLLM's registry, where its own engines keep theirs."""
         return f"slipstream_{self.name}" if self.native else self.name
 
     @property
@@ -55,7 +55,7 @@ class Transport:
 
     @property
     def staged_backend(self) -> str:
-        """The receiver, in `vllm_<name>`, of what vLLM's own trainer engine of this name sends."""
+        """`vllm_<name>`, the receiver for vLLM's own trainer engine."""
         return f"staged_{self.name}"
 
 
@@ -89,13 +89,11 @@ BACKENDS = (*_BY_BACKEND, *_NATIVE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts:
-    """What a trainer rank knows when it connects."""
-
-    rank: int  # among the trainer's ranks; 0 sends
-    workers: int  # receivers, the sum over all replicas
-    master_address: str  # every replica reaches rank 0's host there
-    master_port: int  # free on that host
-    chunk_bytes: int | None = None  # None: the transport's default, or vLLM's own for its own engines
+    rank: int  # 0 sends
+    workers: int  # receivers on all replicas
+    master_address: str  # rank 0's host, as replicas reach it
+    master_port: int
+    chunk_bytes: int | None = None  # None: the transport's or vLLM's default
     timeout_s: float = DEFAULT_TIMEOUT_S  # vLLM's own engines have no deadlines
     largest_tensor_bytes: int = 0
 
@@ -105,8 +103,9 @@ class TrainerFacts:
 
 
 def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
-    """vLLM's name of the configured receiver: ours, with staging "none" vLLM's own, with `VLLM_WIRE` one that
-    stages what vLLM's trainer engine sends. Raises ValueError."""
+    """The configured receiver's name in vLLM: ours, with staging "none" vLLM's own, with `VLLM_WIRE` one that
+    stages what vLLM's trainer engine sends. Raises ValueError.
+    """
     found = TRANSPORTS.get(transport)
     if found is None:
         raise ValueError(f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}")
@@ -119,7 +118,6 @@ def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
 
 
 def trainer_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
-    """The argument of vLLM's `WeightTransferTrainerFactory.trainer_init`. Raises ValueError."""
     transport = _BY_BACKEND.get(backend)
     if transport is not None:
         if facts.chunk_bytes is None:

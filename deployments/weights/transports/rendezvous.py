@@ -1,10 +1,10 @@
-"""How the members of a group of ranks (`gloo`, `nccl`) meet, and who is missing after a failure.
+"""How a group's ranks (`gloo`, `nccl`) meet, and who is missing after a failure.
 
     rank 0      opens a TCPStore at the rendezvous address ─┐
     workers     probe the address until it is open ─────────┤
     all ranks   set their payload, wait for all others   ◄──┘
 
-torch's own ways to form a group cannot be aborted, and are called after this, when no member is missing. A
+torch's own ways to form a group cannot be aborted; they are called after this, when no member is missing. A
 store's calls block as long as its host hangs: threads make them.
 """
 
@@ -35,11 +35,11 @@ Check = Callable[[], None]  # raises to end a wait; called every few millisecond
 
 
 class RollCall:
-    """One member's part in finding out who is missing.
+    """Finds out who is missing.
 
-    When one member hangs, the others fail without knowing which. Each one that fails says so in the group's
-    store; those that still wait see it and do the same. Members that say nothing and have not finished the
-    broadcast are missing.
+    When one member hangs, the others fail without knowing which. Each failing member tells the group's store;
+    those that still wait see it and do the same. Silent members that have not finished the broadcast are
+    missing.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -56,13 +56,13 @@ class RollCall:
         return self._talk.called
 
     def finished(self, broadcasts: int) -> None:
-        """Count the broadcasts that this member has finished."""
         self._talk.listening, self._talk.finished = False, broadcasts
         self._talk.wake.set()
 
     def missing(self, started: int, check: Check = lambda: None) -> tuple[int, ...]:
-        """Report a failure, wait for the others, and return the missing ranks; none if the store is gone too.
-        `started`: broadcasts so far, with the one that failed."""
+        """Report a failure, wait for the others, and return the missing ranks; none without the store.
+        `started`: broadcasts so far, including the failed one.
+        """
         deadline = time.monotonic() + self._limit_s
         self._talk.ask(started, deadline)
         while not self._talk.answered.wait(_ANSWER_POLL_S) and time.monotonic() < deadline + self._limit_s:
@@ -71,7 +71,7 @@ class RollCall:
 
 
 class _Talk:
-    """Its thread alone uses the store, and must not keep the `RollCall` alive."""
+    """Only its thread uses the store; it must not keep the `RollCall` alive."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -95,7 +95,7 @@ class _Talk:
                 self._speak()
                 self.wake.wait(_LISTEN_S if self.listening else None)
                 self.wake.clear()
-        except RuntimeError:  # torch has no finer class: the store is gone, and no rank can be named
+        except RuntimeError:  # torch has no finer class: the store is gone, so no rank can be named
             self.absent = ()
         self.answered.set()
 
@@ -143,7 +143,8 @@ def rendezvous(
     info: RendezvousInfo, rank: int, check: Check, payload: str = ""
 ) -> tuple[PrefixStore, list[str]]:
     """Wait until all members have joined. Returns their store and payloads, by rank. Raises TransferFailed
-    after `timeout_s`, naming those that did not join."""
+    after `timeout_s`, naming the absent ones.
+    """
     meeting = Meeting(info, rank, payload)
     return meet(meeting, check), meeting.payloads
 
@@ -168,7 +169,7 @@ class Meeting:
 
     def __init__(self, info: RendezvousInfo, rank: int, payload: str) -> None:
         self.info, self.rank, self.payload = info, rank, payload
-        # Rank 0 has the store, in which the others look who is missing.
+        # Rank 0 has the store, which the others search for missing members.
         self.deadline = time.monotonic() + info.timeout_s + (HOST_S if rank == 0 else 0.0)
         self.over = threading.Event()
         self.abandoned = False
@@ -231,8 +232,9 @@ def probe(info: RendezvousInfo) -> bool:
 
 
 def _listening(info: RendezvousInfo) -> int | None:
-    """An IPv4 socket for the store, which looks up each peer's name: of ::ffff:127.0.0.1 that took 5 s. None:
-    the store makes its own, for IPv6 and IPv4."""
+    """An IPv4 socket for the store, which looks up each peer's name: 5 s for ::ffff:127.0.0.1. None: the
+    store makes its own, for IPv6 and IPv4.
+    """
     try:
         ipaddress.IPv4Address(info.master_address)
     except ValueError:  # IPv6, or a name, which may be of both

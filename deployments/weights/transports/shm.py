@@ -1,7 +1,7 @@
 """Transport `shm`: processes of one host, CPU. One named segment of shared memory per chunk.
 
-Every replica maps the same pages, so a version is in host memory once. Mappings outlive the name, which is
-removed once all replicas have opened the segment.
+Every replica maps the same pages: one copy of a version in host memory. Mappings outlive the name, removed
+once all replicas have opened the segment.
 """
 
 import mmap
@@ -27,13 +27,11 @@ from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe
 
 @dataclass
 class ShmInitInfo(WeightTransferInitInfo):
-    """A payload has everything that its receiver needs."""
+    """A payload describes itself."""
 
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """One chunk: the segment that holds it, and its tensors."""
-
     segment: str
     names: list[str]
     dtype_names: list[str]
@@ -63,7 +61,7 @@ class ShmWeightTransferEngine(StagedWeightTransferEngine[ShmInitInfo, ShmUpdateI
 
 
 class ShmTrainerWeightTransferEngine(WeightSender[ShmTrainerInitInfo]):
-    """One payload per chunk; while the replicas receive one, the next is packed."""
+    """One payload per chunk; the next is packed while replicas receive."""
 
     init_info_cls = ShmTrainerInitInfo
 

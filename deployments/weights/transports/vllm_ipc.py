@@ -28,7 +28,7 @@ from deployments.weights.transports.vllm_packing import (
 from deployments.weights.wire.chunk_layout import Chunk, Entry, ReceivedChunk
 from deployments.weights.wire.cuda_ipc_handles import decode_payload
 
-_DEVICE = 6  # index, in a handle, of the sender's device index
+_DEVICE = 6  # a handle's index of the sender's device index
 Handle = tuple[Any, ...]
 
 
@@ -48,7 +48,6 @@ class StagedIpcEngine(StagedWeightTransferEngine[IPCWeightTransferInitInfo, IPCW
         self.one_payload = not init_info.packed
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
-        """As vLLM's, from handles in JSON types. Raises ValueError."""
         if update_dict.get("ipc_handles_pickled") is not None:
             raise ValueError(
                 "ipc_handles_pickled: a worker does not unpickle; send them through the fleet's routes"

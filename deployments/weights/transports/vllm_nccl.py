@@ -3,12 +3,12 @@
     not packed    a broadcast for each tensor, at its place in a chunk of ours
     packed        a broadcast for each piece of vLLM's
 
-A broadcast is queued only when the previous chunk is staged: its kernel occupies the device until the trainer
+A broadcast is queued only once the previous chunk is staged: its kernel occupies the device until the trainer
 sends. With one queued ahead an H200 produced no token for 120 s beside a stalled trainer.
 
-The trainer cannot be told that a peer is gone: it waits in its broadcast until it is killed. The workers
-leave the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported after
-all of it has been taken: the trainer is then free to learn of it.
+The trainer cannot learn that a peer is gone: it waits in its broadcast until it is killed. The workers leave
+the group, and the next `init_weight_transfer_engine` forms a new one. Wrong content is reported once all of
+it has been taken: only then can the trainer learn of it.
 """
 
 import io
@@ -44,13 +44,14 @@ from deployments.weights.transports.vllm_packing import (
 )
 from deployments.weights.wire.chunk_layout import Chunk, Names, ReceivedChunk, Shapes, largest, view
 
-UNIQUE_ID = "broadcast_from/0/0"  # the key of vLLM's `StatelessProcessGroup` for the first object of rank 0
+UNIQUE_ID = "broadcast_from/0/0"  # key of the first object of rank 0 in vLLM's `StatelessProcessGroup`
 
 
 class VllmMeeting(Meeting):
-    """How a worker joins the group of vLLM's trainer engine (rank 0), which opens vLLM's store and leaves
-    NCCL's unique id there. The workers also announce themselves to each other: NCCL would wait for a missing
-    one forever. `payloads` are theirs, from rank 1."""
+    """Joins the group of vLLM's trainer engine (rank 0), which opens vLLM's store and leaves NCCL's unique id
+    there. Workers also announce themselves to each other: NCCL would wait forever for a missing one.
+    `payloads` are the workers', from rank 1.
+    """
 
     unique_id = b""
     first_rank = 1
@@ -162,7 +163,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
                 taken = index + 1
                 yield received_block(chunk, group.buffer(index, chunk.size_bytes))
             group.finish()
-        except GeneratorExit:  # the content is refused; the trainer is freed if all of it is taken
+        except GeneratorExit:  # content refused; the trainer is free once all of it is taken
             self._take_rest(group, taken, chunks)
             raise
         except BaseException:  # peers wait in broadcasts that this worker will not join
@@ -170,7 +171,7 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
             raise
         finally:
             if not all(map(is_aligned, chunks)):
-                self.staging.release()  # it may hold copies that were made to align tensors
+                self.staging.release()  # may hold copies made to align tensors
 
     def _chunks(self, update_info: NCCLWeightTransferUpdateInfo) -> tuple[Chunk, ...]:
         if update_info.names:  # vLLM 0.33's trainer describes its tensors again only if they have changed
@@ -192,12 +193,12 @@ class StagedNcclEngine(GroupReceiver[NCCLWeightTransferInitInfo, NCCLWeightTrans
             for index in range(taken, len(chunks)):
                 self._take(group, index, chunks[index])
             group.finish()
-        except Exception:  # a peer or the device failed as well; the refusal is reported
+        except Exception:  # a peer or the device failed too; the refusal is reported
             self.abort()
 
 
 def _reserve(group: BroadcastGroup, size_bytes: int) -> None:
-    """Raises ValueError, no fault of the replica, if the trainer chose too large pieces."""
+    """Raises ValueError, which does not blame the replica, if the trainer's pieces are too large."""
     try:
         group.reserve(size_bytes)
     except torch.OutOfMemoryError as error:

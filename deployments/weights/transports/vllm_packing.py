@@ -1,5 +1,5 @@
-"""How vLLM's trainer engines pack tensors: one directly behind the other, without padding and digests. Both
-sides cut the same pieces from the same metadata (vLLM 0.32, `packed_tensor.py`):
+"""How vLLM's trainer engines pack tensors: end to end, without padding or digests. Both sides cut the same
+pieces from the same metadata (vLLM 0.32, `packed_tensor.py`):
 
     nccl, packed    tensors are added until they exceed the buffer size, the last one included
     ipc, packed     each call names the tensors of its piece
@@ -25,8 +25,8 @@ from deployments.weights.wire.chunk_layout import (
 )
 from deployments.weights.wire.digest_definition import WORD_BYTES
 
-_CACHED_LAYOUTS = 1024  # a round over IPC has one for each piece
-_moving = count(-1, -1)  # memory keys for memory whose address changes
+_CACHED_LAYOUTS = 1024  # a round over IPC has one per piece
+_moving = count(-1, -1)  # keys for memory whose address changes
 
 
 @cached_layout(_CACHED_LAYOUTS)
@@ -52,7 +52,6 @@ def one_piece(names: Names, dtype_names: Names, shapes: Shapes) -> tuple[Chunk, 
 
 @cached_layout(_CACHED_LAYOUTS)
 def separate_tensors(names: Names, dtype_names: Names, shapes: Shapes, chunk_bytes: int) -> tuple[Chunk, ...]:
-    """Tensors that come one by one, gathered into aligned chunks of our own."""
     chunks = plan_chunks(parse(names, dtype_names, shapes), chunk_bytes)
     return tuple(_piece(chunk.entries, chunk.table_offset) for chunk in chunks)
 
@@ -63,8 +62,7 @@ def _piece(entries: Sequence[Entry], size_bytes: int) -> Chunk:
 
 @lru_cache(maxsize=_CACHED_LAYOUTS)
 def is_aligned(piece: Chunk) -> bool:
-    """Whether each tensor can be read in place. vLLM does not align: an odd number of bfloat16 elements moves
-    what follows by half a float32."""
+    """vLLM does not align: an odd number of bfloat16 elements moves what follows by half a float32."""
     return all(entry.offset % _unit(entry) == 0 for entry in piece.entries)
 
 

@@ -7,7 +7,7 @@
     finish_weight_update    the fleet verifies and commits
 
 After a failure `abandon_round` ends the receivers' waits. The pending call is not joined: it returns only
-when the fleet has aborted the round.
+once the fleet has aborted the round.
 """
 
 from abc import abstractmethod
@@ -62,7 +62,7 @@ def native_init_info(backend: str, facts: TrainerFacts) -> TrainerInitInfo:
                 master_address=facts.master_address,
                 master_port=facts.master_port,
                 world_size=facts.world_size,
-                # vLLM 0.32's receiver, which a replica may have, does not order more.
+                # vLLM 0.32's receiver, on some replicas, does not order more.
                 packed_num_buffers=1,
                 **sizes,
             )
@@ -75,9 +75,10 @@ class ResidentSource(Protocol):
 
 
 class ChunkPacker:
-    """The chunks of a source, and their content in each round. Of resident tensors, the model's own memory,
-    the work of a chunk is prepared once: a round is a few launches, without Python for each tensor. Others
-    are packed as the source yields them. Raises ValueError if they are not those declared."""
+    """A source's chunks, and their content in each round. For resident tensors, the model's own memory, a
+    chunk's work is prepared once: a round is a few launches, without Python per tensor. Others are packed as
+    the source yields them. Raises ValueError if they differ from those declared.
+    """
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
         self._source = source
@@ -106,8 +107,9 @@ class ChunkPacker:
         self._pass = tensors_of(self._source) if self.resident is None else iter(())
 
     def pack(self, index: int, block: torch.Tensor) -> None:
-        """Write chunk `index`, the next one, with its digests into a block (uint8 [chunk.size_bytes]). Raises
-        ValueError if the source yields what it did not declare."""
+        """Write the next chunk, with its digests, into a block (uint8 [chunk.size_bytes]). Raises ValueError
+        for an undeclared tensor.
+        """
         chunk = self.chunks[index]
         if self.resident is None:
             pack(chunk, self._pass, block)
@@ -118,7 +120,7 @@ class ChunkPacker:
             targets = [view(entry, block) for entry in chunk.entries]
             pairs = list(zip(sources, targets, strict=True))
             copies = [Copy(index=i, source=source, target=target) for i, (source, target) in enumerate(pairs)]
-            # Digests are of what is sent: of the copy, if the tensor is cast.
+            # Digests are of what is sent: the copy, if the tensor is cast.
             inspected = [source if source.dtype == target.dtype else target for source, target in pairs]
             digests = prepare_digests(inspected, copies)
             if block.is_cuda:  # blocks in host memory are new in every round
@@ -161,14 +163,15 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         )
         try:
             engine.connect(init_info)
-        except BaseException:  # peers that have joined must not wait for the others
+        except BaseException:  # peers that have joined must not wait
             engine.shutdown()
             raise
         return engine
 
     def send_weights(self) -> None:
-        """On every trainer rank. Raises TransferFailed (a peer is gone, or the tensors have moved: connect
-        again) or ValueError (the source yields what it did not declare)."""
+        """On every trainer rank. Raises TransferFailed (a peer is gone, or tensors have moved: connect again)
+        or ValueError (undeclared tensors).
+        """
         self.packer.begin()
         self.prepare()
         if self.is_sender:
@@ -176,7 +179,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
         calls = ThreadPoolExecutor(max_workers=1)
         try:
             self.transfer(calls)
-        except BaseException:  # the receivers must not wait for the other chunks
+        except BaseException:  # receivers must not wait for the other chunks
             self.abandon_round()
             raise
         finally:
@@ -188,7 +191,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
     def connect(self, init_info: Init) -> None: ...
 
     def is_current(self) -> bool:
-        """Whether the source's tensors are where the connection can send them from."""
+        """Whether the connection can still send from the tensors' memory."""
         return True
 
     def prepare(self) -> None:
@@ -196,17 +199,17 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
 
     @abstractmethod
     def transfer(self, calls: ThreadPoolExecutor) -> None:
-        """Send all chunks, and submit to `calls` the calls inside which they are received."""
+        """Send all chunks, and submit the receiving calls to `calls`."""
 
     def join_gathers(self) -> None:
         self.packer.drain()
 
     def abandon_round(self) -> None:
-        """End the receivers' waits for a round that will not be finished."""
+        """End the receivers' waits for an unfinished round."""
 
 
 class OnePayloadSender(WeightSender[Init], Generic[Init]):
-    """A trainer half whose rounds are one payload, received inside one call."""
+    """One payload a round, received inside one call."""
 
     def transfer(self, calls: ThreadPoolExecutor) -> None:
         if not self.is_sender:
@@ -221,4 +224,4 @@ class OnePayloadSender(WeightSender[Init], Generic[Init]):
 
     @abstractmethod
     def send(self, receiving: Future[None] | None) -> None:
-        """Send all chunks. Once `receiving`, the sender's call, has failed, no replica receives."""
+        """Send all chunks. Once the call `receiving` has failed, no replica receives."""

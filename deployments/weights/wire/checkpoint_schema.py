@@ -27,8 +27,8 @@ def mismatches(
     *,
     complete: bool,
 ) -> list[str]:
-    """One sentence for each tensor that does not fit the model. Floating-point dtypes fit each other, but for
-    those of 8 bits and fewer: they have scales, which would not fit a weight that was cast.
+    """One sentence per tensor that does not fit the model. Floating-point dtypes fit each other, except those
+    of 8 bits and fewer, whose scales would not fit a cast weight.
 
     `complete`: also report missing tensors.
     """

@@ -1,4 +1,4 @@
-"""The layout of tensors in the chunks that a transport moves.
+"""The layout of tensors in the chunks of a transport.
 
 A chunk is one block of bytes: its tensors, each at a multiple of `ALIGNMENT`, then a table of their digests.
 Both sides compute the layout from the same metadata and the sender's `chunk_bytes`.
@@ -17,7 +17,7 @@ from deployments.weights.wire.digest import prepare_digests
 from deployments.weights.wire.digest_definition import DIGEST_BYTES, Copy
 
 ALIGNMENT = 256
-_CACHED_LAYOUTS = 64  # a round has one, or one per chunk
+_CACHED_LAYOUTS = 64  # per round: one, or one per chunk
 
 Names = Sequence[str]
 Shapes = Sequence[Sequence[int]]
@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Compared by identity: the same metadata always gives the same object."""
+    """Compared by identity: equal metadata gives the same object."""
 
     entries: tuple[Entry, ...]
     table_offset: int
@@ -147,7 +147,7 @@ def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, t
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Raises ValueError if the tensors are not those declared."""
+    """Raises ValueError for undeclared tensors."""
     copies = []
     for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
@@ -170,13 +170,13 @@ def view(entry: Entry, block: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceivedChunk:
-    """A chunk's tensors and the digests that were sent with them. Valid until the next one is requested."""
+    """A chunk's tensors and the digests sent with them. Valid until the next one is requested."""
 
     chunk: Chunk
-    memory_key: int  # same key, same chunk: its tensors are at the same addresses
+    memory_key: int  # same key and chunk: the same addresses
     sent: torch.Tensor | None  # int64 [n], on the device of the tensors; None: the sender states none
     read: Callable[[], list[torch.Tensor]]  # the chunk's n tensors, in its order, without a copy
-    arrived_bytes: int | None = None  # fewer than the chunk has if it came as a difference; None: all
+    arrived_bytes: int | None = None  # fewer than the chunk's for a difference; None: all
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
         return [(entry.name, tensor) for entry, tensor in zip(self.chunk.entries, self.read(), strict=True)]

@@ -1,5 +1,6 @@
-"""CUDA IPC handles of vLLM's own `ipc` engines, in JSON types: they pass through processes that must not
-unpickle and do not import torch."""
+"""CUDA IPC handles of vLLM's `ipc` engines in JSON types, for processes that must not unpickle and do not
+import torch.
+"""
 
 import base64
 from typing import Any
@@ -51,7 +52,8 @@ def _text(handle: bytes) -> str:
 
 def encode_handles(handles: Any, limit: int | None = None) -> Any:
     """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list of one per tensor. Raises
-    ValueError, also for more than `limit` bytes can hold: a pickle can name one object many times."""
+    ValueError, also for more than `limit` bytes can hold: a pickle can name one object many times.
+    """
     parts = handles if isinstance(handles, list) else [handles]
     count = 0
     for part in parts:
@@ -71,7 +73,6 @@ def _uuid(gpu: Any) -> str:
 
 
 def encode_payload(payload: Any) -> Any:
-    """A payload with its IPC handles in JSON types."""
     if isinstance(payload, list):
         return [encode_payload(part) for part in payload]
     if not isinstance(payload, dict) or payload.get(_HANDLES) is None:
@@ -97,7 +98,7 @@ def _by_gpu(handles: dict[str, dict[str, Any]]) -> dict[str, tuple[Any, ...]]:
 
 
 def _decode_handle(encoded: dict[str, Any]) -> tuple[Any, ...]:
-    import torch  # here: processes of the control plane only forward handles
+    import torch  # processes of the control plane only forward handles
 
     dtype = getattr(torch, str(encoded["dtype"]), None)
     if not isinstance(dtype, torch.dtype):

@@ -1,7 +1,7 @@
-"""The difference of two states of a block: which 16-bit words have changed, and what they are now.
+"""The difference of two states of a block: its changed 16-bit words.
 
-After a step of reinforcement learning in bfloat16 few words have. A block is encoded in pieces that fit in a
-core's cache, and a piece in rows of 256 words, of which n have changed:
+A step of reinforcement learning in bfloat16 changes few. A block is encoded in pieces that fit a core's
+cache, a piece in rows of 256 words, of which n have changed:
 
     counts     uint16 [rows]    how many of a row's words have changed
     values     uint16 [n]       what they are now
@@ -19,8 +19,9 @@ Words = npt.NDArray[np.uint16]
 
 
 def encode_delta(block: Bytes, base: Bytes) -> Bytes | None:
-    """What makes `block` of `base` (uint8 [n], n a multiple of 8), and makes it so. None: it is more than
-    half of the block."""
+    """Turns `base` (uint8 [n], n a multiple of 8) into `block`, also in place. None: more than half of the
+    block.
+    """
     words, former = block.view(np.uint16), base.view(np.uint16)
     pieces, size = [], 0
     for start in range(0, len(words), PIECE_WORDS):
@@ -34,7 +35,7 @@ def encode_delta(block: Bytes, base: Bytes) -> Bytes | None:
 
 
 def apply_delta(delta: Bytes, block: Bytes) -> None:
-    """Make a block of its base, in place. Raises ValueError if the delta is of no block of this size."""
+    """Make a block of its base, in place. Raises ValueError if the delta is for another block size."""
     words = block.view(np.uint16)
     rest = delta[: delta.size // 2 * 2].view(np.uint16)
     try:
@@ -54,7 +55,7 @@ def _encode(words: Words, former: Words) -> Words:
     wide, former_wide = words.view(np.uint64), former.view(np.uint64)
     found = np.flatnonzero(wide != former_wide)
     inside = np.flatnonzero((wide[found] ^ former_wide[found]).view(np.uint16) != 0)
-    changed = (found[inside >> 2] << 2) + (inside & 3)  # a third less time than to search words
+    changed = (found[inside >> 2] << 2) + (inside & 3)  # a third less time than searching words
     rows = _rows(words)
     end = rows + len(changed)
     piece = np.zeros(end + -(-len(changed) // 2), dtype=np.uint16)
@@ -65,7 +66,7 @@ def _encode(words: Words, former: Words) -> Words:
 
 
 def _apply(delta: Words, words: Words) -> Words:
-    """Returns what follows of the delta."""
+    """Returns the rest of the delta."""
     rows = _rows(words)
     counts = delta[:rows]
     count = int(counts.sum(dtype=np.int64))

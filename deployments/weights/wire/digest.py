@@ -1,5 +1,6 @@
 """Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, which queues
-the work and raises ValueError for tensors over 16 GiB."""
+the work and raises ValueError for tensors over 16 GiB.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -60,7 +61,6 @@ def prepare_inspection(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) 
 
 
 def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> Callable[[], torch.Tensor]:
-    """As `prepare_inspection`, without the search for NaN."""
     if not (tensors and tensors[0].is_cuda):
         return _after(copies, partial(digest_tensor, tensors))
     inspection = prepare_inspection(tensors, copies)
@@ -110,7 +110,7 @@ def _host_findings(tensors: Sequence[torch.Tensor]) -> Findings:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Several times as fast as `torch.isfinite` on a CPU."""
-    # A sum is finite if all terms are: float32 can hold the sum of any real model's weights. So can bfloat16,
-    # which takes a third of the time without a cast; torch accumulates in float32.
+    # Finite if all terms are: float32 can hold the sum of any real model's weights. So can bfloat16, in a
+    # third of the time without a cast; torch accumulates in float32.
     dtype = torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32
     return not tensor.is_floating_point() or bool(tensor.sum(dtype=dtype).isfinite())

@@ -2,10 +2,10 @@
 
 A tensor's words are a matrix of rows of `ROW_WORDS`. Sums modulo 2**64 have no order: a program takes a band
 of columns over a group of rows, multiplies each word by its row's number, and at the end by the column's
-numbers. So it reads the large column table once.
+numbers. The large column table is read once.
 
-A table made on the host lists the groups of any number of tensors for one launch. The kernel can also copy
-the words, and in a launch of its own cast float32 to bfloat16; the digest is that of the cast.
+A table made on the host lists any number of tensors' groups for one launch. The kernel can also copy the
+words, and in a launch of its own cast float32 to bfloat16; the digest is that of the cast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +29,9 @@ GROUP_ROWS = 16
 COLUMNS = 2048
 _ALIGNMENT = 16  # the kernel promises this to the compiler, for wide loads
 _MAX_ROWS = 1 << 18  # 16 GiB
-_FIELDS = 8  # per group, so that every group is aligned and one compiled kernel serves all tables
+_FIELDS = 8  # per group: aligned, and one compiled kernel serves all tables
 
-# The exponent bits in the low and the high half of a word: all set means NaN or infinity.
+# The exponent bits in a word's low and high half: all set means NaN or infinity.
 _EXPONENTS = {
     torch.bfloat16: (0x7F80, 0x7F800000),
     torch.float16: (0x7C00, 0x7C000000),
@@ -68,7 +68,7 @@ def _digest_groups(  # type: ignore[no-untyped-def]
     low = tl.load(entry + 4).to(tl.int32)
     high = tl.load(entry + 5).to(tl.int32)
     target = tl.load(entry + 6)
-    # With CAST an element holds the two float32 numbers of which a word is made.
+    # With CAST an element holds the two float32 numbers of a word.
     words = tl.multiple_of(address.to(tl.pointer_type(tl.int64 if CAST else tl.int32)), 16)
     copies = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
     columns = band * BAND + tl.arange(0, BAND)
@@ -117,7 +117,7 @@ def _digest_groups(  # type: ignore[no-untyped-def]
 
 
 class CudaInspection:
-    """The inspection of a list of tensors, in every round: the work list is made and uploaded once.
+    """Inspects the same tensors in every round: the work list is made and uploaded once.
 
     Args:
         tensors: on one CUDA device, at most 16 GiB each.
@@ -139,7 +139,7 @@ class CudaInspection:
         # Copies of misaligned tensors may be freed: the allocator reuses memory in stream order.
         tensors = self._original
         self._tensors = [_readable(tensor) for tensor in tensors]
-        # A copy does not follow the tensor's content, and is made again for the next call.
+        # A copy does not follow its tensor: make it again for the next call.
         self._has_copies = any(
             used is not tensor for used, tensor in zip(self._tensors, tensors, strict=True)
         )
@@ -150,7 +150,7 @@ class CudaInspection:
         self._cast_count = int(casts.sum())
         self._count = len(groups) - self._cast_count
         groups = np.concatenate([groups[~casts], groups[casts]])
-        # Pinned memory: a copy from pageable memory waits for the stream.
+        # Pinned: a copy from pageable memory waits for the stream.
         upload = torch.from_numpy(np.concatenate([groups.reshape(-1), sizes])).pin_memory()
         self._table = upload.to(self._device, non_blocking=True)
         self._sizes = self._table[groups.size :]
@@ -160,7 +160,7 @@ class CudaInspection:
             self._prepare()
         self._outdated = self._has_copies
         count = len(self._tensors)
-        # An even number keeps both rows aligned: Triton compiles the kernel again for other pointers.
+        # An even number aligns both rows: Triton recompiles for other pointers.
         zeros = torch.zeros(2, count + count % 2, dtype=torch.int64, device=self._device)
         sums, nonfinite = zeros[:, :count]
         with torch.cuda.device(self._device):
@@ -188,7 +188,7 @@ class CudaInspection:
 
 
 def is_fusable(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether the kernel can copy `source` to `target` as it reads: aligned, contiguous, in full words."""
+    """Whether the kernel can copy `source` to `target` as it reads: aligned, contiguous, full words."""
     return source.dtype == target.dtype and _are_wide(source, target)
 
 
@@ -215,7 +215,7 @@ def _groups(
     targets: Mapping[int, torch.Tensor],
     sources: Mapping[int, torch.Tensor],
 ) -> npt.NDArray[np.int64]:
-    """The kernel's work list, int64 [g, 8]; see `_digest_groups`. Raises ValueError for more than 16 GiB."""
+    """The kernel's work list, int64 [g, 8]; see `_digest_groups`."""
     span = GROUP_ROWS * ROW_BYTES
     if len(sizes) and int(sizes.max()) > _MAX_ROWS * ROW_BYTES:
         raise ValueError(f"expected at most {_MAX_ROWS * ROW_BYTES} bytes in a tensor, got {sizes.max()}")

@@ -1,9 +1,8 @@
 """The 64-bit multilinear hash that every device computes alike, and its multipliers.
 
-Lemire and Kaser, "Strongly universal string hashing is fast", 2014: each 32-bit word is multiplied by a
-random odd 64-bit number, and the products are summed modulo 2**64. In two levels, so that the table of
-multipliers stays in the cache: words to rows of `ROW_WORDS`, then rows to one number. It detects transport
-faults; it is no signature. Imports no torch.
+Lemire and Kaser, "Strongly universal string hashing is fast", 2014: 32-bit words are multiplied by random odd
+64-bit numbers and summed modulo 2**64. Two levels keep the multipliers in cache: words to rows of
+`ROW_WORDS`, then rows to one number. It detects transport faults; it is no signature. Imports no torch.
 """
 
 from __future__ import annotations

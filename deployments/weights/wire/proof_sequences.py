@@ -1,27 +1,25 @@
 """The sequences of the proof of policy: replicas and trainer score them with each committed version.
 
-They follow from the size of the vocabulary. Token ids are of its middle half, because special tokens, which
-may stand for an image, are at its ends.
+They follow from the size of the vocabulary. Token ids are from its middle half: special tokens, which may
+stand for an image, are at its ends.
 """
 
 import random
 from dataclasses import dataclass
 
-# One token longer than a block of the KV cache (16 on GPUs, 128 on CPUs): the prompt of one version would be
-# found in a prefix cache that was not reset for the next.
+# One token longer than a KV cache block (16 on GPUs, 128 on CPUs): a prefix cache that was not reset would
+# hold the prompt of the version before.
 SHORT, LONG = 17, 129
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofSequence:
-    """Its score is the log-probability of `token` after `prompt`."""
-
     prompt: tuple[int, ...]
     token: int
 
 
 def proof_sequences(count: int, vocabulary_size: int) -> list[ProofSequence]:
-    """The first one has a prompt of `LONG` tokens, the others of `SHORT`."""
+    """One prompt of `LONG` tokens, the others `SHORT`."""
     chance = random.Random(vocabulary_size)
     low, span = vocabulary_size // 4, vocabulary_size // 2
 
