@@ -246,6 +246,18 @@ def test_a_replica_that_alone_fails_to_receive_again_and_again_is_fenced(body: t
     assert report_of(scene.publish()).version == 1, "the others go on without it"
 
 
+@pytest.mark.parametrize("outcome", [TRANSFER_FAILED, REPLICA_FAILED])
+def test_a_replica_that_was_lost_after_it_had_failed_fences_nobody(outcome: Outcome) -> None:
+    scene = scene_with(Receive, (outcome, DONE, DONE))
+    scene.replicas[1].hangs_in.add(Receive)
+    scene.connect(SEPARATE)
+    call = sent(scene)
+    scene.ledger.lost([("r0", "r0-1")], "its process is gone", scene.now)
+    scene.replicas[1].hangs_in.clear()
+    scene.poll(only=scene.replicas[1:])
+    assert call.done and [scene.state_of(each) for each in scene.replicas] == ["gone", "serving", "serving"]
+
+
 def test_a_version_that_arrived_ends_the_row() -> None:
     scene = Scene(replicas=2)
     for _ in range(3):
