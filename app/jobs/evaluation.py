@@ -47,8 +47,7 @@ async def evaluate(
     in_flight: int,
     solved_from: float,
 ) -> Evaluation:
-    """Attempts at held-out problems by a policy with a version. Raises Moved; Unanswered if no problem was
-    answered."""
+    """Raises Moved; Unanswered if no problem was answered."""
     assert policy.version is not None
     free = asyncio.Semaphore(in_flight)
     reasons: list[str] = []

@@ -68,7 +68,6 @@ class Group:
 
 
 def images_of(taken: Sequence[TakenGroup]) -> list[str]:
-    """Digests, each one once."""
     sequences = (each for group in taken for rollout in group.rollouts for each in rollout.sequences)
     return list(dict.fromkeys(digest for sequence in sequences for digest in sequence.get("images", ())))
 
@@ -129,8 +128,9 @@ def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 def trajectories(
     groups: Sequence[Group], estimator: AdvantageEstimator, *, has_teacher: bool = False
 ) -> list[Trajectory]:
-    """The trainer's batch, without groups of equal rewards, unless advantages are relative to the batch, or a
-    teacher has more to say."""
+    """The trainer's batch. Groups of equal rewards are left out, unless advantages are relative to the batch
+    or there is a teacher.
+    """
     advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
     whole = has_teacher or (estimator in OF_BATCHES and any(any(of_group) for of_group in advantages))
     return [

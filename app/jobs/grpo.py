@@ -6,9 +6,8 @@
     POST /rollouts/settle   their rewards         POST /train/publish   the fleet moves to the new version
        wait only while enough are ready             running requests continue across the change
 
-The fleet's ledger has the rollouts (`deployments.rollouts`): a job that is killed leaves none of them behind.
-Generation never waits for the trainer, so rollouts may span versions; truncated importance weights account
-for that.
+The rollouts are in the fleet's ledger (`deployments.rollouts`): a killed job loses none. Generation never
+waits for the trainer, so rollouts may span versions; truncated importance weights account for that.
 """
 
 import asyncio
@@ -48,8 +47,9 @@ STATUS_CHECK_S = 0.5
 
 
 async def trained_policy(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
-    """The model or adapter that is trained, and its version; publishes an adapter that has none. Raises
-    FleetError if the fleet refuses, or its trainer lacks the version that it serves."""
+    """The trained model or adapter, and its version; publishes an adapter that has none. Raises FleetError if
+    the fleet refuses, or its trainer lacks the served version.
+    """
     model = await client.send(calls.model())
     trainer = await client.send(calls.train_status())
     version = (await client.send(calls.health())).weight_version
@@ -71,7 +71,6 @@ async def trained_policy(client: AsyncFleetClient, options: JobOptions) -> tuple
 
 
 def _require_served(trainer: TrainerStatus, version: int) -> None:
-    """Its publish would be refused."""
     if trainer.missed is not None:
         raise FleetError(trainer.missed)
     if trainer.adapter is None and trainer.doing is None and trainer.version != version:
@@ -199,8 +198,9 @@ JOB_OPTIONS = ("url", "steps", "metrics", "log", "dry_run", "resume")
 
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
-    """What else differs from the run's last start. Raises ValueError if the problems do: the ledger has only
-    their numbers."""
+    """Other differences from the run's last start. Raises ValueError if the problems differ: the ledger has
+    only their numbers.
+    """
     found = {
         name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
         for name, value in now.options.items()
@@ -223,7 +223,7 @@ def differences(before: Configuration, now: Configuration) -> list[str]:
 async def try_out(
     client: AsyncFleetClient, options: JobOptions, environment: Environment, out: Display
 ) -> None:
-    """Show the options as a run file, try a problem and its reward, ask the fleet; changes nothing."""
+    """Changes nothing."""
     for each in fields(options):
         value = getattr(options, each.name)
         if value is not None and each.name not in ("url", "dry_run"):
@@ -238,7 +238,7 @@ async def try_out(
 
 
 def end_on_signals() -> None:
-    """SIGTERM and SIGHUP cancel this task as Ctrl-C does; under `nohup` SIGHUP stays ignored."""
+    """SIGTERM and SIGHUP cancel this task like Ctrl-C; under `nohup` SIGHUP stays ignored."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):

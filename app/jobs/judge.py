@@ -1,7 +1,7 @@
-"""A judge: a served model that rewards answers. A reward model answers vLLM's `/pooling` of a conversation
-with its score; a chat model is asked by a rubric.
+"""A judge: a served model that rewards answers. A reward model answers vLLM's `/pooling` with a score; a chat
+model is asked by a rubric.
 
-A judge that is away is asked again until the deadline, and the rollouts wait for it; then the job ends.
+An unreachable judge is asked again until the deadline, while the rollouts wait; then the job ends.
 """
 
 import asyncio
@@ -58,8 +58,9 @@ class Judge:
         return cls(client, rubric)
 
     async def __call__(self, entry: Mapping[str, Any], answer: str, given: Mapping[str, Any]) -> float:
-        """Raises FleetError: it does not answer; Unanswered: it refuses this conversation, or a chat
-        model answers no score."""
+        """Raises FleetError: no answer; Unanswered: it refuses this conversation, or a chat model gives no
+        score.
+        """
         messages = given["messages"]
         key = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
         if key not in self._rewards:
@@ -115,7 +116,7 @@ def _text(content: Any) -> str:
 
 
 def read_pooled(content: bytes, headers: Mapping[str, str]) -> float:
-    """A sequence's score, or its last token's. Raises ValueError."""
+    """A sequence's score, or its last token's."""
     (item,) = json.loads(content)["data"]
     data = item["data"]
     score = data[-1] if isinstance(data[-1], list) else data
@@ -125,7 +126,6 @@ def read_pooled(content: bytes, headers: Mapping[str, str]) -> float:
 
 
 def read_chat(content: bytes, headers: Mapping[str, str]) -> float:
-    """Raises ValueError."""
     text = json.loads(content)["choices"][0]["message"]["content"]
     try:
         return checked(json.loads(text)["score"], "the judge")

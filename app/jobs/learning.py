@@ -31,7 +31,7 @@ SHOWN = 3  # rollouts of a step on the page
 
 
 async def learn(run: Run, trackers: Trackers) -> None:
-    """Step after step; the page learns of one beside the next."""
+    """Report each step beside the next."""
     last: list[tuple[StepRecord, Sequence[Row]]] = []
     while run.step < run.options.steps:
         record, *_ = await all_of([learn_once(run), *(show(run, *each) for each in last)])
@@ -100,8 +100,7 @@ async def learn_once(run: Run) -> StepRecord:
 
 
 async def take(run: Run) -> tuple[Sequence[TakenGroup], str]:
-    """What the next step learns from: what the step of a killed job has consumed, or the oldest groups; and
-    the step's name."""
+    """The next step's groups and name: those that a killed job's step consumed, or the oldest."""
     client, wanted = run.policy.client, run.options.groups_per_step
     step, staleness, waits = f"{run.name}/{run.step + 1}", run.options.max_staleness, False
     while True:
@@ -128,7 +127,7 @@ async def take(run: Run) -> tuple[Sequence[TakenGroup], str]:
 
 
 async def imitated(run: Run) -> list[Group]:
-    """The next problems, answered by the teacher. A step that is made again gets other answers."""
+    """The next problems, answered by the teacher. A repeated step gets other answers."""
     teacher, options = run.teacher, run.options
     assert teacher is not None
     name = teacher.name(run.version)
@@ -194,8 +193,8 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, lab
     try:
         made, acceptance = await asyncio.gather(train(run, batch, record, label), draft_acceptance(run))
     except BatchRefused as error:
-        # It would be refused again after each --resume. Two in a row are no matter of one batch, and what a
-        # teacher said is asked for again.
+        # It would be refused again after each --resume. Two in a row are no matter of one batch, and a
+        # teacher's words are asked for again.
         if run.refused or ": teacher: " in error.message:
             raise
         run.refused = True
@@ -214,7 +213,7 @@ async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, lab
 
 
 async def draft_acceptance(run: Run) -> float | None:
-    """The share of drafted tokens that were accepted since the version is live."""
+    """Accepted part of the tokens drafted since the version is live."""
     try:
         load = await run.policy.client.send(calls.load(), patient=False)
     except FleetError:
@@ -255,7 +254,7 @@ async def evaluated(run: Run, record: StepRecord) -> Evaluation | None:
 async def keep(run: Run, best: Evaluation, step: int) -> str | None:
     if run.options.keep_best is None:
         return None
-    # The time: a killed job may have left a part of this version.
+    # With the time: a killed job may have left a part of this version.
     name = f"{run.path.stem}-step-{step}-{time.strftime('%H%M%S')}"
     place = run.options.keep_best.absolute() / name
     run.doing = "saving the best version"
@@ -269,7 +268,7 @@ async def keep(run: Run, best: Evaluation, step: int) -> str | None:
 
 
 async def continued(run: Run, past: Sequence[StepRecord]) -> None:
-    """Continue after the last recorded step, with the groups that the ledger has of this run."""
+    """Continue after the last recorded step, with this run's groups in the ledger."""
     position = await run.policy.client.send(calls.run_position(run.name))
     run.next_problem, run.ready = position.next, position.ready
     run.begun.extend(int(group.rpartition(".")[2]) for group in position.open)

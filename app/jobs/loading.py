@@ -1,5 +1,3 @@
-"""Environments from the job's options."""
-
 from collections.abc import Mapping
 
 from pydantic import ValidationError
@@ -16,7 +14,6 @@ from trainers.settings import wrong_fields
 
 
 def load_environments(options: JobOptions) -> tuple[Environment, Environment]:
-    """For training and for evaluation. Raises ValueError."""
     options.check()
     if options.environment is None:
         return _single_turn(options)

@@ -18,8 +18,8 @@ from app.jobs.run_display import duration_text
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
-LEAST_SAMPLE = 0.5  # the effective sample fraction below which the job warns
-SHOWN = 60  # characters of an answer in the log; the record has all of it
+LEAST_SAMPLE = 0.5  # effective sample fraction below which the job warns
+SHOWN = 60  # characters of an answer in the log; the record has all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class StepRecord:
     groups_dropped: int
     answer_tokens_mean: float
     step_s: float
-    wait_s: float  # until there were enough fresh groups
+    wait_s: float  # until enough groups were fresh
     elapsed_s: float
     next_problem: int
     seed: int
@@ -59,7 +59,6 @@ class StepRecord:
 
     @property
     def left_out(self) -> Mapping[str, int]:
-        """Groups that were not learned from, by reason."""
         equal = self.groups - self.groups_with_signal + self.groups_filtered
         return {"with equal rewards": equal, "too stale": self.groups_dropped, "unanswered": self.unanswered}
 
@@ -84,7 +83,6 @@ class StepRecord:
         )
 
     def caution(self) -> str | None:
-        """A warning if importance weights leave little to learn from."""
         share = self.trainer.get("effective_sample_fraction")
         if not isinstance(share, int | float) or share >= LEAST_SAMPLE:
             return None
@@ -95,7 +93,6 @@ class StepRecord:
         )
 
     def values(self) -> dict[str, float]:
-        """Numbers by name, for trackers."""
         found = {
             name: float(value)
             for name, value in asdict(self).items()
@@ -153,7 +150,9 @@ def newest_metrics_file(directory: Path = RUNS) -> Path:
 
 @contextmanager
 def claimed(path: Path, resume: bool) -> Iterator[None]:
-    """Lock a run's record. Raises ValueError: another job writes it, it has a run, or none to resume."""
+    """Lock a run's record. Raises ValueError: another job writes it, it has a run already, or has none to
+    resume.
+    """
     if resume and not path.exists():
         raise ValueError(f"the metrics file {path} cannot be read: there is none to resume")
     path.parent.mkdir(parents=True, exist_ok=True)

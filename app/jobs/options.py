@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_TASK_SETTINGS = '{"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}'
 
 
-# In "-2" the minus is a sign; in "5 - 3" and "7-8" it is not.
+# "-2" has a sign; "5 - 3" and "7-8" have none.
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 
 
@@ -182,7 +182,6 @@ class JobOptions:
 
     @property
     def longest(self) -> int:
-        """Sampled tokens of a rollout, at most."""
         return self.max_tokens * (1 if self.environment is None else self.max_turns)
 
     def check(self) -> None:
@@ -215,12 +214,10 @@ class JobOptions:
 
     @property
     def distils(self) -> bool:
-        """Whether the loss reads a teacher's log-probabilities."""
         return self.loss in DISTILLING
 
     @property
     def imitates(self) -> bool:
-        """Whether a teacher samples in the policy's place."""
         return self.teacher is not None and self.loss == "sft"
 
     def _check_teacher(self) -> None:

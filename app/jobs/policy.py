@@ -13,8 +13,8 @@ from deployments.protocol.rollouts import GROUP_HEADER, ID_HEADER, REQUEST_HEADE
 
 ATTEMPTS = 3
 VERSION_TIMEOUT_S = "120"  # for a replica to reach a version
-# Log-probabilities must be the policy's. All settings are explicit, because vLLM takes
-# defaults from the model's generation_config.json.
+# Log-probabilities must be the policy's. Everything is explicit: vLLM takes defaults from the model's
+# generation_config.json.
 DISTRIBUTION = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -52,12 +52,12 @@ class Policy:
     group: str | None = None
 
     def attempt(self) -> str:
-        """A rollout's name."""
         return f"{self.group or 'evaluation'}.{uuid.uuid4().hex[:16]}"
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], attempts: Sequence[str]) -> Sequence[Answer]:
-        """An answer to one conversation for each attempt. Raises as `sample`; Unanswered also for one that
-        exceeds the model's context, or has an image that an engine cannot fetch or read."""
+        """One answer per attempt. Raises as `sample`; Unanswered also if it exceeds the model's context, or
+        has an image that an engine cannot fetch or read.
+        """
         body = self._sampling() | {"model": self.name, "messages": list(messages), "n": len(attempts)}
         try:
             answers = (await self.forward(completions.chat(body), "", ",".join(attempts))).answers
@@ -71,26 +71,27 @@ class Policy:
         return answers
 
     async def complete(self, prompt_token_ids: Sequence[int], attempt: str) -> Answer:
-        """The next tokens; turns of an attempt go to one replica."""
+        """Turns of an attempt go to one replica."""
         settings = self._sampling() | {"ignore_eos": False}
         call = completions.complete(self.name, prompt_token_ids, **settings)
         return (await self.forward(call, attempt, attempt)).answer
 
     async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
         """A request at the policy's version. `session` may be empty; `attempt`: several have commas between
-        them. Raises as `sample`."""
+        them. Raises as `sample`.
+        """
         headers = self._headers(attempt) | ({"x-session-id": session} if session else {})
         call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)
 
     async def tokenize(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Raises ValueError for images, of which token ids have nothing."""
+        """Raises ValueError for images, which token ids lack."""
         only_text(messages)
         return await self.client.send(tokenize_chat(self.name, messages))
 
     @property
     def name(self) -> str:
-        """In requests; an adapter's version is a part of it."""
+        """As in requests; an adapter's includes its version."""
         pinned = self.is_adapter and self.version is not None
         return f"{self.model}@{self.version}" if pinned else self.model
 
@@ -99,7 +100,7 @@ class Policy:
         return {**limits, **DISTRIBUTION, "return_token_ids": True}
 
     def _headers(self, attempt: str) -> dict[str, str]:
-        """A request that is sent again has the same ones, and its answer replaces the former."""
+        """A repeated request has the same ones: its answer replaces the former."""
         headers = {}
         if self.group is not None:
             headers = {ID_HEADER: attempt, GROUP_HEADER: self.group, REQUEST_HEADER: uuid.uuid4().hex}
@@ -115,7 +116,6 @@ def image_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def only_text(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ValueError."""
     if urls := image_urls(messages):
         raise ValueError(
             f"expected messages of text alone, from an environment of several turns, and for a teacher that "
@@ -131,7 +131,7 @@ def is_too_long(error: FleetError) -> bool:
 
 async def sample(client: AsyncFleetClient, call: Call[Completion], version: int | None = None) -> Completion:
     """A completion without aborted answers, of this version (None: any). If one was aborted (`in_flight:
-    abort`, a pause, `/abort_requests`) all are sampled again: finished ones are mostly short.
+    abort`, a pause, `/abort_requests`), all are sampled again: finished ones are mostly short.
 
     Raises:
         Unanswered: the last attempt was aborted, or the fleet refuses this request for good.

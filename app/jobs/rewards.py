@@ -1,8 +1,8 @@
 """Your own rewards, `function(entry, answer)` by import path, and what else they ask for by name.
 
 An `async def` runs in the job's event loop. Other functions run in processes, one answer at a time, in the
-main thread: elsewhere `signal.alarm` fails, with which math-verify limits its time, and some callers turn
-that error into a reward of 0 (verl's pull request 5635).
+main thread: elsewhere `signal.alarm`, math-verify's time limit, fails, and some callers turn that into a
+reward of 0 (verl's pull request 5635).
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) 
 
 
 async def no_reward(entry: Mapping[str, Any], answer: str, given: Mapping[str, Any]) -> float:
-    """Of prompts that a teacher alone has something to say about."""
+    """For prompts that only a teacher scores."""
     return 0.0
 
 
@@ -66,8 +66,9 @@ MAX_REWARD = 1e30
 
 
 def checked(reward: Any, source: str) -> float:
-    """The reward as a number; a scalar of numpy or torch is one. Raises ValueError if it is not finite as a
-    float32, which advantages are."""
+    """A float; scalars of numpy or torch count. Raises ValueError unless it is finite as a float32,
+    advantages' type.
+    """
     value = reward
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers
@@ -148,7 +149,7 @@ class RewardProcess:
         return self._process
 
     def _end(self) -> None:
-        """With what the function has started. One that waits for a disk may not exit."""
+        """Also ends what the function started. One that waits for a disk may not exit."""
         process, self._process = self._process, None
         if process is not None and process.pid is not None:
             with suppress(ProcessLookupError):  # it leads no group yet
@@ -168,7 +169,7 @@ async def _readable(pipe: Connection) -> None:
 
 
 def _answer(path: str, pipe: Connection) -> None:
-    """Runs in the process: replies with the reward, or the text of a ValueError."""
+    """In the process: replies with the reward, or a ValueError's text."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     die_with(parent.sentinel)
@@ -184,7 +185,7 @@ def _answer(path: str, pipe: Connection) -> None:
             made: float | str = checked(_called(function, entry, answer, details), "the reward")
         except ValueError as error:
             made = str(error)
-        sys.stdout.flush()  # what it printed; this process is killed in the end
+        sys.stdout.flush()  # what it printed; this process will be killed
         pipe.send(made)
 
 

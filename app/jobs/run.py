@@ -26,7 +26,7 @@ FRUITLESS = 50  # batches
 
 @dataclass
 class Run:
-    """What is known beside the fleet's ledger, which has the groups, and the record, which has the steps."""
+    """State beside the fleet's ledger (groups) and the record (steps)."""
 
     options: JobOptions
     environment: Environment
@@ -42,7 +42,7 @@ class Run:
     trained: int = 0
     refused: bool = False  # the last batch, by the trainer
     next_problem: int = 0
-    begun: deque[int] = field(default_factory=deque)  # problems that the ledger has, and nobody samples
+    begun: deque[int] = field(default_factory=deque)  # in the ledger, without a producer
     inherited: frozenset[int] = frozenset()  # begun by a killed job
     ready: int = 0
     waits: bool = True  # the newest step waits for groups, or has waited
@@ -77,14 +77,14 @@ class Run:
 
     @property
     def has_room(self) -> bool:
-        """Whether to begin a group. Where steps wait for the trainer, one more than the next step takes would
-        only be staler."""
+        """Whether to begin a group. Where steps wait for the trainer, more than the next step takes would
+        only be staler.
+        """
         begun = self.ready if self.waits else self.ready + self.in_flight
         return self.sampling and begun < self.options.groups_per_step
 
     async def begin_problem(self) -> int:
-        """The next problem, while there is room. A killed job leaves no number out: those that it had begun
-        are open."""
+        """Waits for room. Problems that a killed job had begun are reopened: no number is skipped."""
         async with self.beginning:
             if not self.begun:  # while the trainer learns
                 count = self.options.groups_in_flight
@@ -97,7 +97,8 @@ class Run:
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
         """Close a problem's group; without rollouts it is left out. Groups that come during a call share the
-        next one."""
+        next one.
+        """
         settled = [rollout.settled() for rollout in rollouts]
         group: dict[str, Any] = {"group": f"{self.name}.{number}", "rollouts": settled, "reason": reason}
         if number in self.inherited:  # others' must not be refused with it
@@ -149,7 +150,7 @@ async def produce(run: Run) -> None:
         except FleetError as error:
             if error.type != "conflict" or number not in run.inherited:
                 raise
-            # A router that waited for a new controller has sent it, and knows of no kill.
+            # A router that waited for a new controller has sent it, unaware of the kill.
             run.say(f"problem {number} is not played again: the job before has settled it ({error.message})")
         async with run.changed:
             run.in_flight -= 1
@@ -158,7 +159,7 @@ async def produce(run: Run) -> None:
 
 
 async def play(run: Run, number: int) -> bool:
-    """Sample, score and settle a group; returns whether a step can learn from it."""
+    """Returns whether a step can learn from the group."""
     policy = replace(run.policy, group=f"{run.name}.{number}")
     try:
         made = await run.environment.rollouts(number, run.options.answers_per_group, policy)

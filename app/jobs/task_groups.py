@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order; an error cancels the others."""
+    """In order; an error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in coroutines]
@@ -18,7 +18,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def run_beside(main: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, object]]) -> T:
-    """The result of `main`, whose end cancels the others; an error of theirs cancels it."""
+    """When `main` ends, the others are cancelled; an error of theirs cancels it."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in others]

@@ -133,7 +133,6 @@ def _is_message(value: object) -> bool:
 
 
 def with_images(messages: Sequence[Message]) -> list[Message]:
-    """Files in place of their paths."""
     made = deepcopy(list(messages))
     for url in image_urls(made):
         if not url["url"].startswith(_URLS):

@@ -1,7 +1,7 @@
-"""A teacher: another model that scores what the policy has sampled, or samples in its place.
+"""A teacher: another model that scores the policy's samples, or samples in its place.
 
-The learner asks it for the groups of a step, after the fleet's ledger has noted that the step has them: a
-teacher that fails ends the job, and the same groups are scored after --resume.
+The learner asks it for a step's groups after the fleet's ledger has noted them: a failing teacher ends the
+job, and --resume scores the same groups.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Teacher:
     kl: float
 
     def name(self, version: int) -> str:
-        """Its model's, when the policy has this version."""
+        """At this version of the policy."""
         name, lags, behind = self.model.rpartition("@-")
         return f"{name}@{max(1, version - int(behind))}" if lags else self.model
 
@@ -69,8 +69,9 @@ class Teacher:
             ) from error
 
     async def check(self, policy: Policy, version: int) -> None:
-        """Raises FleetError or ValueError: it does not answer, has another vocabulary, or lags behind another
-        adapter than the one that is trained, whose versions are counted."""
+        """Raises FleetError or ValueError: no answer, another vocabulary, or it lags an adapter other than
+        the trained one, whose versions are counted.
+        """
         name = self.name(version)
         if name != self.model and not (policy.is_adapter and self.model.startswith(f"{policy.model}@-")):
             raise ValueError(
@@ -91,8 +92,9 @@ class Teacher:
         await self._score(probe, name)
 
     async def score(self, batch: Sequence[Trajectory], version: int) -> tuple[list[Trajectory], float]:
-        """The batch with its log-probabilities, without what exceeds its context, and the mean of log(policy
-        / teacher) over learned tokens, an estimate of KL(policy || teacher). Raises FleetError."""
+        """Scores the batch, leaves out what exceeds its context, and returns the mean of log(policy /
+        teacher) over learned tokens, an estimate of KL(policy || teacher). Raises FleetError.
+        """
         free = asyncio.Semaphore(AT_ONCE)
         name = self.name(version)
         placeholder = await self._placeholder(name) if any(each.images for each in batch) else None
@@ -105,7 +107,7 @@ class Teacher:
                 if is_too_long(error):  # it needs one token more than the policy, which may fill its own
                     return None
                 raise
-            # Of a choice among fewer tokens the rollout's log-probability is not the policy's.
+            # With a constrained choice the rollout's log-probability is not the policy's.
             limited = each.constrained or (False,) * len(own)
             gaps = [
                 0.0 if fewer else mine - its
@@ -124,7 +126,7 @@ class Teacher:
         return [each for each, _ in made], fmean(found) if found else 0.0
 
     async def _placeholder(self, name: str) -> int:
-        """Raises FleetError: the teacher does not see."""
+        """Raises FleetError: the teacher takes no images."""
         tokens = await self.ask(calls.tokenize(name, PLACEHOLDER))
         if len(tokens) != 1:
             raise FleetError(
@@ -160,7 +162,7 @@ class Teacher:
 
 
 def collapsed(ids: Sequence[int], placeholder: int, images: int) -> list[int]:
-    """With one placeholder for each image, as before a processor has read it."""
+    """One placeholder per image, as before processing."""
     made: list[int] = []
     for token, run in groupby(ids):
         is_image = token == placeholder and images > 0
@@ -170,15 +172,15 @@ def collapsed(ids: Sequence[int], placeholder: int, images: int) -> list[int]:
 
 
 def data_url(file: bytes) -> str:
-    """Its kind is read from the file."""
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
 
 def read_scores(
     content: bytes, ids: list[int], prompt: int, top_k: int
 ) -> tuple[TeacherLogprobs, list[float]]:
-    """The `top_k` most probable tokens at each token after the prompt, and its own log-probability, of an
-    answer of `/v1/completions` or `/inference/v1/generate`. Raises ValueError or KeyError."""
+    """From an answer of `/v1/completions` or `/inference/v1/generate`: the `top_k` most probable tokens at
+    each token after the prompt, and its own log-probability. Raises ValueError or KeyError.
+    """
     answer = json.loads(content)
     rows = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
     if len(rows) != len(ids):
@@ -201,7 +203,7 @@ def read_scores(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTeacher(Policy):
-    """Continues the policy's prompts in its place; the fleet's ledger has none of that.
+    """Continues prompts in the policy's place, outside the fleet's ledger.
 
     Attributes:
         made: sequences by attempt; a turn that continues one is a part of it.
@@ -246,7 +248,7 @@ class SamplingTeacher(Policy):
 
 
 def add_turn(sequences: list[Trajectory], prompt: tuple[int, ...], sampled: tuple[int, ...]) -> None:
-    """A turn as the end of the sequence that its prompt begins with, or as a sequence of its own."""
+    """Extends the sequence that the turn's prompt begins with, or adds one."""
     before = Trajectory(prompt_token_ids=prompt, token_ids=(), logprobs=(), advantage=0.0, loss_mask=())
     for number, each in enumerate(sequences):
         if prompt[: len(each)] == each.prompt_token_ids + each.token_ids:
@@ -263,7 +265,7 @@ def add_turn(sequences: list[Trajectory], prompt: tuple[int, ...], sampled: tupl
 async def opened(
     options: JobOptions, policy: Policy, version: int, say: Callable[[str], object]
 ) -> AsyncIterator[Teacher | None]:
-    """The teacher of --teacher, checked. Raises FleetError or ValueError."""
+    """Raises FleetError or ValueError."""
     if options.teacher is None:
         yield None
         return

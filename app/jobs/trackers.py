@@ -99,7 +99,7 @@ def _module(name: str, package: str) -> Any:
 
 
 class Trackers:
-    """One thread per tracker. `say` takes a line about one that fails or hangs; `finish_s` bounds `close`."""
+    """One thread per tracker. `say`: reports a tracker that fails or hangs; `finish_s` bounds `close`."""
 
     def __init__(
         self, trackers: Sequence[Tracker], say: Callable[[str], None], finish_s: float = FINISH_S

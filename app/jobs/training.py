@@ -1,4 +1,4 @@
-"""Steps and publishes of the trainer, each done once although its answer may be lost.
+"""The trainer's steps and publishes, each done once although its answer may be lost.
 
 trainer dies      Serve starts another one, which resumes from the committed version. A step without its
                   publish is repeated. Without the version it refuses everything, and the job ends.
@@ -33,7 +33,7 @@ class BatchRefused(FleetError):
 
 
 async def train(run: Run, batch: Sequence[Trajectory], record: StepRecord, label: str) -> StepRecord:
-    """The record after a step and its publish, or after what a killed job has made of them; `label` names the
+    """The record after a step and its publish, or after what a killed job made of them; `label` names the
     batch.
 
     Raises:
@@ -55,7 +55,7 @@ async def train(run: Run, batch: Sequence[Trajectory], record: StepRecord, label
             metrics = await step(client, batch, run.step_settings, most, label)
             trained, done = time.monotonic(), metrics["step"]
             assert isinstance(done, int), "the trainer counts its steps"
-            most = max(most, done)  # others may have made steps since a killed job has made this one
+            most = max(most, done)  # others may have made steps since a killed job made this one
             version = (await client.send(calls.publish(label, most))).version
             ended = time.monotonic()
             return replace(
@@ -87,7 +87,7 @@ async def idle(client: AsyncFleetClient) -> TrainerStatus:
     deadline = time.monotonic() + BUSY_S
     while True:
         status = await client.send(calls.train_status())
-        if status.doing in (None, "score"):  # a score is short, and what comes next waits for it
+        if status.doing in (None, "score"):  # a score is short, and the next call waits for it
             return status
         if status.doing_s > BUSY_S or time.monotonic() > deadline:
             raise FleetError(

@@ -9,7 +9,6 @@ SHOWN_FRAMES = 3
 
 
 def imported(path: str, option: str, expected: str = "package.module:function") -> Any:
-    """Raises ValueError."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{option} must look like {expected}, got {path!r}")

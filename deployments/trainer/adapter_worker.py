@@ -3,9 +3,8 @@
 Every rank holds the whole adapter. Rank 0 writes its two files aside, renames them, and has the controller
 load them if the name is still at the version found. If the controller dies, its successor knows the load.
 
-The base is the version that was committed when the trainer started; an adapter of another base is not
-published. Versions that others loaded under the name are never replaced: this trainer's name the fleet and
-its step.
+The base is the version committed when the trainer started; no adapter of another base is published. Versions
+that others loaded under the name are never replaced: this trainer's name the fleet and its step.
 """
 
 import hashlib
@@ -47,9 +46,9 @@ logger = serve_logger()
 class _Live:
     version: int
     path: Path
-    step: int | None  # the trainer's step; None: others loaded the version
+    step: int | None  # None: others loaded the version
     labels: Sequence[str]  # of its newest steps
-    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # empty until they are read
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # empty until read
 
 
 class AdapterWorker(TrainerRank):
@@ -60,7 +59,7 @@ class AdapterWorker(TrainerRank):
         lora = spec.config.published_adapter
         assert lora is not None, "this worker publishes an adapter"
         self._lora: LoraConfig = lora
-        # An adapter's name may have characters that a file name may not.
+        # Adapter names may have characters that file names may not.
         self._file_name = hashlib.sha256(lora.name.encode()).hexdigest()[:12]
         self._directory = adapter_directory(spec.store_dir)  # of the files until the fleet has its copy
 
@@ -153,7 +152,7 @@ class AdapterWorker(TrainerRank):
             )
 
     def _write(self, final: Path, files: Mapping[str, memoryview]) -> None:
-        """Its content never changes, because the fleet's durable copy may be a hard link."""
+        """The content never changes: the fleet's durable copy may be a hard link."""
         partial = final.with_name(f".{final.name}.partial")
         try:
             partial.mkdir(parents=True)
@@ -200,7 +199,8 @@ class AdapterWorker(TrainerRank):
 
     def save(self, path: str | None) -> SavedCheckpoint | None:
         """Write the adapter in peft's format. Returns the report on rank 0; None elsewhere: a late rank would
-        find rank 0's files in `path`."""
+        find rank 0's files in `path`.
+        """
         if self._rank != 0:
             return None
         started, step = time.perf_counter(), self._learner.steps_done
@@ -255,7 +255,8 @@ class AdapterWorker(TrainerRank):
 
     def _resume(self, published: _Live | None) -> str | None:
         """Continue from the newest checkpoint, or from the live version if that is newer. Returns the
-        difference, for the log."""
+        difference, for the log.
+        """
         found = self._checkpoints.complete()
         own = adapter_settings(self._lora, self._base_version)
         for path, meta in found:

@@ -1,5 +1,6 @@
-"""The checkpoint that fleet and trainer start from. What the trainer's model lacks of it (a vision tower,
-multi-token prediction) is frozen: sent and stored as it is, so that every version has every tensor."""
+"""The checkpoint that fleet and trainer start from. What the trainer's model lacks (a vision tower,
+multi-token prediction) is frozen: sent and stored as it is, so that every version is complete.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +20,9 @@ CONFIG = "config.json"
 
 
 class BaseCheckpoint:
-    """`names`: the directory's tensors; `files`: what it has beside them, read now, as it may be overwritten.
-    Raises OSError or ValueError."""
+    """`names`: the directory's tensors; `files`: what else it has, read now, as it may be overwritten. Raises
+    OSError or ValueError.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -29,8 +31,9 @@ class BaseCheckpoint:
         self.names: frozenset[str] = frozenset(self._schema)
 
     def frozen(self, trained: Collection[str]) -> Sequence[str]:
-        """The names that are not in `trained`. Raises ValueError if a module is trained in part: a frozen
-        scale would not fit its trained weight."""
+        """Names not in `trained`. Raises ValueError for a module trained in part: a frozen scale would not
+        fit its trained weight.
+        """
         frozen = sorted(self.names - set(trained))
         modules = {name.rpartition(".")[0]: name for name in frozen}
         problems = [
@@ -43,7 +46,7 @@ class BaseCheckpoint:
         return frozen
 
     def read(self, names: Collection[str], directory: Path) -> dict[str, torch.Tensor]:
-        """Memory-mapped tensors of this checkpoint, or of a version of it in `directory`."""
+        """Memory-mapped, from this checkpoint or a version of it in `directory`."""
         found = read_tensors(directory, names)
         return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
 
@@ -62,7 +65,7 @@ class BaseCheckpoint:
     def write(
         self, directory: Path, model: PreTrainedModel, dtype: str, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raises InvalidRequest: the directory cannot be written; its weights are then as before."""
+        """Raises InvalidRequest: the directory cannot be written; its weights are unchanged."""
         try:
             self.write_files(directory, model, dtype)
             with replacing(directory / "model.safetensors") as partial:
@@ -72,7 +75,6 @@ class BaseCheckpoint:
 
 
 def summary(names: Sequence[str]) -> Sequence[str]:
-    """A few words for each group of tensors."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_group(name), []).append(name)

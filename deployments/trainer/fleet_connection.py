@@ -1,5 +1,6 @@
-"""How a trainer rank reaches the replicas: vLLM's weight-sync client over a publish session, and the transfer
-engine."""
+"""A trainer rank's way to the replicas: vLLM's weight-sync client over a publish session, and the transfer
+engine.
+"""
 
 import asyncio
 import socket
@@ -29,8 +30,9 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 
 
 class FleetWeightSyncClient:
-    """vLLM's `VLLMWeightSyncClient` for one publisher of the fleet, outside event loops. `label` and
-    `options` are of the next round, `report` of the last one. Raises as `PublishSession`."""
+    """vLLM's `VLLMWeightSyncClient` for one publisher, outside event loops. `label` and `options` are of the
+    next round, `report` of the last one. Raises as `PublishSession`.
+    """
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller
@@ -90,8 +92,7 @@ class _RankState:
 
 
 class FleetConnection:
-    """One rank's transfer engine. A rank that connected alone would wait for the others forever: all agree
-    first."""
+    """One rank's transfer engine. All ranks agree first: one that connected alone would wait forever."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class FleetConnection:
         if self._rank == 0:
             try:
                 state = self._with_target(state)
-            except Exception as error:  # the other ranks must learn of it before it is raised
+            except Exception as error:  # the other ranks must learn of it first
                 state, failure = replace(state, problem=str(error)), error
         ranks = gather_from_ranks(state)
         if failure is not None:
@@ -153,7 +154,7 @@ class FleetConnection:
             engine.shutdown()
 
     def _is_connected(self) -> bool:
-        # vLLM's own engines read the source in each round, so its tensors may move.
+        # vLLM's own engines read the source in each round: its tensors may move.
         if isinstance(self._engine, WeightSender):
             return self._engine.is_current()
         return self._engine is not None

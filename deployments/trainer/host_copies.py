@@ -1,5 +1,6 @@
-"""Copies of a trainer's tensors in pinned host memory, on CUDA streams of their own. Copies to pageable
-memory delay what other threads queue (benchmarks/RESULTS.md)."""
+"""Copies a trainer's tensors to pinned host memory, on separate CUDA streams. Copies to pageable memory delay
+other threads' work (benchmarks/RESULTS.md).
+"""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -12,18 +13,19 @@ from trainers.sources import ParameterSource
 
 # torch rounds pinned memory up to a power of two: this size wastes little.
 _BLOCK_BYTES = 1 << 30
-# Gathered tensors live until they are copied: at most two such batches.
+# Gathered tensors live until copied: at most two such batches.
 _BATCH_BYTES = 1 << 29
 logger = serve_logger()
 
 
 def in_host_memory(content: torch.Tensor) -> torch.Tensor:
-    """From a GPU it is copied to pinned memory, which torch reuses: new pageable memory takes thirty times as
-    long."""
+    """A GPU's is copied to pinned memory, which torch reuses: new pageable memory takes thirty
+    times as long.
+    """
     if content.device.type != "cuda":
         return content
     copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
-    # It waits for what is queued on the current stream; what is queued there later does not wait for it.
+    # It waits for what the current stream has queued, but delays nothing queued later.
     stream = _stream(content.device)
     stream.wait_stream(torch.cuda.current_stream(content.device))
     with torch.cuda.stream(stream):
@@ -38,14 +40,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class GpuCopier:
-    """Copies published weights from a GPU for the store, while they are sent. Memory for two versions is
-    pinned at the start, which takes seconds."""
+    """Copies published weights from a GPU for the store, while they are sent. Pins memory for two versions at
+    the start, which takes seconds.
+    """
 
     def __init__(self, source: ParameterSource) -> None:
         device = source.device
         self._device = device
         chunks = plan_chunks([(s.name, s.dtype, s.shape) for s in source.specs()], _BLOCK_BYTES)
-        # Without space for digests, which would double a block that is full.
+        # Without digests' space, which would double a full block.
         self._sizes = [chunk.table_offset for chunk in chunks]
         self._slots = {entry.name: (i, entry) for i, chunk in enumerate(chunks) for entry in chunk.entries}
         self._stream = torch.cuda.Stream(device)
@@ -102,6 +105,6 @@ def pinned(size_bytes: int) -> torch.Tensor:
     """Uint8 [size_bytes], pinned if the host allows it."""
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:  # copies are slower then, and as correct
+    except RuntimeError as error:  # unpinned copies are slower but correct
         logger.warning("%d bytes of host memory cannot be pinned: %s", size_bytes, error)
         return torch.empty(size_bytes, dtype=torch.uint8)

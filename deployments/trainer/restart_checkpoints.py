@@ -6,8 +6,8 @@
     trainer/checkpoints/.step-000020-*.partial  being written; removed when the next trainer starts
 
 They hold AdamW's moments and master weights; the weights themselves are versions. A save copies the tensors
-to host memory, for which the next step waits, and a thread writes them. While it does, further saves are
-skipped: a slow disk costs checkpoints, not time or memory.
+to host memory, for which the next step waits; a thread writes them. Meanwhile further saves are skipped: a
+slow disk costs checkpoints, not time or memory.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class CheckpointMeta:
     digest: str | None = None  # None: unknown
 
     def is_of(self, step: int, digest: str | None) -> bool:
-        """Whether it holds these weights: after a rollback a step comes again with others."""
+        """A step after a rollback may have the same number and other weights."""
         return self.step == step and self.digest in (None, digest)
 
 
@@ -80,8 +80,9 @@ Complete = tuple[Path, CheckpointMeta]
 
 
 class RestartCheckpoints:
-    """The checkpoints below a directory that the ranks share. Every rank makes every call. `step`: of the
-    newest that this process began to write or resumed from exactly."""
+    """Checkpoints in a directory that the ranks share. Every rank makes every call. `step`: the newest that
+    this process began to write or resumed from exactly.
+    """
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class RestartCheckpoints:
         self._keep = keep
         self._check_owner = check_owner
         distributed = dist.is_initialized() and dist.get_world_size() > 1
-        # Not to be mixed with collectives of the rank's other calls.
+        # Must not be mixed with collectives of the rank's other calls.
         self.group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if distributed else None
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-copy")
         self._pinned: tuple[Layout, BlockingAsyncStager] | None = None  # kept: pinning memory takes seconds
@@ -105,7 +106,7 @@ class RestartCheckpoints:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[None] | None = None
         self._lock = threading.Lock()
-        self._generation = object()  # replaced by `discard`, which voids the write in progress
+        self._generation = object()  # `discard` replaces it, which voids the write in progress
         if rank == 0:
             for leftover in directory.glob(".step-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -127,7 +128,8 @@ class RestartCheckpoints:
         due: bool = True,
     ) -> bool:
         """Begin to write the learner's state; False if none is due or one is being written. The learner may
-        change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
+        change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts.
+        """
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
         pins = self._pinned is None and torch.cuda.is_initialized()
         if not agreed[0]["due"] and not pins:
@@ -138,7 +140,7 @@ class RestartCheckpoints:
         }
         if not agreed[0]["due"]:
             if _is_on_gpu(tensors):
-                self._copier.submit(self._copy, tensors)  # not used: pins the memory before a step waits
+                self._copier.submit(self._copy, tensors)  # pins the memory before a step waits
             return False
         step = learner.steps_done
         if any(each["busy"] for each in agreed):
@@ -192,7 +194,7 @@ class RestartCheckpoints:
             raise
 
     def _write(self, staged: Future[Any], partial: Path, meta: CheckpointMeta, generation: object) -> None:
-        """On failure the previous checkpoints stay and training continues."""
+        """On failure earlier checkpoints stay and training continues."""
         try:
             partial.mkdir(parents=True, exist_ok=True)  # each rank's
             with closing(DirectoryLock(partial)):  # for `Store.being_written`
@@ -243,7 +245,7 @@ class RestartCheckpoints:
 
     def _remove(self, path: Path) -> None:
         aside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}.removed")
-        path.rename(aside)  # first: a half removed checkpoint must not look complete
+        path.rename(aside)  # first: a half-removed checkpoint must not look complete
         shutil.rmtree(aside)
 
 
@@ -254,9 +256,10 @@ def resume(
     step: int,
     digest: str | None = None,
 ) -> str | None:
-    """Continue from the learner's weights (`step` and `digest` are theirs) with the nearest usable
-    checkpoint: one of these weights restores the learner exactly, another gives its moments, and without
-    any they start at zero. Returns the difference, for the log."""
+    """Continue from the learner's weights (`step`, `digest`) with the nearest usable checkpoint: one of these
+    weights restores the learner exactly, another its moments; without any, moments start at zero. Returns the
+    difference, for the log.
+    """
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):
         problem = restore(learner, checkpoints, path, meta, exact=meta.is_of(step, digest))
@@ -276,8 +279,9 @@ OTHER_WEIGHTS = "other weights"
 def restore(
     learner: Learner, checkpoints: RestartCheckpoints, path: Path, meta: CheckpointMeta, *, exact: bool
 ) -> str | None:
-    """Read a checkpoint into the learner, on all ranks or on none. Returns None if it has weights and moments
-    (`exact` only); `OTHER_WEIGHTS` if moments alone; else why it cannot be used."""
+    """Restore a checkpoint on all ranks or on none. Returns None if it has weights and moments (`exact`
+    only), `OTHER_WEIGHTS` for moments alone, else why it is unusable.
+    """
     target = _look(learner, path)
     agreed = gather_from_ranks(target if isinstance(target, str) else None)
     if (problem := next((each for each in agreed if each is not None), None)) is not None:

@@ -21,7 +21,7 @@ def adapter_directory(store_dir: str | Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """A trainer's settings, and what the rest of the configuration determines for it.
+    """A trainer's settings, and what the rest of the configuration determines.
 
     Attributes:
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
@@ -45,10 +45,10 @@ class TrainerSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTrainer:
     version: int  # loaded weights; 0: the configured model
-    missed: str | None = None  # why the fleet serves others, and what to do; None: it serves these
-    step: int  # optimizer steps done
-    labels: Sequence[str] = ()  # of the newest of these
-    parameters: int  # count of trained parameters, over all ranks
+    missed: str | None = None  # why the fleet serves others, and what to do; None: it does not
+    step: int
+    labels: Sequence[str] = ()  # of the newest steps
+    parameters: int  # trained, over all ranks
     untrained: Sequence[str] = ()  # what the model lacks of the checkpoint, in words
     adapter_version: int = 0  # the newest live one
     fleet_id: str = ""
@@ -58,4 +58,4 @@ class LoadedTrainer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatus:
     stored_version: int | None
-    store_problem: str | None  # why the version written last is not in the store
+    store_problem: str | None  # why the last written version is not in the store

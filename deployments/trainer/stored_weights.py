@@ -1,5 +1,6 @@
-"""The stored versions that a trainer may load: its own fleet's, with the bytes that were committed. Rank 0
-reads and compares them; all ranks load the same one, or none does."""
+"""The stored versions that a trainer may load: its own fleet's, with the committed bytes. Rank 0 reads and
+compares them; all ranks load the same one, or none does.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +35,9 @@ class StoredWeights:
         self._rank = rank
 
     def find(self, fleet: Callable[[], FleetStatus]) -> Found:
-        """The committed version; if it cannot be used or is not stored in time, the newest usable before it.
-        Raises ValueError: some are stored, and none can be used."""
+        """The committed version; if it is unusable or not stored in time, the newest usable one before it.
+        Raises ValueError if some are stored but none is usable.
+        """
         status, stored = from_rank_0(self._once_stored(fleet))
         committed, problems = status.committed_version, list[str]()
         for version in sorted((each for each in stored if each <= committed), reverse=True):
@@ -55,13 +57,12 @@ class StoredWeights:
         return Found(version=version, committed=committed, problem="; ".join(problems))
 
     def problem(self, version: int, fleet_id: str) -> str | None:
-        """Why a version cannot be used; None: it can. Raises FileNotFoundError: it is not in the store."""
+        """None: the version can be used. Raises FileNotFoundError: not in the store."""
         path = self._store.path_of(version)
         return from_rank_0(_problem(path, version, fleet_id) if self._rank == 0 else None)
 
     def _once_stored(self, fleet: Callable[[], FleetStatus]) -> tuple[FleetStatus, Sequence[int]]:
-        """The fleet and the stored versions, once the committed one, which is stored after its commit, is
-        among them or does not come in time. Rank 0 waits."""
+        """Wait on rank 0, with a limit, until the committed version is stored, which follows its commit."""
         until = time.monotonic() + STORE_WAIT_S if self._rank == 0 else 0.0
         while True:
             status, stored = fleet(), self._store.list()

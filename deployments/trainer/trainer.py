@@ -40,8 +40,9 @@ logger = serve_logger()
 
 
 class SerialQueue:
-    """Runs calls one at a time, first come first served. A call that has begun runs to its end, in a context
-    of its own: Serve cancels the calls of a caller that disconnects, and workers cannot stop in a step."""
+    """Runs calls one at a time, first come first served. A started call runs to its end, in a context of its
+    own: Serve cancels the calls of a caller that disconnects, and workers cannot stop in a step.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -104,7 +105,7 @@ def is_starved(fleet: FleetStatus, published: int) -> bool:
 
 
 def check_version_0(fleet: FleetStatus, loaded: LoadedTrainer) -> None:
-    """Raises Conflict if the fleet's version 0 is not the model that this trainer began with."""
+    """Raises Conflict if version 0 is not the model that this trainer began with."""
     if fleet.committed_version == 0 and fleet.initial not in (None, loaded.initial):
         has = "weights that cannot be identified" if loaded.initial is None else loaded.initial
         raise Conflict(
@@ -121,9 +122,9 @@ async def watch(
     period_s: float = CHECK_PERIOD_S,
 ) -> None:
     """Publish again when replicas wait for a committed version that they cannot get: the store is written
-    after the commit, and every replica may die before. Runs until cancelled.
+    after the commit, and all replicas may die before. Runs until cancelled.
 
-    `settle` learns what became of a publish whose answer was lost.
+    `settle` learns the outcome of a publish whose answer was lost.
     """
     lost_checks = 0
     while True:
@@ -155,7 +156,7 @@ class StepHistory:
         self._clock = clock
 
     def add(self, entry: StepEntry) -> None:
-        """Times increase, also if the clock is set back."""
+        """Times increase, even if the clock is set back."""
         entries = self._entries
         last = entries[-1].at if entries else 0.0
         entries.append(replace(entry, at=round(max(self._clock(), last + 0.001), 3)))
@@ -175,13 +176,14 @@ def count_step(entry: StepEntry, record: Record = record) -> None:
             record(STEP, float(value), source="job" if entry.run else "trainer", figure=figure)
 
 
-FLUSH_TIMEOUT_S = 300.0  # the version that is being written is on no other disk
+FLUSH_TIMEOUT_S = 300.0  # the version being written is on no other disk
 STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # Serve waits a few seconds for calls first
 
 
 class Trainer:
-    """`slots`: GPUs that ranks and replicas share. Raises FleetUnavailable: a worker died, or did not load
-    the model in time."""
+    """`slots`: GPUs that ranks and replicas share. Raises FleetUnavailable: a worker died, or did not load in
+    time.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -346,7 +348,7 @@ class Trainer:
             return
         if self._watch is not None:
             self._watch.cancel()
-        # What is not written now is never written. The workers must exit whatever fails here.
+        # What is not written now never will be. The workers must exit in any case.
         with contextlib.suppress(Exception):
             await group.flush(FLUSH_TIMEOUT_S)
         group.kill()
@@ -390,7 +392,7 @@ class Trainer:
         count_step(entry)
 
     def _know(self, labels: Sequence[str]) -> None:
-        """These steps are in the weights, and no others; their metrics are not known."""
+        """Only these steps are in the weights; their metrics are unknown."""
         self._made = {label: {"step": self._step} for label in labels}
 
     async def _go_back(self, version: int) -> RoundReport:
@@ -420,7 +422,7 @@ class Trainer:
             if values is not None:
                 scores = Scores(version=version, values=values)
                 await retried(self._controller, "set_scores", scores)
-        except Exception as error:  # the fleet does not wait for it; a lost worker is found by the next call
+        except Exception as error:  # the fleet does not wait for it; the next call finds a lost worker
             logger.warning("no proof of version %d by the trainer: %s", version, error)
 
     async def _settle(self) -> None:

@@ -46,8 +46,9 @@ class TrainerRounds:
         self._untold: RoundReport | SlipstreamError | None = None  # what became of it
 
     async def recall(self, labels: Collection[str]) -> None:
-        """A predecessor's answer may have been lost: its last publish, made again, returns the report of the
-        round that made this version. `labels`: of the steps in it."""
+        """Repeating a predecessor's last publish, whose answer may be lost, returns the report of the round
+        that made this version. `labels`: of its steps.
+        """
         for report in await retried(self._controller, "rounds"):
             if (report.version, report.phase) == (self.version, "committed") and report.label in labels:
                 self._untold = report
@@ -57,9 +58,9 @@ class TrainerRounds:
             raise Conflict(self.missed)
 
     async def publish(self, label: str | None, after: int | None = None) -> RoundReport:
-        """Publish the weights in place of version `after`; None: of the trainer's own. If the round before
-        was not answered, is committed and has this label, its report is the answer: this is the same call
-        made again."""
+        """Publish in place of version `after`; None: the trainer's own. If the round before is committed,
+        unanswered and has this label, this is the same call again: its report is the answer.
+        """
         settled = await self.outcome()
         if settled is not None and settled.label == label:
             return settled
@@ -69,7 +70,8 @@ class TrainerRounds:
 
     async def outcome(self) -> RoundReport | None:
         """The report of a committed round whose close was not answered, once; else None. Raises Conflict (the
-        fleet has no record of it), or as `settle`."""
+        fleet has no record), or as `settle`.
+        """
         await self.settle()
         untold, self._untold = self._untold, None
         if isinstance(untold, SlipstreamError):
@@ -77,8 +79,9 @@ class TrainerRounds:
         return untold
 
     async def settle(self) -> None:
-        """Learn what became of an unanswered round, and adopt its version if it is committed. Raises
-        FleetUnavailable: it has not ended, or nothing answers."""
+        """Learn an unanswered round's outcome; adopt its version if it is committed. Raises FleetUnavailable:
+        it is still running, or the controller does not answer.
+        """
         if self.unanswered is None:
             return
         try:
@@ -109,7 +112,7 @@ class TrainerRounds:
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def replace(self, label: str | None, after: int | None = None) -> RoundReport:
-        """Publish the weights in place of version `after`; None: of any."""
+        """Publish in place of version `after`; None: any."""
         for attempt in range(1, SEND_ATTEMPTS + 1):
             try:
                 report = await self._run_round(label, after)
@@ -140,7 +143,7 @@ class TrainerRounds:
 
 
 def _may_send_again(error: SlipstreamError) -> bool:
-    """A stale lease is acquired anew; if another publisher has it, that raises `Conflict`."""
+    """A stale lease is renewed; if another publisher has it, that raises `Conflict`."""
     detail = error.detail
     return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)
 
@@ -149,9 +152,10 @@ _OPEN = "open"
 
 
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
-    """End the round and the lease of a dead worker, which would block others until it expires: a new lease
-    under the same name makes its token stale. A closed round may commit, and is left alone.
-    `shares_memory`: the trainer's GPU memory stays allocated until the replicas disconnect."""
+    """End the round and lease of a dead worker, which would block others until it expires: a new lease under
+    the same name makes its token stale. A closed round is left alone: it may commit. `shares_memory`: the
+    trainer's GPU memory stays allocated until the replicas disconnect.
+    """
     try:
         if not shares_memory:
             fleet: FleetStatus = await retried(controller, "fleet")

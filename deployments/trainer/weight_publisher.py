@@ -1,5 +1,3 @@
-"""Publishes weights from a trainer rank: a source for vLLM's trainer engines, and rounds of the fleet."""
-
 import contextlib
 from collections.abc import Iterator, Mapping
 
@@ -19,7 +17,7 @@ from trainers.sources import ParameterSource
 
 
 class PublishSource(Source):
-    """vLLM's view of a parameter source. With `keep_copy` it copies what is sent, for the store."""
+    """vLLM's view of a parameter source. `keep_copy`: copy what is sent, for the store."""
 
     def __init__(self, source: ParameterSource, *, keep_copy: bool) -> None:
         self._source = source
@@ -49,7 +47,7 @@ class PublishSource(Source):
             pass
 
     def take_copy(self) -> dict[str, torch.Tensor]:
-        """What was sent in the round; empty on a rank without a copy. Call it before the next step."""
+        """What was sent; empty on a rank without a copy. Call it before the next step."""
         if not self._keep_copy:
             return {}
         if self._running is None:  # the model's own memory was sent, without an iteration
@@ -69,7 +67,7 @@ class PublishSource(Source):
 
 
 class WeightPublisher:
-    """Every rank calls `publish`, and joins all gathers also if it fails: the others wait there."""
+    """Every rank calls `publish`, and joins all gathers even if it fails: the others wait there."""
 
     def __init__(self, spec: TrainerSpec, rank: int, source: ParameterSource, controller: CallHandle) -> None:
         self._spec = spec
@@ -77,13 +75,14 @@ class WeightPublisher:
         self.source = PublishSource(source, keep_copy=rank == 0)
         self._client = FleetWeightSyncClient(controller, PUBLISHER, RoundOptions())
         self._connection = FleetConnection(spec, rank, self._client, self.source)
-        self.unanswered: Mapping[str, torch.Tensor] = {}  # what was sent in a round that may be committed
+        self.unanswered: Mapping[str, torch.Tensor] = {}  # sent in a round that may be committed
         if not spec.native:
             warm_up(source.device)
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
-        """Run one round. Returns its report on rank 0. Raises AnswerLost (it may be committed, with the
-        tensors in `unanswered`) or another SlipstreamError (the fleet is as it was)."""
+        """Returns the report on rank 0. Raises AnswerLost (it may be committed, with the tensors in
+        `unanswered`) or another SlipstreamError (the fleet is as it was).
+        """
         self.source.begin()
         self.unanswered = {}
         self._client.label, self._client.options = label, RoundOptions(after=after)
@@ -103,13 +102,13 @@ class WeightPublisher:
         self._connection.close()
 
     def _clean_up(self, error: BaseException) -> None:
-        """After a failed round. Further errors are suppressed: the first one is raised."""
+        """Further errors are suppressed: the first one is raised."""
         self._connection.close()
         if self._rank == 0:
             with contextlib.suppress(Exception):
                 self._client.abort(str(error))
-        # vLLM's `ipc` engine has collectives of its own beside the source's gathers: only the end of the
-        # worker group releases ranks that wait there.
+        # vLLM's `ipc` engine has collectives beside the source's gathers: only the end of the worker group
+        # releases ranks that wait there.
         has_collectives = self._spec.native and TRANSPORTS[self._spec.transport].same_gpu is SameGpu.POSSIBLE
         if self._spec.config.world_size > 1 and not has_collectives:
             with contextlib.suppress(Exception):

@@ -46,14 +46,14 @@ from trainers.trajectory_arrays import from_bytes, settings_of
 if TYPE_CHECKING:
     from trainers.drafter import TrainedDrafter
 
-CHECKPOINTS_KEPT = 2  # the older one, in case the newest cannot be read
+CHECKPOINTS_KEPT = 2  # the older one in case the newest is unreadable
 STORED_TIMEOUT_S = 60.0
 SEED = 0  # of an adapter's first weights, on all ranks
 logger = serve_logger()
 
 
 class TrainerRank:
-    """What both kinds of worker have. Every method is called on all ranks alike."""
+    """Base of both workers. Every method is called on all ranks alike."""
 
     _base: BaseCheckpoint
     _checkpoint: InitialCheckpoint
@@ -62,7 +62,7 @@ class TrainerRank:
     _checkpoints: RestartCheckpoints
     _fleet_id: str
     _version_0: InitialWeights | None  # the fleet's
-    _reads_files: bool  # rank 0, and those on other hosts, compare a directory's files with it
+    _reads_files: bool  # rank 0, and ranks on other hosts, compare a directory's files with it
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         self._spec = spec
@@ -83,8 +83,9 @@ class TrainerRank:
         settings: Mapping[str, JsonValue] | None = None,
         label: str | None = None,
     ) -> Metrics:
-        """One optimizer step, as `Trainer.step`. Raises InvalidRequest: the batch is not valid, or does not
-        fit in memory; nothing changed."""
+        """As `Trainer.step`. Raises InvalidRequest: the batch is invalid or exceeds memory;
+        nothing changed.
+        """
         self._checkpoints.wait_until_copied()
         try:
             given = StepSettings.read(
@@ -123,15 +124,16 @@ class TrainerRank:
         return metrics
 
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
-        """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: there is no
-        such model, or it is not what version 0 is."""
+        """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: no such
+        model, or it is not version 0.
+        """
         model, revision, self._version_0 = self._spec.model, self._spec.revision, self._fleet().initial
         self._reads_files = self._rank == 0 or own_address() != rendezvous_address[0]
         self._checkpoint = InitialCheckpoint(model, revision)
         if not Path(model).is_dir():
             self._initial = self._checkpoint.check(self._version_0)
         commit = None if self._initial is None else self._initial.commit
-        # Before the group, whose other ranks would wait for the download in it.
+        # Before joining the group, whose other ranks would wait for the download.
         self._spec = replace(self._spec, model=str(downloaded(model, commit or revision)))
         self._base = BaseCheckpoint(Path(self._spec.model))
         torch.manual_seed(SEED)
@@ -153,7 +155,7 @@ class TrainerRank:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if self._spec.device == "cuda" else "gloo")
 
     def _check_model(self) -> None:
-        """Raises ValueError: the model is not what version 0 is, or differs between hosts."""
+        """Raises ValueError: the model is not version 0, or differs between hosts."""
         if self._initial is None and self._reads_files:
             self._initial = self._checkpoint.check(self._version_0)
         found = {str(each) for each in gather_from_ranks(self._initial) if each is not None}
@@ -231,8 +233,9 @@ class TrainerRank:
 
 
 class TrainerWorker(TrainerRank):
-    """One rank of a trainer of all weights, or of an adapter that is merged into its base when published. An
-    adapter that cannot resume exactly starts from zero on the stored version."""
+    """One rank of a trainer of all weights, or of an adapter merged into its base at each publish. An adapter
+    that cannot resume exactly starts from zero on the stored version.
+    """
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
@@ -242,8 +245,9 @@ class TrainerWorker(TrainerRank):
         self._frozen: dict[str, torch.Tensor] = {}
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
-        """Join the group, and load what `StoredWeights.find` finds. Raises ValueError (the model does not
-        suit the trainer, or no stored version can be used) or OSError."""
+        """Join the group and load `StoredWeights.find`'s version. Raises ValueError (an unsuitable model, or
+        no usable version) or OSError.
+        """
         self._begin(rendezvous_address)
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
@@ -300,7 +304,7 @@ class TrainerWorker(TrainerRank):
         as `WeightPublisher.publish`."""
         if self._spec.device != "cpu":
             return self._publish(label, after)
-        # A copy on every core delays every matrix product of the engines on this host.
+        # Copying on every core would delay all matrix products of this host's engines.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -332,7 +336,7 @@ class TrainerWorker(TrainerRank):
         return report
 
     def score(self) -> tuple[float, ...]:
-        """The proof of policy: scores of what replicas score too. Call it before the next step."""
+        """The proof of policy: the trainer's scores. Call it before the next step."""
         sequences = proof_sequences(self._spec.proof_sequences, self._policy.vocabulary_size)
         mine = self._learner.score([(each.prompt, each.token) for each in sequences])
         found = {index: value for part in gather_from_ranks(mine) for index, value in part.items()}
@@ -347,9 +351,9 @@ class TrainerWorker(TrainerRank):
         )
 
     def load_version(self, version: int) -> Sequence[str]:
-        """Go back to a stored version; moments start at zero. Returns the labels of its newest steps. Raises
-        InvalidRequest (not in the store, or damaged) or OSError (an old checkpoint cannot be removed): the
-        weights have not changed."""
+        """Moments start at zero. Returns the labels of the version's newest steps. Raises InvalidRequest
+        (absent or damaged) or OSError (an old checkpoint cannot be removed): the weights are unchanged.
+        """
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
@@ -437,7 +441,7 @@ class TrainerWorker(TrainerRank):
         return None if self._merged is None else adapter_settings(self._merged, self._base_version)
 
     def _find_base(self, version: int) -> int:
-        """The base version in the checkpoint of these weights, if it is usable; else the version itself."""
+        """From the checkpoint of these weights, if usable; else the version itself."""
 
         def saved_base() -> int | None:
             manifest = self._store.manifest_of(version)
@@ -466,7 +470,7 @@ class TrainerWorker(TrainerRank):
         self._log_resumed(f"resumes from version {version}", difference)
 
     def _steps_of(self, manifest: VersionManifest) -> int:
-        """Steps that made a version. A replica that stored it, or another publisher's, does not know them."""
+        """A replica that stored the version, or another publisher's, does not know its steps."""
         known = {meta.digest: meta.step for _, meta in self._checkpoints.complete() if meta.digest}
         for version in [each for each in reversed(self._store.list()) if each <= manifest.version]:
             with suppress(OSError, ValueError):
@@ -514,7 +518,7 @@ def _missed(found: Found) -> str | None:
 
 
 def adapter_settings(config: LoraConfig, base_version: int) -> dict[str, Any]:
-    """A checkpoint of other settings is not continued."""
+    """Checkpoints with other settings are not continued."""
     modules = None if config.target_modules is None else sorted(config.target_modules)
     return {
         "rank": config.rank,
@@ -532,9 +536,10 @@ def write_drafter(drafter: "TrainedDrafter", directory: Path) -> None:
 
 
 def directory_to_save(path: str | None, default: Path, check_owner: Callable[[], object]) -> Path:
-    """The directory to write to, created if needed; `default`, in the store, may have been written before.
-    Raises InvalidRequest: the path is not absolute, has files in it, or cannot be written, or the store is
-    not this fleet's any more."""
+    """The directory to write to, created if needed; `default`, in the store, may be a rewrite. Raises
+    InvalidRequest: the path is relative, holds files or cannot be written, or the store is no longer this
+    fleet's.
+    """
     if path is None:
         try:
             check_owner()

@@ -1,5 +1,6 @@
-"""The trainer's processes: one Ray actor per rank. Steps do not run in the Serve replica's process, which
-answers health checks. Ray kills the actors when that process, their owner, is gone."""
+"""One Ray actor per trainer rank. Steps do not run in the Serve replica's process, which answers health
+checks. Ray kills the actors when that process, their owner, dies.
+"""
 
 import asyncio
 import os
@@ -24,18 +25,19 @@ if TYPE_CHECKING:
     from deployments.trainer.adapter_worker import AdapterWorker
     from deployments.trainer.worker import TrainerWorker
 
-PING_TIMEOUT_S = 20.0  # below Serve's own limit: the reason is known when it replaces the trainer
+PING_TIMEOUT_S = 20.0  # below Serve's own limit, so the reason is known when it replaces the trainer
 START_TIMEOUT_S = 1800.0  # includes the download of a model
 # A step, a save or a rollback; NCCL ends a collective that hangs before.
 STEP_TIMEOUT_S = 1800.0
-STRAGGLER_S = 10.0  # after one rank failed, the others may block in a collective forever
+STRAGGLER_S = 10.0  # after one rank failed, the others may hang in a collective
 
 logger = serve_logger()
 
 
 class TrainerWorkerActor:
-    """Only this process imports the workers, and with them torch and vLLM. Calls other than `call` are
-    answered also during a step."""
+    """Only this process imports the workers, hence torch and vLLM. All calls but `call` are answered during a
+    step.
+    """
 
     _worker: "TrainerWorker | AdapterWorker"
 
@@ -92,8 +94,9 @@ class WorkerGroup:
         ping_timeout_s: float = PING_TIMEOUT_S,
     ) -> tuple["WorkerGroup", LoadedTrainer]:
         """Start the ranks, and wait until all have loaded the model. `slots`: rank r shares the GPU of bundle
-        r with a replica. Raises FleetUnavailable (a rank died, or did not load in time) or TimeoutError
-        (Ray did not start rank 0 in time)."""
+        r with a replica. Raises FleetUnavailable (a rank died, or did not load in time) or TimeoutError (Ray
+        did not start rank 0 in time).
+        """
         incarnation = uuid.uuid4().hex[:8]
         group = cls(
             [
@@ -115,8 +118,9 @@ class WorkerGroup:
         return group, loaded
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Raises a worker's SlipstreamError, or FleetUnavailable: a worker died or did not answer in time,
-        and the group is broken."""
+        """Raises a worker's SlipstreamError, or FleetUnavailable: a worker died or timed out, and the group
+        is broken.
+        """
         if self.broken is not None:
             raise FleetUnavailable(f"the trainer is being restarted: {self.broken}")
         trace = tracing.headers()
@@ -136,7 +140,7 @@ class WorkerGroup:
             if lost or late:
                 self.broken = _join_reasons(method, lost, late, waited_s, failures)
                 raise FleetUnavailable(f"{self.broken}; the trainer is restarted from the store")
-            results = [call.result() for call in calls]  # raises what any rank raised
+            results = [call.result() for call in calls]
             return results[0]
         except RayTaskError as error:
             raise _cause(error) from None
@@ -176,9 +180,10 @@ class WorkerGroup:
             raise FleetUnavailable(f"the trainer's rank 0 does not answer: {type(error).__name__}") from error
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until the version and the checkpoint are written, not for a step in progress. A broken group
-        writes no checkpoint, but its rank 0 may have a version that is nowhere else. Raises RayError,
-        TimeoutError or FleetUnavailable: rank 0 is gone, or does not answer."""
+        """Wait until the version and the checkpoint are written, but not for a running step. A broken group
+        writes no checkpoint, but its rank 0 may hold the only copy of a version. Raises RayError,
+        TimeoutError or FleetUnavailable: rank 0 is lost.
+        """
         await self.store_status()  # it answers quickly, or never
         if self.broken is None:
             writes = [_result(each.flush.remote(timeout_s)) for each in self._workers]
@@ -198,8 +203,8 @@ class WorkerGroup:
 
 def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str, Any]:
     threads = max(1, (os.cpu_count() or 1) // (spec.config.world_size if spec.device == "cpu" else 1))
-    # Ray sets OMP_NUM_THREADS to 1 in an actor that reserves no CPU, and torch.set_num_threads would not
-    # apply to every thread.
+    # Ray sets OMP_NUM_THREADS to 1 in an actor without CPUs, and torch.set_num_threads would not reach every
+    # thread.
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
     options: dict[str, Any] = {
         "num_cpus": 0,

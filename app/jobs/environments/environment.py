@@ -24,17 +24,16 @@ from app.jobs.task_groups import all_of
 from app.jobs.user_code import blamed
 
 Message = dict[str, Any]  # "role" and "content"
-WORDS = ("1", "2")  # equally many tokens
+WORDS = ("1", "2")  # the same number of tokens each
 NO_ANSWER = Answer(text="", token_ids=[], logprobs=[], weight_versions=[], finish_reason="stop")
-MAX_SAID = 4000  # characters of a message, which may have images
-HELD_OUT = 1 << 39  # problems from here on are for evaluation only
-AT_ONCE = 16  # answers of one request, which costs the same for one and for many
+MAX_SAID = 4000  # characters per message, which may have images
+HELD_OUT = 1 << 39  # later problems are for evaluation only
+AT_ONCE = 16  # per request, whose cost is constant
 
 
 class Environment(ABC):
     @property
     def problems(self) -> int:
-        """How many differ before they repeat."""
         return sys.maxsize
 
     def running(self) -> AbstractAsyncContextManager[None]:
@@ -46,8 +45,9 @@ class Environment(ABC):
 
     @abstractmethod
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
-        """`count` rollouts of this problem, the same for the same number in every process. Raises as
-        `Policy.chat`."""
+        """`count` rollouts of this problem; a number means the same problem in every process. Raises as
+        `Policy.chat`.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,6 @@ class Reply:
 
 
 class Conversation(Protocol):
-    """One attempt at a problem."""
-
     @property
     def messages(self) -> Sequence[Message]:
         """The first messages."""
@@ -183,7 +181,6 @@ class Conversations(Environment):
 
 
 def probes(told: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """For `between`."""
     first, second = (
         [{"role": "user", "content": "?"}, {"role": "assistant", "content": word}, *told] for word in WORDS
     )

@@ -1,6 +1,6 @@
 """A child process that answers lines of JSON. If it hangs, crashes or writes garbage, every pending question
-raises `Exited`. It stops with everything that it started when its input ends, also when this process is
-killed."""
+raises `Exited`. It stops, with all that it started, when its input ends, even if this process is killed.
+"""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from app.jobs.environments.verifiers_program import MARK, STOP_TIMEOUT_S, kill_m
 MAX_LINE_BYTES = 1 << 24
 LAST_WORDS_BYTES = 1 << 16
 GRACE_S = STOP_TIMEOUT_S + 5.0  # longer than its own limit
-LAST_WORDS_S = 1.0  # limit from the end of its output to its exit
+LAST_WORDS_S = 1.0  # from the end of its output to its exit
 
 
 class Exited(Exception):
@@ -25,7 +25,7 @@ class Exited(Exception):
 
 
 class Program:
-    """`exited` is why it cannot answer. Its log (stderr) is kept if that text names it."""
+    """`exited`: why it cannot answer. Its log (stderr) is kept if that text names it."""
 
     def __init__(self, process: Process, mark: str, log: Path) -> None:
         self.exited: str | None = None
@@ -38,7 +38,7 @@ class Program:
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> Self:
-        """Returns after its first line. Raises Exited if it does not start, or that line has an `error`."""
+        """Returns after its first line. Raises Exited if it does not start, or the line has an `error`."""
         mark = uuid.uuid4().hex
         try:
             with tempfile.NamedTemporaryFile(prefix="verifiers-", suffix=".log", delete=False) as stderr:
@@ -72,7 +72,7 @@ class Program:
         return program
 
     async def ask(self, **question: Any) -> Mapping[str, Any]:
-        """Cancellation is passed on. Raises Exited."""
+        """Passes cancellation on. Raises Exited."""
         if self.exited is not None:
             raise Exited(self.exited)
         self._last_id += 1

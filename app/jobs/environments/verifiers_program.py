@@ -75,7 +75,7 @@ async def opened(arguments: list[str]) -> AsyncIterator[RolloutRunner]:
 
 
 class Tasks:
-    """By position, read on demand; a bounded set repeats."""
+    """Read on demand, by position; a bounded set repeats."""
 
     def __init__(self, taskset: Any) -> None:
         self._iterator: Iterator[Any] = iter(taskset)
