@@ -1,9 +1,7 @@
 """The controller: the ledger with a clock, a disk and long polls.
 
-    replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
-    publisher  connect, send, close_round ──► waits until the replicas have answered
-
-`durable_ledger` has the waits, the ticker and the disk.
+replica    poll ──► waits up to `poll_s` for updates of its own ──► Directive
+publisher  connect, send, close_round ──► waits until the replicas have answered
 """
 
 import asyncio
@@ -128,7 +126,7 @@ class Controller:
             return self._ledger.join_lease(publisher, self._durable.now(), renew=renew)
 
     async def renew(self, token: int) -> Lease:
-        """Called well within the lease's duration, also while another call is pending."""
+        """Call it well within the lease's duration, also during another call."""
         async with self._durable.answer():
             return self._ledger.renew(token, self._durable.now())
 
@@ -172,7 +170,7 @@ class Controller:
             self._ledger.abort_round(token, round_id, reason, self._durable.now())
 
     async def load_adapter(self, load: LoadRequest) -> Adapter:
-        """Returns what a load with this id has made live, if it has. See `Ledger.stage_adapter`."""
+        """See `Ledger.stage_adapter`."""
         async with self._durable.answer(records=True):
             await self._durable.wait(self._ledger.is_complete, None)
             if load.load_id:
@@ -189,7 +187,7 @@ class Controller:
                 self._durable.change()  # replicas load the copy while it is synced
                 await self._keeper.complete_adapter(adapter.adapter_id)
                 self._ledger.complete_adapter(adapter, now())
-            except BaseException as error:  # also when the caller left: frees the name
+            except BaseException as error:  # even if the caller left: frees the name
                 failure = error if isinstance(error, SlipstreamError) else FleetUnavailable(str(error))
                 self._ledger.fail_adapter(adapter, failure, now())
                 if call is None or failure is not error:
@@ -225,8 +223,7 @@ class Controller:
         return await self._calls.address()
 
     async def poll(self, report: Report) -> Directive:
-        """Raises FleetUnavailable: a newer poll of the same replica superseded this one, or came
-        before it."""
+        """Raises FleetUnavailable: a newer poll of this replica came first or superseded this one."""
         self._durable.enter()
         follows = self._ledger.on_report(report, self._durable.now())
         looked = self._durable.look_soon() if follows else self._durable.looks
@@ -247,7 +244,7 @@ class Controller:
             if self._round_trace:
                 directive = replace(directive, trace=self._round_trace)
             made = self._durable.change(wake=False)
-            # A directive without updates is a heartbeat: it does not wait for a slow disk.
+            # A directive without updates is a heartbeat: no wait for a slow disk.
             if has_updates or report.incarnation not in self._told:
                 self._told[report.incarnation] = made
             await self._durable.durable(self._told[report.incarnation])
@@ -335,8 +332,9 @@ def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
 
 
 def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> None:
-    """Engines load all live adapters, so no replica would ever serve. `refusal`: how to make
-    replicas take adapters."""
+    """Engines load all live adapters: one that takes none would never serve. `refusal`: how to make replicas
+    take adapters.
+    """
     live = [f"{each.name}@{each.version}" for each in ledger.adapters() if each.state == "live"]
     if refusal is not None and live:
         raise JournalError(
@@ -347,7 +345,7 @@ def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> Non
 
 
 def json_only(value: object, name: str) -> JsonValue:
-    """Raises InvalidRequest, with the place, if a tensor or another object is in the value."""
+    """Raises InvalidRequest, with the place of a tensor or another object."""
     try:
         return _JSON.validate_python(value)
     except ValidationError as error:

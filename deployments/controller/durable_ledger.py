@@ -6,9 +6,9 @@
     ticker   deadlines and leases
     watcher  whether the processes of silent members still exist
 
-An answer waits until every decision that it may depend on is on disk; the event loop never does. While the
-disk is full, a publisher's call is refused before it changes the ledger. If it fails or hangs, every call and
-the health check fail; the next process recovers from what is written.
+An answer waits until all decisions it may depend on are on disk; the event loop never does. On a full disk a
+publisher's call is refused before it changes the ledger. On a failing or hanging disk every call and the
+health check fail; the next process recovers what was written.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from deployments.ledger.ledger import Ledger
 from deployments.ledger.state import PendingCall
 from deployments.protocol.errors import FleetUnavailable
 
-DISK_S = 60.0  # one write; if the disk hangs, the next process may have more luck
+DISK_S = 60.0  # per write; if the disk hangs, the next process may succeed
 LOCK_WAIT_S = 10.0
-LOOK_SHARE = 0.2  # the share of the event loop's time that looks may take
+LOOK_SHARE = 0.2  # of the event loop's time
 STALL_S = 2.0
-WAKE_AT_ONCE = 32  # waits; the event loop serves others in between
+WAKE_AT_ONCE = 32  # waits; the loop serves others in between
 
 T = TypeVar("T")
 logger = serve_logger()
@@ -49,9 +49,9 @@ def open_journal(state_dir: Path) -> Journal:
 
 
 class Waits:
-    """Waits for the ledger. Each is woken only when its own condition holds.
+    """Waits for the ledger. Each wakes only when its own condition holds.
 
-    Waking a thousand coroutines for each heartbeat of a thousand replicas would cost ten times as much.
+    Waking a thousand coroutines per heartbeat of a thousand replicas would cost ten times as much.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Waits:
             self._release()
 
     def _release(self) -> None:
-        """Wake some; the others after what the event loop has received meanwhile."""
+        """Wake some now, the others after the event loop's next input."""
         for _ in range(min(WAKE_AT_ONCE, len(self._ready))):
             woken = self._ready.popleft()
             if not woken.done():
@@ -109,8 +109,9 @@ class Waits:
 
 
 class DurableLedger:
-    """A ledger with a journal, a clock and waits. See `Controller` for the arguments. Raises JournalError:
-    the state directory cannot be used."""
+    """A ledger with a journal, a clock and waits. Arguments: `Controller`'s. Raises JournalError: the state
+    directory cannot be used.
+    """
 
     def __init__(
         self,
@@ -172,8 +173,9 @@ class DurableLedger:
         return now
 
     def change(self, *, wake: bool = True) -> int:
-        """Hand the ledger's decisions to the disk, and wake waits that are over. `wake`: something
-        changed that others may wait for. Returns the argument for `durable`."""
+        """Hand the ledger's decisions to the disk, and wake waits that are over. `wake`: something changed
+        that others may wait for. Returns the argument for `durable`.
+        """
         decisions = self._ledger.take_decisions()
         self._unwritten += decisions
         self._made += len(decisions)
@@ -185,11 +187,11 @@ class DurableLedger:
         return self._made
 
     def look_soon(self) -> int:
-        """Schedule one look at the consequences of all reports that arrive until then. Returns the
-        value of `looks` after it.
+        """Schedule one look at the consequences of all reports until then. Returns the value of `looks` after
+        it.
 
-        A look visits all members: one per report would make a thousand joins a million visits. So
-        looks take at most `LOOK_SHARE` of the loop's time, as long as one is shorter than a tick.
+        A look visits all members: one per report would make a thousand joins a million visits. So looks take
+        at most `LOOK_SHARE` of the loop's time, while one is shorter than a tick.
         """
         if not self._look_scheduled:
             self._look_scheduled = True
@@ -198,7 +200,7 @@ class DurableLedger:
         return self.looks + 1
 
     async def durable(self, made: int) -> None:
-        """Raises FleetUnavailable: they could not be written."""
+        """Raises FleetUnavailable: the write failed."""
         while self._on_disk < made:
             self._check()
             await self._written.wait()
@@ -206,7 +208,7 @@ class DurableLedger:
 
     @asynccontextmanager
     async def answer(self, *, records: bool = False, asks: bool = False) -> AsyncIterator[None]:
-        """A call's result or error waits for every decision made so far.
+        """Results and errors wait for every decision so far.
 
         Args:
             records: refused while there is no space.
@@ -253,7 +255,7 @@ class DurableLedger:
             logger.exception("failed to process reports")
         self.change()
         ended = loop.time()
-        # At most a tick, which looks anyway: this process may have stalled in the middle.
+        # At most a tick, which looks anyway: this process may have stalled meanwhile.
         self._look_at = ended + min((ended - began) * (1 / LOOK_SHARE - 1), self._tick_s)
 
     def _log(self) -> None:
@@ -286,7 +288,7 @@ class DurableLedger:
             return
         self._failure = str(error)
         logger.error("failed to persist decisions; controller is shutting down: %s", error)
-        # Lets the next process take over at once, though not before a hanging write has returned.
+        # The next process may take over at once, or after a hanging write returns.
         asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._written.set()
         self._waits.end_all()
@@ -348,7 +350,7 @@ class DurableLedger:
         self._thread.shutdown(wait=False)
 
     def _close(self) -> None:
-        """From now on a successor may begin."""
+        """A successor may begin now."""
         self._journal.close()
         self._store.release()
 

@@ -1,4 +1,4 @@
-"""Counts the ledger's events for Prometheus: rounds by outcome and duration, what they waited for, fences."""
+"""The ledger's events for Prometheus: rounds by outcome and duration, what they waited for, fences."""
 
 import re
 from collections.abc import Iterable, Sequence

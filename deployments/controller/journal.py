@@ -1,14 +1,14 @@
 """The ledger's decisions on disk: a sqlite database in the state directory.
 
-A decision is committed and synced before anyone acts on it. Superseded ones are deleted in the same
-transaction, so the file does not grow.
+A decision is synced before it takes effect. The same transaction deletes superseded ones, so the file does
+not grow.
 
-In sqlite's EXCLUSIVE locking mode one process uses the file, the kernel releases its lock when it exits, and
-no memory is shared, so the file may be on a network file system.
+In sqlite's EXCLUSIVE locking mode one process uses the file, the kernel releases its lock at exit, and no
+memory is shared, so a network file system will do.
 
 On a full disk, spare pages and a write-ahead log of constant length hold the ledger's own decisions (a member
-joins, is fenced, a round ends); publishers are refused. So they are while the file is moved, removed or its
-disk unmounted: it stays in use, and a successor would not find it.
+joins, is fenced, a round ends); publishers are refused. They are also refused while the file is moved,
+removed or unmounted: it stays in use, but a successor would not find it.
 """
 
 import os
@@ -59,8 +59,7 @@ class Journal:
             self._open(lock_wait_s)
 
     def append(self, decisions: Iterable[Decision]) -> None:
-        """Durable when it returns. Raises JournalError: no space, the disk is gone, or another file
-        is in its place."""
+        """Durable when it returns. Raises JournalError: no space, no disk, or another file in its place."""
         rows: list[tuple[int, str]] = []
         superseded: list[tuple[int]] = []
         for decision in decisions:
@@ -77,8 +76,7 @@ class Journal:
             self._look_at_space()
 
     def reserve(self) -> str | None:
-        """Returns why a publisher's decisions cannot be kept, for a person. Raises JournalError: the disk is
-        gone."""
+        """Returns why a publisher's decisions cannot be kept. Raises JournalError: the disk is gone."""
         if self.has_space and self.is_in_place():
             return None
         self.has_space = False
@@ -101,7 +99,7 @@ class Journal:
         return None
 
     def is_in_place(self) -> bool:
-        """Whether a successor would find this file: it may be moved, removed or unmounted."""
+        """False: moved, removed or unmounted, so a successor would not find it."""
         try:
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         except OSError:
@@ -152,7 +150,7 @@ class Journal:
             db.close()
             raise
         self._db = db
-        # Opened after the lock and closed after the connection: closing any descriptor of a file drops the
+        # Opened after the lock, closed after the connection: closing any descriptor of a file drops the
         # process's locks on it.
         self._file = os.open(self._path, os.O_RDWR)
         self._look_at_space()

@@ -1,4 +1,4 @@
-"""The operator's log: one line for each ledger event that changes what the fleet does.
+"""The operator's log: one line per ledger event that changes what the fleet does.
 
 `/fleet/events` carries the same events for programs. `docs/operating/runbook.md` explains each line; a test
 checks it.
@@ -91,7 +91,6 @@ class LogLines:
                 logger.log(level, "%s", text.format_map(fields))
 
     def _key(self, event: Event) -> str:
-        """Also updates what is remembered."""
         match event.name:
             case "round":
                 phase = event.fields["phase"]

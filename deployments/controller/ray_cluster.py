@@ -1,7 +1,7 @@
-"""What the controller asks of Ray: whether silent replicas' processes exist.
+"""Asks Ray whether silent replicas' processes exist.
 
-A process that exists but hangs is killed once its replica counts as lost. Serve would need three health
-checks of 30 s, and would wait for it to drain while it holds its GPU.
+A process that hangs is killed once its replica counts as lost. Serve would need three health checks of 30 s,
+and a drain, while it holds its GPU.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class ServeReplicas:
 
 
 class ReplicaProcesses:
-    """Looks up and kills processes of silent replicas, each in a thread that Ray may block."""
+    """Looks up and kills silent replicas' processes, each in a thread that Ray may block."""
 
     def __init__(self, is_alive: IsAlive, kill: Kill) -> None:
         self._is_alive = is_alive
@@ -54,7 +54,7 @@ class ReplicaProcesses:
         self._kills: set[asyncio.Task[None]] = set()
 
     async def gone(self, silent: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-        """The members (id, incarnation) without a process, among these and those of earlier calls.
+        """Members (id, incarnation) without a process, among these and earlier calls'.
 
         Returns with the first results, at most after `LOOKUP_S`; no lookup runs twice at a time.
         """
@@ -78,7 +78,7 @@ class ReplicaProcesses:
         return [member for member, lookup in finished.items() if not _exists(lookup)]
 
     def kill(self, replica_id: str) -> None:
-        """Kill the process of a replica that is lost for good; does not wait."""
+        """Does not wait."""
         self._kills.add(task := asyncio.get_running_loop().create_task(self._try_kill(replica_id)))
         task.add_done_callback(self._kills.discard)
 
@@ -89,7 +89,7 @@ class ReplicaProcesses:
             logger.warning("failed to kill replica %s: %s: %s", replica_id, type(error).__name__, error)
 
     def close(self) -> None:
-        """Cancel what runs; threads that Ray blocks are left."""
+        """Threads that Ray blocks are left."""
         for task in (*self._lookups.values(), *self._kills):
             task.cancel()
 

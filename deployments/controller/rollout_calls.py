@@ -1,4 +1,4 @@
-"""The rollouts' store in a thread of its own: a slow disk delays neither decisions nor polls."""
+"""The rollouts' store in its own thread: a slow disk delays neither decisions nor polls."""
 
 import asyncio
 from collections.abc import Mapping

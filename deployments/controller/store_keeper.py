@@ -1,7 +1,7 @@
-"""The files that the controller keeps: versions of this fleet, and its copies of adapters.
+"""The files that the controller keeps: this fleet's versions, and its copies of adapters.
 
-The ledger decides whose a version is (`deployments.ledger.stored_versions`) and which files are needed. The
-disk is read and changed in threads.
+The ledger decides whose a version is (`deployments.ledger.stored_versions`) and which files are needed.
+Threads read and change the disk.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from deployments.weights.store.versions import Store, VersionManifest
 PREDECESSOR_S = 10.0
 DISK_S = 120.0  # a disk that takes longer for one adapter hangs
 ADAPTERS = "adapters"
-THREADS = 8  # a disk that hangs blocks one of them for each adapter
+THREADS = 8  # a hanging disk blocks one per adapter
 
 T = TypeVar("T")
 logger = serve_logger()
@@ -78,11 +78,11 @@ class StoreKeeper:
         self._lag_s = lag_s
         self._clock = clock
         self._disk_s = disk_s
-        # Threads of its own: if the disk hangs, the event loop's threads stay free.
+        # Own threads: a hanging disk leaves the event loop's free.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
 
     def remove_old(self) -> None:
-        """Off the critical path, one pass at a time."""
+        """Runs in the background, one pass at a time."""
         if self._pass is None or self._pass.done():
             self._pass = asyncio.get_running_loop().create_task(self._remove_old())
 
@@ -94,7 +94,7 @@ class StoreKeeper:
             for version in await asyncio.to_thread(self._older):
                 await self._remove(self._store.remove, version)  # one that is being read stays for now
             for adapter_id in await asyncio.to_thread(self._adapters.ids):
-                if adapter_id not in self._ledger.adapter_ids():  # asked each time: it may be needed by then
+                if adapter_id not in self._ledger.adapter_ids():  # asked each time: it may be needed again
                     await self._remove(self._adapters.remove, adapter_id)
         except OSError as error:
             self._problem = error
@@ -113,11 +113,11 @@ class StoreKeeper:
             await asyncio.gather(self._pass, return_exceptions=True)
 
     def check_owner(self) -> None:
-        """Raises JournalError: the store is not this fleet's any more."""
+        """Raises JournalError: the store is no longer this fleet's."""
         check_owner(self._store.directory, self._ledger.state.fleet_id)
 
     def claim(self) -> None:
-        """Make the store this fleet's, or check that it is, when the controller starts. Reads the disk.
+        """Claim the store, or check the claim, when the controller starts. Reads the disk.
 
         Raises:
             JournalError: it belongs to another fleet, has versions of an unknown one, has none where this
@@ -150,8 +150,9 @@ class StoreKeeper:
         claim(directory, fleet_id, self._state_dir)
 
     def source(self, version: int) -> str:
-        """The directory of a stored version. Raises InvalidRequest: it is not in the store, is
-        another fleet's, or its manifest cannot be read."""
+        """The directory of a stored version. Raises InvalidRequest: absent, another fleet's, or an unreadable
+        manifest.
+        """
         stored = self.versions()
         if version not in stored:
             raise InvalidRequest(
@@ -169,7 +170,7 @@ class StoreKeeper:
         return list(self._store.list())
 
     def _own(self, version: int) -> VersionManifest | str:
-        """The manifest, or why there is none: an operator may have copied a version to the store."""
+        """Or why there is none: an operator may have copied a version to the store."""
         try:
             manifest = self._store.manifest_of(version)
         except (OSError, ValueError) as error:
@@ -179,7 +180,7 @@ class StoreKeeper:
         return manifest if manifest.version == version else f"its manifest is of version {manifest.version}"
 
     def _find_stored(self, newer: Mapping[str, VersionManifest]) -> None:
-        """A writer may have exited before it could report its version, or this process before it heard."""
+        """A writer may have exited before it reported its version, or this process before it heard."""
         for path, each in newer.items():
             self._ledger.find_stored(each.version, path, each.label, each.digest)
 

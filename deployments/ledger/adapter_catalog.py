@@ -1,4 +1,4 @@
-"""The catalog of adapters: names, numbers and retention. Every change makes a new catalog.
+"""The immutable catalog of adapters: names, numbers, retention.
 
 Numbers and ids are never reused: an engine finds KV cache blocks by the adapter's full name.
 """
@@ -9,12 +9,12 @@ from dataclasses import replace
 from deployments.protocol.adapters import MAX_NAME, SEPARATOR, Adapter, AdapterCatalog, LoadRequest, is_name
 from deployments.protocol.errors import Conflict, InvalidRequest, NotFound
 
-REMEMBERED = 256  # names whose last number is known; older names share the greatest of theirs
+REMEMBERED = 256  # names with a known last number; older names share the greatest of theirs
 
 
 def check_new(catalog: AdapterCatalog, request: LoadRequest, base_model: str) -> None:
-    """Only a name that would stand for two adapters is refused: clients may number names themselves
-    (ART loads `run@7`).
+    """Refuses only names that would stand for two adapters: clients may number names themselves (ART loads
+    `run@7`).
 
     Raises:
         InvalidRequest: no such name is possible, or it is live and `in_place` is false.
@@ -47,7 +47,7 @@ def check_new(catalog: AdapterCatalog, request: LoadRequest, base_model: str) ->
 
 
 def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
-    """The live versions of a name, oldest first; of a full name the one version. Raises NotFound."""
+    """A name's live versions, oldest first; a full name's one version. Raises NotFound."""
     found = [each for each in catalog.live if name in (each.name, each.full_name)]
     if not found:
         raise NotFound(f"The lora adapter '{name}' cannot be found.", {"lora_name": name})
@@ -55,7 +55,7 @@ def named(catalog: AdapterCatalog, name: str) -> list[Adapter]:
 
 
 def next_adapter(catalog: AdapterCatalog, request: LoadRequest, taken: Collection[str] = ()) -> Adapter:
-    """The next version of a name, without its files; `taken`: names that its full name cannot be."""
+    """The next version, without files; `taken`: names that its full name cannot be."""
     name, others = request.name, {*taken, *(each.name for each in catalog.live)}
     version = catalog.last_versions.get(name, catalog.floor) + 1
     while f"{name}{SEPARATOR}{version}" in others:

@@ -4,13 +4,12 @@
     replicas  LOAD_ADAPTER ─► all serving ones hold it ─► decision, durable ─► SET_ADAPTERS ─► answer
               one rejects it ─► SET_ADAPTERS without it ─► the caller's error
 
-After each event every replica is compared with the catalog, and the first thing that it lacks is sent: an
-adapter, or the news of a change. Changes are numbered. A caller has its answer once each replica that takes
-requests has carried out the change with its number; one that has carried out none may still run an earlier
-controller's directive.
+After each event every replica is compared with the catalog and sent what it lacks first: an adapter, or the
+news of a change. Changes are numbered. A caller has its answer once each replica that takes requests has
+carried out its change; one that has carried out none may still run an earlier controller's directive.
 
-Nothing is loaded between the decision and the end of a round that holds: a load ahead of one
-replica's COMMIT would stop the whole fleet.
+Nothing is loaded between the decision and the end of a round that holds: a load ahead of one COMMIT would
+stop the whole fleet.
 """
 
 from dataclasses import replace
@@ -68,7 +67,7 @@ def begin(state: State, request: LoadRequest) -> Adapter:
 
 
 def stage(state: State, adapter: Adapter, files: AdapterFiles) -> PendingCall:
-    """The files are copied, not yet durable: `complete` or `fail` follows.
+    """The files are copied but not durable: call `complete` or `fail` next.
 
     The call's result is the live Adapter. On error (InvalidRequest: all replicas rejected it; Conflict: some
     did; FleetUnavailable: too few serve) no replica has it.
@@ -125,7 +124,7 @@ def _check_idle(state: State, name: str) -> None:
 
 
 def _decide(state: State, catalog: AdapterCatalog) -> int:
-    """Returns the number of the change, of which replicas are to be told if other versions are live."""
+    """Returns the change's number, announced to replicas if other versions are live."""
     adapters, before = state.adapters, state.adapters.catalog
     adapters.catalog = catalog
     state.decide(Cataloged(catalog=catalog))
@@ -193,7 +192,7 @@ def _status(state: State, adapter: Adapter, name: str, members: list[Member]) ->
 
 
 def _carried_out(state: State) -> int:
-    """The number of the newest change that every replica that takes requests has carried out."""
+    """The newest change that every replica that takes requests has carried out."""
     if state.uncertain():
         return -1
     return min((each.adapters_number for each in state.serving()), default=state.adapters.number)
@@ -305,7 +304,7 @@ def _fault(state: State, load: Load) -> SlipstreamError | None:
 
 
 def _undo(state: State, load: Load, error: SlipstreamError) -> None:
-    """Withdraw it; answer with the error once no replica has it, or may still get it."""
+    """Answer with the error once no replica has it, or may still get it."""
     if load.error is None:
         load.error = error
         if load.call is not None:  # a replica may have it
@@ -323,7 +322,7 @@ def _undo(state: State, load: Load, error: SlipstreamError) -> None:
 
 
 def _answer(state: State) -> None:
-    """End loads and unloads that have reached all replicas that take requests."""
+    """Loads and unloads that have reached all replicas that take requests."""
     carried_out = _carried_out(state)
     for number, call, load in state.adapters.decided:
         if number <= carried_out:
@@ -334,7 +333,7 @@ def _answer(state: State) -> None:
 
 
 def _retired_nowhere(state: State) -> set[int]:
-    """Ids of retired adapters that no replica holds, or may still be loading."""
+    """Retired adapters that no replica holds or may be loading."""
     members = state.members.values()
     held = {adapter_id for member in members for adapter_id in member.adapters}
     gone = {each.adapter_id for each in state.adapters.catalog.retired} - held

@@ -1,10 +1,10 @@
-"""A member's polls, and how it becomes a member, catches up and is admitted.
+"""A member's polls, joining, catch-up and admission.
 
-A joiner receives the committed version in the next round, or loads it from the store if no round
-comes. If it is behind again after that, it waits for a round at least twice as long as before: so
-it converges at any rate of rounds.
+A joiner receives the committed version in the next round, or loads it from the store if no round comes. If
+that leaves it behind again, it waits for a round at least twice as long as before: it converges at any rate
+of rounds.
 
-It is admitted between rounds, or during the staging of a round that it takes part in.
+It is admitted between rounds, or during the staging of its own round.
 """
 
 from dataclasses import replace
@@ -26,8 +26,9 @@ from deployments.protocol.routing import ReplicaEndpoint
 
 
 def on_report(state: State, report: Report) -> bool:
-    """Returns whether something may follow. A heartbeat, or an acknowledgement that leaves others
-    waiting, needs no look at all members."""
+    """Returns whether something may follow. A heartbeat, or an acknowledgement that leaves others waiting,
+    needs no look at all members.
+    """
     known = state.find(report.replica_id, report.incarnation)
     if known is not None and report.number < known.last_report:
         raise FleetUnavailable(f"a later report of {report.replica_id} overtook this one")
@@ -96,14 +97,14 @@ def _check_version(state: State, member: Member) -> None:
 
 
 def _drop_leftovers(state: State, member: Member, report: Report) -> None:
-    """Drop the staging of a round that ended, or that a restarted controller never decided."""
+    """A round that ended, or that a restarted controller never decided."""
     known = state.round is not None and state.round.round_id == report.staged_round
     if member.alive and report.staged_round is not None and not known:
         staging_phase.drop(state, member, report.staged_round)
 
 
 def directive(state: State, report: Report) -> Directive:
-    """The answer to a poll. It may get lost; a fence has arrived once the replica reports it."""
+    """May get lost; a fence has arrived once the replica reports it."""
     fenced = state.fences.get(report.incarnation)
     member = state.find(report.replica_id, report.incarnation)
     if member is not None:
@@ -202,7 +203,7 @@ def advance(state: State) -> None:
 
 
 def _holds_version_0(state: State, member: Member) -> bool:
-    """At version 0: whether it loaded what the first member that served it had loaded; else it is fenced."""
+    """At version 0: whether its weights are those of the first member that served it; else it is fenced."""
     if state.committed_version or state.initial == member.initial:
         return True
     if state.initial is not None:

@@ -1,4 +1,4 @@
-"""A round from its decision to its end: it only rolls forward. A replica that fails now is fenced.
+"""A round from its decision to its end: it only rolls forward. Failing replicas are fenced.
 
     together: COMMIT(hold) to all ─► all swapped, or certain not to serve ─► RELEASE to all ─► finished
     rolling:  (DRAIN) COMMIT to `max_unavailable` at a time ─────────────────────────────────► finished
@@ -92,7 +92,7 @@ def resume(state: State, decision: Committed) -> None:
 
 
 def on_return(state: State, member: Member, report: Report) -> None:
-    """A member from before a restart polled again: it has swapped, can swap, or starts over."""
+    """A member from before a restart: it has swapped, can swap, or starts over."""
     current = state.round
     member.world_size = report.world_size
     member.state = MemberState.SERVING if member.was_serving else MemberState.JOINING
@@ -140,7 +140,8 @@ def _expect_commit(state: State, current: Round, member: Member) -> None:
 
 def advance(state: State) -> bool:
     """Send COMMIT to as many as may be unavailable at once. Returns whether the round entered its
-    next phase."""
+    next phase.
+    """
     current = state.round
     if current is None or current.phase is not RoundPhase.COMMITTING:
         return False
@@ -165,7 +166,7 @@ def advance(state: State) -> bool:
 
 
 def _drain(state: State, current: Round, member: Member) -> None:
-    """Let its requests finish first; those that still run at the timeout continue."""
+    """Requests that outlast the timeout continue."""
 
     def ended(drain: PendingDrain) -> None:
         current.not_drained |= drain.late
@@ -247,7 +248,7 @@ def _finish(state: State, current: Round) -> None:
     membership.forget_drain(state, drain_of_round(current.round_id))
     weights_replaced(state)
     report = _end(state, current, RoundPhase.COMMITTED, "")
-    # Its holder releases it now, or was lost; others must not wait for its whole duration.
+    # Its holder releases it now or was lost; others must not wait its whole duration.
     state.publisher.expires = min(state.publisher.expires, state.now + RELEASE_S)
     if current.close is not None:
         current.close.finish(result=report)
@@ -355,7 +356,7 @@ def ended(state: State, round_id: int) -> RoundReport | None:
 
 
 def undecided(state: State, round_id: int) -> Round:
-    """Raises what aborted the round, or Conflict if it is not in flight or is decided."""
+    """Raises what aborted the round, or Conflict: not in flight, or decided."""
     current = state.round
     if current is not None and current.round_id == round_id and not current.decided:
         return current
@@ -377,8 +378,9 @@ def require_no_round(state: State, action: str) -> None:
 
 
 def closed(state: State, round_id: int, label: str | None) -> PendingCall | None:
-    """The outcome of a round that was closed before; None: it was not. Raises Conflict if another
-    publisher closed it: HTTP callers share one lease, and only labels differ."""
+    """A closed round's outcome; None: it was not closed. Raises Conflict if another publisher closed it: HTTP
+    callers share one lease, and only labels differ.
+    """
     current = state.round
     if current is not None and current.round_id == round_id:
         if current.close is not None or current.decided:

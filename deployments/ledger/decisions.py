@@ -22,7 +22,7 @@ KEPT_ROUNDS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A controller process began; its sequence numbers are above those of all earlier ones."""
+    """Its sequence numbers are above all earlier processes'."""
 
     generation: int
     kind: Literal["started"] = "started"
@@ -47,7 +47,7 @@ class LeaseIssued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """Otherwise a replica's leftovers could be taken for a new round's."""
+    """Else a replica's leftovers could pass for a new round's."""
 
     round_id: int
     kind: Literal["opened"] = "opened"
@@ -192,7 +192,7 @@ def _subject(decision: Decision) -> str:
 
 
 def encode(decision: Decision) -> bytes:
-    """One line of JSON; half a surrogate, which UTF-8 does not have, is escaped."""
+    """One JSON line; half a surrogate, which UTF-8 lacks, is escaped."""
     try:
         return _ADAPTER.dump_json(decision)
     except PydanticSerializationError:

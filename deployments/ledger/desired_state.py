@@ -1,10 +1,8 @@
-"""vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet
-meaning.
+"""vLLM's RL operations on every serving replica: `/pause`, `/sleep` and the others, with fleet meaning.
 
-Pause and sleep set the fleet's engine state, which is durable before a replica learns of them. A
-joiner is brought to it before it is admitted. With `mode=wait` the replicas drain first; at the
-timeout nothing changes. While weights are discarded (sleep at level 2) no KV cache is woken; a
-committed round replaces them.
+Pause and sleep set the fleet's engine state, durable before a replica learns of it. Joiners reach it before
+admission. With `mode=wait` the replicas drain first; at the timeout nothing changes. While weights are
+discarded (sleep at level 2) no KV cache is woken; a committed round replaces them.
 """
 
 from dataclasses import replace
@@ -68,7 +66,7 @@ def _order(state: State, call: PendingCall, pending: PendingOperation) -> None:
     for member in state.serving():
         if member in call.waiting:
             membership.queue(state, member, RunOperation(operation=pending.operation), call)
-    # Before any replica has carried it out: weights that may be discarded count as discarded.
+    # Before any replica runs it: weights that may be discarded count as discarded.
     _make_durable(state)
 
 
@@ -122,7 +120,7 @@ def check_awake(state: State) -> None:
 
 
 def converge(state: State, member: Member) -> bool:
-    """Send a member the operations that lead to the fleet's engine state. Returns whether it is there."""
+    """Send operations that lead to the fleet's engine state. Returns whether the member is there."""
     if any(
         not pending.of_one and isinstance(pending.operation, LASTING) for pending in state.operations.values()
     ):
@@ -131,7 +129,7 @@ def converge(state: State, member: Member) -> bool:
         member.engine_state = state.engine_state
         return True
     steps = path_to(state.engine_state, member.engine_state)
-    # What it has staged in a round would not survive a sleep: it waits for the round's end.
+    # A sleep would discard what a round has staged: wait for the round's end.
     if member.has_queued(RunOperation) or (state.round and any(isinstance(step, Sleep) for step in steps)):
         return False
     for step in steps:

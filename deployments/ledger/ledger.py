@@ -1,7 +1,7 @@
 """The ledger: who is a member, which version the fleet is at, and what every member does next.
 
-Each public method is one event at `now` seconds, and ends in `advance`, which runs whatever became possible.
-`on_report` does not: one look is enough for reports that come together, and a tick catches what is missed.
+Each public method is one event at `now` seconds; it ends in `advance`, which runs what became possible.
+`on_report` does not: one look suffices for reports that come together, and a tick catches what is missed.
 
     publisher   acquire, connect, open_round, send, close_round ─► PendingCall   waits for the replicas
     replica     poll(Report) ─► Directive                                        waits for updates (the shell)
@@ -74,8 +74,9 @@ class Ledger:
         return self.state
 
     def acquire(self, publisher: str, now: float) -> Lease:
-        """Its holder gets a new one: the old token is stale then, and the open round aborted.
-        Raises Conflict if another publisher holds it."""
+        """A holder that acquires again gets a new lease: its old token is stale, its open round aborted.
+        Raises Conflict if another publisher holds it.
+        """
         state = self._at(now)
         self._expire()
         before = state.publisher.lease
@@ -86,11 +87,10 @@ class Ledger:
         return lease
 
     def join_lease(self, publisher: str, now: float, *, renew: bool) -> JoinedLease:
-        """The lease of a publisher whose calls carry no token (vLLM's clients). It gives way to
-        another publisher's unless a round is open.
+        """The lease for calls without a token (vLLM's clients). It gives way to another publisher's unless a
+        round is open.
 
-        `renew`: the call belongs to the open round. Other calls must not keep the round of a lost
-        publisher.
+        `renew`: the call belongs to the open round. Other calls must not keep a lost publisher's round.
         """
         state = self._at(now)
         self._expire()
@@ -219,7 +219,7 @@ class Ledger:
         self.advance(now)
 
     def find_stored(self, version: int, path: str, label: str | None, digest: str | None) -> None:
-        """Joiners may load it if it was committed with this digest."""
+        """Joiners may load it if its committed digest matches."""
         state = self.state
         committed = state.stored_version < version <= state.committed_version
         if committed and state.digest_of(version) in (None, digest):

@@ -1,12 +1,12 @@
-"""Who is a member, and the instructions on their way to members.
+"""Members, and the instructions on their way to them.
 
     send(bodies) ─► each member's queue ─► directive ─► replica
     on_complete  ◄─ run_completed(), once every member has answered or is out
 
     begin_drain ─► DRAIN ─► reports say how many requests still run ─► none, or timeout ─► on_end
 
-A call's `on_complete` runs from `run_completed`, never inside the event that completed it, so that one
-member's fence cannot re-enter the code that fenced it.
+`on_complete` runs from `run_completed`, never inside the completing event: one member's fence cannot re-enter
+the code that fenced it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -107,8 +107,7 @@ def queue(state: State, member: Member, body: Body, call: PendingCall | None = N
 
 
 def withdraw(member: Member, matches: Callable[[Body], bool], *, delivered: bool) -> bool:
-    """Returns whether a matching instruction remains, which was delivered; with `delivered` those
-    are removed too."""
+    """Returns whether a delivered matching instruction remains; `delivered` removes those too."""
     remains = False
     for queued in [each for each in member.queue if matches(each.body)]:
         if queued.delivered and not delivered:
@@ -192,7 +191,7 @@ def register(state: State, report: Report) -> Member | None:
 def recover_member(
     state: State, participant: Participant, *, version: int, was_serving: bool
 ) -> Member | None:
-    """Wait for a member from before a restart; None if it is certain never to serve again."""
+    """Wait for a member from before a restart; None if it can never serve again."""
     fenced = state.fences.get(participant.incarnation)
     if fenced is not None and fenced.told:
         return None
@@ -318,8 +317,9 @@ def begin_drain(
     then: str,
     on_end: Callable[[PendingDrain], None],
 ) -> None:
-    """Drain until `forget_drain`. `on_end` runs when no request runs, or at the timeout: no replica
-    is fenced because its requests take long. `what`, `then`: for the event of a timeout."""
+    """Drain until `forget_drain`. `on_end` runs when no request runs, or at the timeout: no replica is fenced
+    for long requests. `what`, `then`: for the event of a timeout.
+    """
     members, timeout_s = list(members), state.config.drain_timeout_s
 
     def ended(state: State, call: PendingCall) -> None:
@@ -339,7 +339,7 @@ def begin_drain(
 
 
 def forget_drain(state: State, drain_id: str) -> None:
-    """Replicas begin requests again, and `on_end` does not run."""
+    """Requests begin again; `on_end` does not run."""
     state.kept_drains.discard(drain_id)
     for drain in [each for each in state.drains if each.drain_id == drain_id]:
         state.drains.remove(drain)

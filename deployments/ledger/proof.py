@@ -1,13 +1,13 @@
 """The proof of policy: compares the scores that replicas and trainer give the same sequences.
 
 Digests say which bytes arrived; scores say what the engine computes with them. A stale layer, a wrong scale
-or a prefix cache of another version changes scores, and no digest.
+or a prefix cache of another version changes scores but no digest.
 
     replica   Scores in a report ─┐   all serving replicas have scored, or `proof_timeout_s` is over:
     trainer   Scores in a call  ──┴─► compared; again with each that comes later
 
-Nothing waits for a proof: a replica without scores is left out, and scores of another version are dropped.
-Scores with an adapter are compared among the replicas that have it.
+Nothing waits for a proof: missing scores are left out, other versions' dropped. Adapter scores are compared
+among the replicas that have the adapter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ def _judge(state: State, found: Mapping[str, Deviation], against: str, adapter: 
 def deviations(
     replicas: Mapping[str, Sequence[float]], trainer: Sequence[float] | None
 ) -> dict[str, Deviation]:
-    """From the trainer; without one, two replicas from each other, more from the median of all.
+    """From the trainer; without one, two replicas from each other, more from the median.
 
     Empty for one replica and no trainer. Scores of another number of sequences are left out.
     """

@@ -1,7 +1,7 @@
 """The publisher: its lease with a fencing token, and its connection to the fleet.
 
 A collective connection is valid for exactly its members. Any other reaches each replica separately: a joiner
-gets it too, one that loads a stored version afterwards.
+gets it too, even one that then loads a stored version.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def renew(state: State, token: int) -> Lease:
 
 
 def gives_way(state: State) -> bool:
-    """Whether the lease is one of calls without a token, and none of them is under way."""
+    """The lease is of calls without a token, and none is under way."""
     desk = state.publisher
     connecting = desk.rendezvous is not None and not desk.rendezvous[1].done
     return desk.shared and state.round is None and not connecting
@@ -78,7 +78,7 @@ def expire(state: State) -> str | None:
 
 
 def connection_to(state: State, publisher: str, members: Sequence[Member]) -> Connection:
-    """Raises Conflict if there is none, or if a communicator lacks a member or has a dead one."""
+    """Raises Conflict: no connection, or a communicator with an absent or dead member."""
     connection, broken_by = state.publisher.connection, state.publisher.broken_by
     if connection is None or connection.publisher != publisher:
         reason = "connect before opening a round: no publisher is connected"
@@ -118,8 +118,9 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
 
 
 def _connected(state: State, call: PendingCall, *, connection: Connection) -> None:
-    """If no member connected, the publisher or the network is at fault. A member whose peers did not come
-    is intact."""
+    """If no member connected, the publisher or the network is at fault. A member whose peers did not come is
+    intact.
+    """
     verdict = classify(call)
     not_done, absent = verdict.not_done, call.absent
     if not not_done and not absent:
@@ -153,14 +154,13 @@ def cancel_rendezvous(state: State) -> None:
 
 
 def break_connection(state: State, connection: Connection | None, round_id: int) -> None:
-    """Each member that drops its staging leaves the transfer group, so that no peer is waited for."""
+    """Members that drop their staging leave the transfer group, so no peer waits."""
     desk = state.publisher
     if connection is not None and connection.collective and desk.connection is connection:
         desk.connection, desk.broken_by = None, round_id
 
 
 def bring_in(state: State) -> None:
-    """Members that lack the current connection get it, unless it is collective."""
     connection = state.publisher.connection
     if connection is None or connection.collective:
         return

@@ -1,6 +1,6 @@
 """A restarted controller folds its predecessor's decisions into a new state.
 
-It waits for the replicas that served to register again. An undecided round is aborted, a decided one resumed.
+The replicas that served must register again. An undecided round is aborted, a decided one resumed.
 """
 
 from collections.abc import Iterable

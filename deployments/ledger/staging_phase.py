@@ -82,7 +82,7 @@ def open_round(state: State, publisher: str, options: RoundOptions) -> int:
 
 
 def _check_after(state: State, after: int | None) -> None:
-    """These weights would undo a version which their publisher has not seen."""
+    """These weights would undo a version that their publisher has not seen."""
     committed = state.committed_version
     if after not in (None, committed):
         raise Conflict(
@@ -193,7 +193,7 @@ def abandon(state: State, why: str) -> None:
 
 
 def drop(state: State, member: Member, round_id: int) -> None:
-    """A member that cannot say its weights are unchanged is fenced."""
+    """A member that cannot confirm unchanged weights is fenced."""
     if not member.has_queued(Drop):
         membership.send_or_fence(state, member, Drop(round_id=round_id))
 
@@ -235,8 +235,9 @@ def _receives(state: State, current: Round) -> list[PendingCall]:
 
 
 def _decide(state: State, current: Round) -> None:
-    """With `together` no replica may serve the old version without consent, so every fence is
-    delivered first."""
+    """With `together` no replica may serve the old version without consent: every fence is
+    delivered first.
+    """
     together = current.commit is CommitMode.TOGETHER
     if together and state.uncertain():
         return
@@ -248,7 +249,7 @@ def _decide(state: State, current: Round) -> None:
 
 
 def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
-    """`drained` runs unless requests outlast the timeout: then the round is aborted."""
+    """If requests outlast the timeout, the round aborts and `drained` does not run."""
 
     def ended(drain: PendingDrain) -> None:
         current.not_drained, current.drained = drain.late, True
@@ -342,13 +343,13 @@ def _record_checks(current: Round, agreed: Sequence[Staged], *, among: int) -> N
     current.checks = tuple(check for check in Check if all(check in each.checks for each in agreed))
     if among > 1:
         current.checks += (Check.REPLICAS,)
-    # Of a model that loads in place it covers the live parameters, not the tensors that arrived.
+    # A model that loads in place digests its live parameters, not the tensors that arrived.
     if agreed and not any(each.updates_in_place for each in current.remaining()):
         current.digest = agreed[0].digest
 
 
 def _files_refused(current: Round, verdict: Verdict) -> InvalidRequest | RoundAborted:
-    """The files are wrong, or differ between hosts: no replica is at fault."""
+    """Wrong files, or files that differ between hosts, are no replica's fault."""
     refused = {**verdict.rejected, **verdict.transfer_failed}
     detail = {"round_id": current.round_id, "replicas": refused}
     if verdict.done:

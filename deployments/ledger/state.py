@@ -1,6 +1,6 @@
-"""Everything the ledger knows, as plain records; the other modules are functions that change a `State`.
+"""Everything the ledger knows, as plain records; other modules are functions that change a `State`.
 
-`State.now` is the time of the current event; no module reads a clock.
+`State.now` is the current event's time; no module reads a clock.
 """
 
 import math
@@ -124,8 +124,8 @@ OnComplete = Callable[["State", "PendingCall"], None]
 class PendingCall:
     """Complete when each member has answered or is out.
 
-    `certain`: a fenced member counts once its fence is delivered. `batch`: members that this call
-    and others wait for, where nothing follows before all are complete.
+    `certain`: a fenced member counts once its fence is delivered. `batch`: members of this and other calls,
+    where nothing follows before all are complete.
     """
 
     name: str
@@ -216,8 +216,9 @@ class PendingOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Connection:
-    """Collective (its `init_info` has `rank_offset`): one communicator, valid for exactly these
-    members, whose workers have ranks in order of registration."""
+    """Collective (`rank_offset` in its `init_info`): one communicator for exactly these members, whose
+    workers are ranked in order of registration.
+    """
 
     publisher: str
     init_info: Mapping[str, JsonValue]
@@ -235,7 +236,7 @@ class Connection:
         return Connect(init_info={**self.init_info, "rank_offset": self.rank_offset + first})
 
     def missing(self, call: PendingCall) -> dict[str, str]:
-        """The members (by id) that did not answer their peers in a failed transfer, and who says so."""
+        """By id: members that did not answer peers in a failed transfer, and their accusers."""
         if self.rank_offset is None:
             return {}
         said: dict[str, set[str]] = {}
@@ -315,7 +316,7 @@ class Round:
 
     @property
     def hold(self) -> bool:
-        """Whether replicas wait after their swap for the others, including those that a restart forgot."""
+        """Whether replicas, including those a restart forgot, wait for each other after their swap."""
         return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
 
     @property
@@ -460,12 +461,12 @@ class State:
 
     @property
     def stored_version(self) -> int:
-        """The newest version on disk; version 0, the first checkpoint, needs no store."""
+        """Version 0, the first checkpoint, needs no store."""
         return 0 if self.stored is None else self.stored.version
 
     @property
     def unstored(self) -> int | None:
-        """The committed version, if a replica has to write it to the store and none has."""
+        """The committed version, if a replica must still store it."""
         pending = self.persist and self.stored_version < self.committed_version
         return self.committed_version if pending else None
 
@@ -478,7 +479,7 @@ class State:
 
     @property
     def needed(self) -> int:
-        """`min_replicas`, but no more than the fleet is meant to have."""
+        """`min_replicas`, but no more than desired."""
         limits, wanted = self.size_limits, self.desired.wanted
         if limits.fixed is not None:
             return self.config.min_replicas
@@ -495,7 +496,7 @@ class State:
         return [each for each in self.live() if each.state is MemberState.SERVING]
 
     def for_round(self) -> list[Member]:
-        """Members for a new round or connection: the ones that load a version only if they are needed."""
+        """For a new round or connection; members that are loading a version only if needed."""
         ready = [member for member in self.live() if not member.loading]
         return ready if len(ready) >= self.needed else self.live()
 
@@ -503,7 +504,7 @@ class State:
         return [member for member in self.members.values() if member.state is MemberState.RETURNING]
 
     def uncertain(self) -> list[Member]:
-        """Those that may take requests without the ledger's consent."""
+        """May take requests without the ledger's consent."""
         return [
             member
             for member in self.members.values()
@@ -512,7 +513,7 @@ class State:
         ]
 
     def credit(self, stalled_s: float) -> None:
-        """The controller stalled and could hear no replica: extend every deadline."""
+        """The controller stalled and heard no replica: extend every deadline."""
         for member in self.members.values():
             member.last_poll += stalled_s
             for queued in member.queue:

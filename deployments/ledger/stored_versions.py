@@ -3,7 +3,7 @@
     RECEIVE(retain_version) ─► every replica retains what it receives ─► COMMIT(keep) ─► the one of them that
     gets the store's lock writes ─► its report says stored, or why not
 
-Writing is off the critical path. A joiner locks what it loads, which the controller then does not remove.
+Writing is off the critical path. A joiner locks what it loads, against removal by the controller.
 """
 
 from deployments.ledger.decisions import Stored
@@ -49,7 +49,7 @@ def on_report(state: State, member: Member, report: Report) -> bool:
 
 
 def _failed(state: State, version: int) -> list[str]:
-    """Why replicas could not write a version, which try it again."""
+    """Why replicas failed to write a version, which they retry."""
     found = ((each, each.store_result) for each in state.live())
     failed = [(each, result) for each, result in found if result is not None and result.version == version]
     return [_why(each, result) for each, result in failed if result.problem]

@@ -1,7 +1,7 @@
 """vLLM's RL operations, and the engine state that they lead to: paused, asleep, weights intact.
 
-A state is the shortest sequence of lasting operations that leads a fresh engine there, so a replica that
-joins later reaches it by running them in order.
+A state is the shortest sequence of lasting operations that takes a fresh engine there: a late joiner runs
+them in order.
 
     sleep(level=2) ─► wake_up(weights) ─► a committed round ─► wake_up(kv_cache)
            weights discarded                weights intact: the sleep counts as level 1 from here on

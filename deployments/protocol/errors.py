@@ -1,29 +1,26 @@
 """One exception per decision that a caller can make.
 
-Clients retry a POST on 500, 502 and 503. So 503 means that the call may be sent again as it is; a call that
-failed for good, or may have been carried out, is 409.
+Clients retry a POST on 500, 502 and 503. So 503 means: send the same call again; one that failed for good, or
+may have been carried out, is 409.
 
-SlipstreamError               a response to a caller, with an HTTP status
-├── InvalidRequest            fix the call: what was expected and what came        400
-│   ├── PayloadTooLarge       send less                                            413
-│   ├── OverQuota             wait, or end what you have                           429
-│   ├── BodyTooSlow           send it faster                                       408
-│   ├── NotFound              name something that exists                           404
-│   └── MethodNotAllowed      another method                                       405
-├── Conflict                  another caller's turn, or a call out of order        409
-│   ├── StalePublisher        take a new lease                                     409
-│   └── OtherStep             learn from the batch again                           409
-├── RoundAborted              the fleet still serves the old version; try again    409
-│   └── TransferAborted       the transfer failed, the replicas are intact: connect and send again   409
-├── DeadlyRequest             do not send this again: replicas were lost under it  422
-├── ReplicaUnavailable        send the request to another replica                  503
-├── FleetUnavailable          wait (Retry-After), then try again                   503
-└── AnswerLost                check whether it was done before you try again       409
+SlipstreamError               a response to a caller, with an HTTP status ├── InvalidRequest            fix
+the call: what was expected and what came        400 │   ├── PayloadTooLarge       send less
+413 │   ├── OverQuota             wait, or end what you have                           429 │   ├── BodyTooSlow
+send it faster                                       408 │   ├── NotFound              name something that
+exists                           404 │   └── MethodNotAllowed      another method
+405 ├── Conflict                  another caller's turn, or a call out of order        409 │   ├──
+StalePublisher        take a new lease                                     409 │   └── OtherStep
+learn from the batch again                           409 ├── RoundAborted              the fleet still serves
+the old version; try again    409 │   └── TransferAborted       the transfer failed, the replicas are intact:
+connect and send again   409 ├── DeadlyRequest             do not send this again: replicas were lost under it
+422 ├── ReplicaUnavailable        send the request to another replica                  503 ├──
+FleetUnavailable          wait (Retry-After), then try again                   503 └── AnswerLost
+check whether it was done before you try again       409
 
 Inside a replica and a publisher, never sent over HTTP:
 
-PayloadRejected               the publisher's payload is wrong, the replica is intact
-TransferFailed                a peer of the transfer is gone, the replica is intact: send again
+PayloadRejected               the publisher's payload is wrong, the replica is intact TransferFailed
+a peer of the transfer is gone, the replica is intact: send again
 
 On the terminal, when a fleet starts:
 
@@ -42,8 +39,9 @@ class PayloadRejected(Exception):
 
 
 class TransferFailed(Exception):
-    """A peer of the transfer is gone or too late; this side is intact, and the round can be sent again.
-    `missing_ranks`: members of the transfer group that are known not to have answered."""
+    """A peer is gone or too late; this side is intact, and the round can be sent again. `missing_ranks`:
+    members of the transfer group known not to have answered.
+    """
 
     def __init__(self, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -51,7 +49,7 @@ class TransferFailed(Exception):
 
 
 def printable(text: str) -> str:
-    """The text in UTF-8: half a surrogate, as in a file name of other bytes, is escaped. JSON refuses it."""
+    """UTF-8 for JSON: half a surrogate, as in a file name of other bytes, is escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

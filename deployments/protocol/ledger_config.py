@@ -1,5 +1,3 @@
-"""What the ledger is configured with: fleet size, deadlines, how a round commits, the proof, adapters."""
-
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt

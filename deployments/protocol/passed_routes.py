@@ -1,7 +1,7 @@
-"""The allow-list of vLLM's routes that pass through the fleet to one replica; router and replica check it.
+"""vLLM's routes that pass through the fleet to one replica; router and replica check them.
 
 A route that changes an engine is ours, with fleet meaning (`app.http`), or is not offered: replicas would
-differ. Whole paths are compared after one percent-decoding, so a path that a server could read as another one
+differ. Whole paths are compared after one percent-decoding: a path that a server could read differently
 (`//`, `..`, a trailing slash, upper case) does not pass.
 """
 
@@ -59,7 +59,7 @@ _ONE_ENGINE = "it changes one engine, and the replicas would differ"
 _ONE_REPLICA = "it reports on one replica: ask /fleet or /metrics"
 _ADAPTERS = "it changes the adapters of one engine: use /v1/load_lora_adapter"
 
-# Why vLLM's other routes do not pass, except those that the fleet answers itself.
+# Why vLLM's other routes do not pass, except those the fleet answers.
 REFUSED: Mapping[str, str] = {
     "/collective_rpc": "it calls any method of one engine's workers",
     "/scale_elastic_ep": _ONE_ENGINE,
@@ -88,7 +88,7 @@ REFUSED: Mapping[str, str] = {
 
 _OWN_SERVER = "it is a route of {}'s own server"
 
-# Routes of other projects' servers around vLLM, which their clients may still call.
+# Routes of other servers around vLLM, which their clients may call.
 FOREIGN: Mapping[str, str] = {
     "/skyrl/v1/generate": f"{_OWN_SERVER.format('SkyRL')}: use /inference/v1/generate",
     "/init_broadcaster": f"{_OWN_SERVER.format('prime-rl')}: use /init_weight_transfer_engine",
@@ -117,7 +117,7 @@ def require_passed(method: str, path: str) -> None:
 
 
 def keeps_state(path: str) -> bool:
-    """Whether a replica stores state for this path that later requests need."""
+    """Whether a replica stores state here that later requests need."""
     return path == RESPONSES or path.startswith(f"{RESPONSES}/")
 
 

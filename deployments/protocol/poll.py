@@ -1,7 +1,7 @@
 """A replica's poll: the `Report` that it sends and the `Directive` that answers it.
 
 Instructions are delivered in order and at least once. A replica runs each `seq` once and repeats its
-acknowledgement until a directive confirms it.
+acknowledgement until confirmed.
 """
 
 import math
@@ -171,7 +171,7 @@ Body = (
     | LoadAdapter
     | SetAdapters
 )
-# They may wait for a peer and change no live weights, but with `staging: none` from the first byte on.
+# They may wait for a peer but change no live weights, except with `staging: none` from the first byte on.
 BEFORE_COMMIT = (Connect, Receive, Verify)
 
 

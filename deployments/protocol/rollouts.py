@@ -17,8 +17,8 @@ GROUP_HEADER, SIZE_HEADER = "x-rollout-group", "x-rollout-group-size"
 CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
 NAMES = (ID_HEADER, REQUEST_HEADER, GROUP_HEADER, SIZE_HEADER, CONTINUE_HEADER)
 TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `RolloutRequest`
-# From router to replica: the client's body has so many bytes; after them comes what was said already. In a
-# response: each chunk of the stream is a frame of events, END, lines that say what they are made of, END.
+# From router to replica: the client's body has so many bytes, followed by what was said already. In a
+# response: each chunk is a frame: events, END, lines that say what they are made of, END.
 SAID_HEADER = b"x-slipstream-said"
 END = b"\0"  # JSON has none
 NOT_CONTINUED = b"null\n"  # the last line: the answer cannot be continued
@@ -28,7 +28,7 @@ CAPTURED = (  # paths
     "/inference/v1/generate",
 )
 NOT_CAPTURED = ("/v1/chat/completions/batch", "/v1/systemone", "/v1/decisions", "/cohere/v2/chat")
-GENERATING = (*CAPTURED, *NOT_CAPTURED)  # on other routes, such as /tokenize, the headers mean nothing
+GENERATING = (*CAPTURED, *NOT_CAPTURED)  # elsewhere, as on /tokenize, the headers mean nothing
 # In place of `GROUP_HEADER`, `SIZE_HEADER` and `ID_HEADER`. Clients ask for vLLM's routes beside /v1, too.
 ROLLOUT_URL = re.compile(r"(?:/g/([^/]+)(?:/(\d+))?)?/t/([^/]+)(/.+)")
 MAX_SIZE = 1 << 16
@@ -132,7 +132,7 @@ def check_id(name: str, value: str) -> str:
 
 
 def turn_of(value: bytes | None) -> RolloutRequest | None:
-    """What a `TURN_HEADER` has; None: the request is not captured."""
+    """None: the request is not captured."""
     if value is None:
         return None
     owner, request, attempt, group, size, *rollout_ids = value.decode().split(",")
@@ -147,7 +147,7 @@ def turn_of(value: bytes | None) -> RolloutRequest | None:
 
 
 def rollout_of(headers: Mapping[str, str], owner: str, path: str) -> RolloutRequest:
-    """The rollouts that a client's headers name. Raises InvalidRequest."""
+    """Raises InvalidRequest."""
     if path not in CAPTURED:
         raise InvalidRequest(f"{ID_HEADER}: expected a request to one of {', '.join(CAPTURED)}, got {path}")
     group = headers.get(GROUP_HEADER)

@@ -1,4 +1,4 @@
-"""What clients, routers and replicas tell each other about a request: headers, demands, endpoints."""
+"""Headers, demands and endpoints of requests between clients, routers and replicas."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ Default = TypeVar("Default", float, None)
 MAX_NUMBER = 10**9  # versions, and seconds (thirty years)
 
 
-# Serve carries these two from a replica to every router, as dicts: `record_replica_metadata` once when the
-# replica becomes ready, `record_routing_stats` every `request_routing_stats_period_s`.
+# Serve carries these from a replica to every router, as dicts: `record_replica_metadata` once the replica is
+# ready, `record_routing_stats` every `request_routing_stats_period_s`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class RoutingStats:
 
 @dataclass(slots=True)
 class Census:
-    """The replicas that Serve knows, filled in by the choice of one of them."""
+    """The replicas that Serve knows; choosing one fills it in."""
 
     loads: dict[str, int] = field(default_factory=dict)  # replicas that may answer the request
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict)  # replica -> `ReplicaEndpoint`
@@ -48,7 +48,7 @@ class Census:
 
 @dataclass(slots=True)
 class Choice:
-    """Filled in by the choice of a replica: the version in its routing statistics."""
+    """Choosing a replica fills it in: its version in the routing statistics."""
 
     version: int = 0
 
@@ -59,8 +59,7 @@ def no_holders(version: int) -> Iterable[tuple[int, Sequence[str]]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a request requires of the replica that answers it. `census` and `choice` are filled in by the
-    choice."""
+    """What a request requires of its replica. `census` and `choice` are filled in by the choice."""
 
     min_version: int = 0  # the oldest acceptable weights
     timeout_s: float = 0.0  # how long to wait for them
@@ -94,7 +93,7 @@ def router_header(router: str, load: int) -> str:
 
 
 def router_of(value: bytes | None) -> tuple[str, int]:
-    """The router and the load in a `ROUTER_HEADER`; without one the load is 1."""
+    """From a `ROUTER_HEADER`; without one the load is 1."""
     if value is None:
         return "", 1
     router, load = value.decode().split(",")
@@ -102,7 +101,7 @@ def router_of(value: bytes | None) -> tuple[str, int]:
 
 
 def part_of(value: bytes | None) -> Part | None:
-    """The part in a `PART_HEADER`; None: the request is whole."""
+    """None: the request is whole."""
     if value is None:
         return None
     first_choice, created = value.split(b",")
@@ -113,7 +112,7 @@ DEMANDS = ("x-min-weight-version", "x-weight-timeout", "x-session-id")
 
 
 def demand_of(headers: Mapping[str, str], weight_timeout_s: float) -> Demand:
-    """What the request's headers demand. Raises InvalidRequest: a header is not a number in its range."""
+    """Raises InvalidRequest: a header is not a number in its range."""
     session_id = headers.get("x-session-id")
     if session_id is not None and len(session_id) > MAX_SESSION_ID:
         raise InvalidRequest(

@@ -1,16 +1,16 @@
-"""The pure state machine of rollouts: which are open, rewarded, consumed, discarded.
+"""The pure state machine of rollouts.
 
     turn ──► OPEN ──reward──► REWARDED ──take──► CONSUMED
               │                  │ too stale, or nobody takes it for `keep_s`
               └─discard, or its group's deadline──► DISCARDED
 
 A rollout without a group is a group of one. A group is closed by `settle`, when `size` members are rewarded
-or discarded, or at its deadline. A step takes closed groups, whole, and gets the same ones again by its name.
+or discarded, or at its deadline. A step takes whole closed groups, and gets the same ones again by its name.
 A run is a job that numbers its groups: all before its `next` have ended, are ready, or are open. What it has
 not finished, its newest step included, is kept for `RUN_KEPT_S` without it.
 
-Records are frozen: the store writes the changed ones in one transaction, or undoes them. Times are seconds
-since 1970, because records outlive a process.
+Records are frozen: the store writes changed ones in one transaction, or undoes them. Times are seconds since
+1970: records outlive a process.
 """
 
 import math
@@ -32,22 +32,22 @@ from deployments.protocol.errors import (
 from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
 RUN_KEPT_S = 30 * 86400.0
-MAX_TOKENS = 1 << 20  # of one rollout, forks included: an answer of `/rollouts/take` has about as many
-USER_SHARE = 1 / 4  # of `max_rollouts` and `max_gib`: what the rollouts of one user's token may take
-ALONE = "~"  # begins the group of a rollout without one; no id has it
-TOKEN_BYTES, TURN_BYTES = 40, 2048  # on disk, at most: with a reward for each token, and ids of 128 letters
+MAX_TOKENS = 1 << 20  # per rollout, with forks; an answer of `/rollouts/take` has about as many
+USER_SHARE = 1 / 4  # of `max_rollouts` and `max_gib`, for one user's token
+ALONE = "~"  # prefix for the group of a rollout without one; no id has it
+TOKEN_BYTES, TURN_BYTES = 40, 2048  # on disk, at most: with per-token rewards and ids of 128 letters
 
 
 class State(StrEnum):
     OPEN = "open"
-    REWARDED = "rewarded"  # of a group: closed, and ready to be learned from
+    REWARDED = "rewarded"  # group: closed, ready to be learned from
     CONSUMED = "consumed"
     DISCARDED = "discarded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A trajectory. Whether it is consumed is its group's state."""
+    """Its group's state says whether it is consumed."""
 
     KIND: ClassVar[str] = "rollout"
     key: str
@@ -55,7 +55,7 @@ class Rollout:
     group: str
     state: State = State.OPEN
     turns: int = 0
-    tokens: int = 0  # stored ones: prefixes shared between turns count once
+    tokens: int = 0  # stored: prefixes shared between turns count once
     routed_bytes: int = 0  # of a token's routed experts
     reward: Reward | None = None
 
@@ -68,19 +68,17 @@ class Turn:
     key: str  # ROLLOUT/NUMBER
     request: str
     attempt: int
-    parent: int  # the turn whose prompt and answer begin this one's prompt; -1: none
+    parent: int  # turn whose prompt and answer begin this prompt; -1: none
     length: int  # of prompt and answer
     digest: str  # of prompt and answer
-    stored: int  # tokens that the parent does not have
+    stored: int  # not in the parent
     sampled: int
     policy: str  # the adapter's name; "": the base model
-    version: int  # the oldest one behind its tokens, of the policy
+    version: int  # oldest version of the policy behind its tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Rollouts that are learned from together."""
-
     KIND: ClassVar[str] = "group"
     key: str
     owner: str
@@ -97,7 +95,7 @@ class Run:
 
     KIND: ClassVar[str] = "run"
     key: str
-    next: int = 0  # all numbers before it were begun
+    next: int = 0  # all earlier numbers were begun
     step: str = ""  # the newest one
     ends: Mapping[str, int] = field(default_factory=dict)  # reason -> groups
 
@@ -119,7 +117,7 @@ KINDS: Mapping[str, type[Record]] = {each.KIND: each for each in (Rollout, Turn,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTurn:
-    """What the ledger needs of a captured turn. `digest` is that of the first so many tokens."""
+    """`digest` covers the first so many tokens."""
 
     request: str
     attempt: int
@@ -132,8 +130,7 @@ class NewTurn:
 
 
 class RolloutLedger:
-    """All rollouts. Every method that changes something raises SlipstreamError before or after its changes:
-    the caller undoes them."""
+    """All rollouts. Changing methods may raise SlipstreamError half-way: the caller undoes their changes."""
 
     def __init__(self, limits: RolloutLimits) -> None:
         self._limits = limits
@@ -149,14 +146,13 @@ class RolloutLedger:
             "run": self._runs,
             "step": self._steps,
         }
-        # Groups, the first one first. Those that are discarded are forgotten before others.
+        # Oldest first. Discarded groups are forgotten before others.
         self._ended: dict[State, dict[str, None]] = {State.DISCARDED: {}, State.CONSUMED: {}}
         self._waiting, self._bytes = Counter[str](), Counter[str]()  # open or ready rollouts, by owner
         self._due: list[tuple[float, str, str]] = []  # a heap with outdated entries
         self._before: dict[tuple[str, str], Record | None] = {}  # records as they were, of unsaved changes
 
     def load(self, record: Record) -> None:
-        """Take a stored record."""
         self._set(record.KIND, record.key, record)
 
     def changes(self) -> dict[tuple[str, str], Record | None]:
@@ -204,9 +200,10 @@ class RolloutLedger:
             heappush(self._due, (due, kind, key))
 
     def open(self, request: RolloutRequest, now: float) -> None:
-        """A turn of these rollouts begins; the first one creates them. Raises Conflict: one takes no more
-        turns, or another user began it or its group; OverQuota: its user has a share; FleetUnavailable: too
-        many rollouts are kept."""
+        """Begin a turn; the first one creates its rollouts. Raises Conflict: a rollout takes no more turns,
+        or belongs, with its group, to another user; OverQuota: the user's share is used; FleetUnavailable:
+        too many rollouts are kept.
+        """
         self.tick(now)
         for key in request.rollout_ids:
             self._open(key, request, now)
@@ -267,7 +264,7 @@ class RolloutLedger:
         return group
 
     def append(self, rollout_id: str, owner: str, new: NewTurn) -> tuple[int, Turn] | None:
-        """Add a finished turn; returns its number and record, or None: it is there. A later attempt replaces
+        """Add a finished turn; returns its number and record, or None if it exists. A later attempt replaces
         an earlier one.
 
         Raises:
@@ -321,8 +318,7 @@ class RolloutLedger:
         return number, added
 
     def reward(self, rollout_id: str, owner: str, reward: Reward, now: float) -> None:
-        """One number, one for each turn, or one for each sampled token of each turn. The same one again is
-        harmless.
+        """One number, one for each turn, or one for each sampled token of each turn. Idempotent.
 
         Raises:
             NotFound: unknown.
@@ -336,8 +332,7 @@ class RolloutLedger:
         self._close_if_complete(rollout.group, now)
 
     def discard(self, rollout_id: str, owner: str, now: float) -> None:
-        """Nobody learns from it. Repeated calls are harmless. Raises NotFound, or Conflict: it is
-        consumed."""
+        """No step will learn from it. Idempotent. Raises NotFound, or Conflict: it is consumed."""
         self.tick(now)
         rollout = self._of(rollout_id, owner)
         group = self._groups[rollout.group]
@@ -351,8 +346,9 @@ class RolloutLedger:
         self._close_if_complete(group.key, now)
 
     def begin(self, run: str, number: int, count: int, now: float) -> None:
-        """Open `count` groups from RUN.NUMBER on. Repeated calls are harmless, as are calls for earlier
-        numbers. Raises Conflict: an agent has begun a group of one of their names."""
+        """Open `count` groups from RUN.NUMBER on. Idempotent, also for earlier numbers. Raises Conflict: an
+        agent has begun a group with one of these names.
+        """
         self.tick(now)
         known = self._run(run)
         for new in range(max(number, known.next), number + count):
@@ -363,7 +359,7 @@ class RolloutLedger:
             self._put(replace(known, next=new + 1))
 
     def settle(self, group_id: str, rewards: Mapping[str, Reward], reason: str, now: float) -> None:
-        """Reward these members of a group, discard the others, and close it. The same call again is harmless.
+        """Reward these members of a group, discard the others, and close it. Idempotent.
 
         Args:
             reason: why it is left out, if there is no reward.
@@ -378,7 +374,7 @@ class RolloutLedger:
         if group is None:
             raise NotFound(f"group {group_id!r} is unknown; 'rollouts.keep_s' is how long they are kept")
         if group.state is not State.OPEN:
-            # Also of one that was too stale since.
+            # Also for one that became too stale since.
             if {each.key for each in self._members(group) if each.reward is not None} != set(rewards):
                 raise Conflict(f"group {group_id!r} is {group.state}, with other members")
             return
@@ -392,7 +388,7 @@ class RolloutLedger:
         self._close(group, reason, now)
 
     def position(self, run: str, now: float) -> tuple[Run, list[str], int]:
-        """A run, its open groups, and how many are ready."""
+        """A run, its open groups, and the number of ready ones."""
         self.tick(now)
         groups = [group for group in self._groups.values() if group.run == run]
         opened = [group.key for group in groups if group.state is State.OPEN]
@@ -407,8 +403,8 @@ class RolloutLedger:
         current: Mapping[str, int],
         now: float,
     ) -> tuple[Step | None, int]:
-        """The step consumes the `count` oldest closed groups of a run, or none while there are fewer; and it
-        gets the same again by its name. The second result: groups that were too stale, and are discarded.
+        """Consume the run's `count` oldest closed groups, or none while there are fewer; the same step gets
+        the same groups again. The second result: groups discarded as too stale.
 
         Args:
             max_staleness: versions between the oldest token and the policy's current one; None: any.
@@ -443,7 +439,6 @@ class RolloutLedger:
         return taken, len(stale)
 
     def rewarded(self, group: str) -> list[Rollout]:
-        """Those of a group's members that are learned from."""
         return [each for each in self._members(self._groups[group]) if each.state is State.REWARDED]
 
     def state(self, rollout_id: str) -> State:
@@ -453,7 +448,7 @@ class RolloutLedger:
         return State.CONSUMED if is_consumed and rollout.state is State.REWARDED else rollout.state
 
     def counts(self, now: float) -> tuple[dict[str, int], dict[str, int]]:
-        """Kept rollouts by state, and all groups that came to an end by its reason."""
+        """Kept rollouts by state, and ended groups by reason."""
         self.tick(now)
         states = dict.fromkeys(State, 0)
         for key in self._rollouts:
@@ -462,7 +457,6 @@ class RolloutLedger:
         return {str(state): count for state, count in states.items()}, dict(ends)
 
     def tick(self, now: float) -> None:
-        """Close groups and remove old records whose time has come."""
         while self._due and self._due[0][0] <= now:
             due, kind, key = heappop(self._due)
             record = self._tables[kind].get(key)
@@ -484,7 +478,7 @@ class RolloutLedger:
             self._close(group, "discarded", now)
 
     def _close(self, group: Group, reason: str, now: float) -> None:
-        """Its members without a reward are discarded; and it is, if none has one."""
+        """Discards members without a reward, and a group without any."""
         for rollout in self._members(group):
             if rollout.state is State.OPEN:
                 self._discard(rollout)
@@ -503,7 +497,6 @@ class RolloutLedger:
         self._put(replace(run, ends={**run.ends, reason: run.ends.get(reason, 0) + 1}))
 
     def _finish_step(self, run: str, now: float) -> None:
-        """The run's newest step is made: the run asks for the next one."""
         former, due = self._steps.get(self._run(run).step), now + self._limits.keep_s
         if former is not None:
             self._put(replace(former, due=due))
@@ -512,7 +505,7 @@ class RolloutLedger:
                     self._put(replace(group, due=due))
 
     def _discard(self, rollout: Rollout) -> None:
-        """Its tokens go at once. A number stays, so that the same reward again is harmless."""
+        """Its tokens go at once. Its number stays, so that repeating its reward is harmless."""
         self._drop_turns(rollout)
         reward = 0.0 if isinstance(rollout.reward, tuple) else rollout.reward
         self._put(replace(rollout, state=State.DISCARDED, turns=0, tokens=0, reward=reward))
@@ -543,7 +536,7 @@ class RolloutLedger:
         return self._runs.get(run) or Run(key=run)
 
     def _idle(self, now: float) -> Group | None:
-        """The oldest group of a run that has waited for its job for more than `keep_s`."""
+        """A group that has waited longest for its run's job, for more than `keep_s`."""
         for group in self._groups.values():
             due = math.inf if group.due is None else group.due
             if group.run and now + self._kept_s(group.run) - due > self._limits.keep_s:
@@ -567,7 +560,7 @@ class RolloutLedger:
         return [self._turns[f"{rollout.key}/{number}"] for number in range(rollout.turns)]
 
     def _staler(self, groups: Sequence[Group], max_staleness: int, current: Mapping[str, int]) -> list[Group]:
-        """Those of an adapter that is gone too, also if another one has its name and lower versions."""
+        """Includes groups of a removed adapter, even if another has its name and lower versions."""
 
         def staleness(group: Group) -> float:
             turns = (turn for rollout in self.rewarded(group.key) for turn in self._turns_of(rollout))

@@ -3,8 +3,8 @@
     turn 0  prompt A  answer b ──► turn 1  prompt A b C  answer d     sequence A | b C d, with C masked
                               └──► turn 2  prompt A b E  answer f     sequence A | b E f, with b and E masked
 
-One sequence for each turn that no other one continues. A sampled token is learned from once: in later
-sequences it is masked.
+One sequence for each turn that no other continues. A sampled token is learned from once: later sequences mask
+it.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from trainers.trajectory import RoutedExperts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
-    """A turn's tokens beyond those of its parent, and what is known of it (`CapturedTurn`'s other fields)."""
+    """A turn's tokens beyond its parent's, and `CapturedTurn`'s other fields."""
 
     parent: int
     prompt: "array[int]"
@@ -29,12 +29,13 @@ class TurnTokens:
     finish_reason: str | None
     sampling: Mapping[str, Any]
     images: Sequence[str] = ()  # digests, of the whole prompt
-    routed_experts: RoutedExperts | None = None  # of the positions that the parent's answer does not have
+    routed_experts: RoutedExperts | None = None  # of positions that the parent's answer lacks
 
 
 def sequences(turns: Sequence[TurnTokens]) -> list[dict[str, Any]]:
-    """Sequences in the JSON form of `trainers.trajectory.Trajectory`, without `advantage`, with digests of
-    `images`, and with the place of each turn in `token_ids`."""
+    """`trainers.trajectory.Trajectory` in JSON, without `advantage`, with digests of `images`, and with each
+    turn's place in `token_ids`.
+    """
     continued = {turn.parent for turn in turns}
     learned: set[int] = set()
     found = []
@@ -99,7 +100,7 @@ def _sequence(turns: Sequence[TurnTokens], path: Sequence[int], learned: set[int
 
 
 def _routed(parts: Sequence[RoutedExperts | None]) -> dict[str, RoutedExperts]:
-    """The experts of each position as they were when its next token was sampled."""
+    """Each position's experts when its next token was sampled."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return {}

@@ -1,9 +1,9 @@
-"""Rollouts on disk: the ledger's records and the turns' tokens, in a sqlite database beside the journal.
+"""The ledger's records and the turns' tokens, in a sqlite database beside the journal.
 
-Each call is one transaction. If it cannot be written, the ledger is as before, and only this call fails. It
-is durable after `sync`, which calls share: a step of 1,024 rollouts has thousands, and each wait for a disk
-takes milliseconds. `max_gib` bounds what agents add; the other calls, which empty a full file, may use
-`RESERVE_PAGES` beyond it. The journal's lock keeps other controllers away.
+Each call is one transaction. If it cannot be written, only this call fails, and the ledger is unchanged.
+Durable after `sync`, which calls share: a step of 1,024 rollouts has thousands, and each wait for a disk
+takes milliseconds. `max_gib` bounds what agents add; calls that empty a full file may use `RESERVE_PAGES`
+beyond it. The journal's lock keeps other controllers away.
 """
 
 import json
@@ -46,15 +46,15 @@ COMMIT;
 """
 
 RESERVE_PAGES = 1 << 14  # 64 MiB
-MAX_TAKEN = 1 << 20  # tokens of an answer: no turn is recorded for half a second; some 30 MB of JSON
-TAKEN_BYTES = 30  # of a token; those that its routed experts add count as tokens
+MAX_TAKEN = 1 << 20  # no turn is recorded for half a second; some 30 MB of JSON
+TAKEN_BYTES = 30  # per token; its routed experts count as further tokens
 
-# Keeps the row's number: groups are taken in the order in which they began.
+# Keeps the row's number: groups are taken in order of their begin.
 PUT = "INSERT INTO records VALUES (?, ?, ?) ON CONFLICT (kind, key) DO UPDATE SET record = excluded.record"
 
 
 class RolloutStore:
-    """The ledger of rollouts, on disk. Its methods are the ledger's; not for two threads at once.
+    """The ledger of rollouts, on disk. Has the ledger's methods; not thread-safe.
 
     Raises:
         JournalError: the file cannot be used, or is another fleet's.
@@ -75,7 +75,7 @@ class RolloutStore:
         self._failure: OSError | None = None
         try:
             self._db = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-            # Without a file for its shared memory, for which a full disk has no room.
+            # Without a shared-memory file, which would not fit on a full disk.
             self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
             (schema,) = self._db.execute("PRAGMA user_version").fetchone()
             if schema not in (0, SCHEMA):
@@ -91,7 +91,7 @@ class RolloutStore:
             self._db.execute("PRAGMA synchronous=NORMAL")  # `sync` waits for the disk
             for kind, record in self._db.execute("SELECT kind, record FROM records ORDER BY rowid"):
                 self._ledger.load(msgspec.json.decode(record, type=KINDS[kind]))
-            sync(directory)  # has sqlite's log, which each connection makes anew
+            sync(directory)  # holds sqlite's log, which each connection makes anew
         except (sqlite3.Error, msgspec.DecodeError, KeyError, OSError) as error:
             raise JournalError(f"{self._path}: expected a file of rollouts, got: {error}") from error
 
@@ -99,7 +99,7 @@ class RolloutStore:
         self._db.close()
 
     def sync(self) -> None:
-        """What the calls before this one have written is on the disk. Raises FleetUnavailable: it is not."""
+        """Make earlier calls durable. Raises FleetUnavailable if that fails."""
         if self._failure is not None:
             raise self._unavailable(self._failure)
         if self._is_synced:
@@ -112,7 +112,7 @@ class RolloutStore:
         self._is_synced = True
 
     def _check_fleet(self, fleet_id: str) -> None:
-        """Versions of two fleets have the same numbers."""
+        """Two fleets number versions alike."""
         if (found := self._db.execute("SELECT fleet_id FROM fleet").fetchone()) is None:
             self._db.execute("INSERT INTO fleet VALUES (?)", (fleet_id,))
         elif found[0] != fleet_id:
@@ -133,7 +133,7 @@ class RolloutStore:
     counts = partialmethod(_call, "counts", RESERVE_PAGES)
 
     def append(self, owner: str, turns: Sequence[tuple[str, CapturedTurn]]) -> None:
-        """Store finished turns of rollouts, or none of them; see `RolloutLedger.append`."""
+        """All turns or none; see `RolloutLedger.append`."""
         with self._transaction(0):
             for rollout_id, captured in turns:
                 self._append(rollout_id, owner, captured)
@@ -176,7 +176,7 @@ class RolloutStore:
             }
             known, ids = turn.length - turn.stored, b""
             if routed is not None:
-                # The parent's last token was not computed by the parent: its experts are of this turn.
+                # The parent did not compute its last token: its experts are this turn's.
                 ids = routed.ids[max(0, known - 1) * routed.position_bytes :]
                 detail["routed"] = {"layers": routed.layers, "top_k": routed.top_k, "dtype": routed.dtype}
             prompt = captured.prompt_token_ids[4 * known :]
@@ -194,8 +194,9 @@ class RolloutStore:
         return bytes(row[0])
 
     def settle(self, groups: Sequence[tuple[str, Mapping[str, tuple[Reward, str]], str]]) -> None:
-        """Groups, their rewards and reasons; all or none. See `RolloutLedger.settle`. Beside each reward:
-        what a trainer gets with the rollout."""
+        """All groups or none. See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the
+        rollout.
+        """
         with self._transaction(RESERVE_PAGES // 2):
             for group, rewards, reason in groups:
                 found = {key: reward for key, (reward, _) in rewards.items()}
@@ -212,8 +213,9 @@ class RolloutStore:
         offset: int,
         current: Mapping[str, int],
     ) -> bytes:
-        """The JSON of what a step has consumed, with the sequences of its groups from `offset` on until they
-        have `MAX_TAKEN` tokens; see `RolloutLedger.take`."""
+        """The JSON of a step's groups from `offset` on, up to `MAX_TAKEN` tokens; see
+        `RolloutLedger.take`.
+        """
         with self._transaction():
             taken, stale = self._ledger.take(step, run, count, max_staleness, current, self._clock())
             names = () if taken is None else taken.groups[offset:]
@@ -236,7 +238,7 @@ class RolloutStore:
         return msgspec.json.encode(found)
 
     def _rollout(self, rollout: Rollout) -> msgspec.Raw:
-        """Its JSON, one at a time: encoding holds the interpreter's lock, and lists are larger than text."""
+        """JSON, one at a time: encoding holds the interpreter lock, and lists are larger than text."""
         turns = [self._turn(f"{rollout.key}/{number}") for number in range(rollout.turns)]
         row = self._db.execute("SELECT info FROM infos WHERE rollout = ?", (rollout.key,)).fetchone()
         info = "" if row is None else row[0]
@@ -258,7 +260,7 @@ class RolloutStore:
 
     @contextmanager
     def _transaction(self, reserve_pages: int = RESERVE_PAGES) -> Iterator[None]:
-        """Raises FleetUnavailable: it cannot be written, and the ledger is as before."""
+        """Raises FleetUnavailable: unwritable; the ledger is unchanged."""
         if self._failure is not None:
             raise self._unavailable(self._failure)
         try:
@@ -283,7 +285,7 @@ class RolloutStore:
             self._db.execute("COMMIT")
             self._is_synced = self._is_synced and self._db.total_changes == before
             self._ledger.saved()
-        except BaseException as error:  # also of the ledger
+        except BaseException as error:  # includes the ledger's errors
             self._ledger.undo()
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -292,7 +294,7 @@ class RolloutStore:
             raise
 
     def _forget_images(self, turns: Sequence[tuple[str]]) -> None:
-        """Those that only these turns have shown."""
+        """Images that only these turns have shown."""
         for turn in turns:
             shown = self._db.execute("SELECT digest FROM shown WHERE turn = ?", turn).fetchall()
             self._db.execute("DELETE FROM shown WHERE turn = ?", turn)

@@ -1,7 +1,7 @@
-"""Routing history of one router: the replica of each session, and prefixes that replicas cache.
+"""One router's history: the replica of each session, and prefixes that replicas cache.
 
-A prefix is a chain of hashes over the bytes of the JSON value, without parsing. `hash` is seeded per process,
-so clients cannot force collisions.
+A prefix is a chain of hashes over the JSON value's bytes, unparsed. `hash` is seeded per process, so clients
+cannot force collisions.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 FIRST_BYTES = 256  # block size in the first 4 KiB; later blocks are a sixteenth of what precedes them
 MAX_BYTES = 256 << 10  # hashed prefix of a prompt
-HEAD_BYTES = 8 << 10  # searched for names at both ends of a body
+HEAD_BYTES = 8 << 10  # searched for names, at both ends of a body
 
 # Impossible inside a JSON string, where quotes are escaped.
 _PROMPT = re.compile(rb'"(?:messages|prompt|prompt_token_ids|token_ids|input)"\s*:\s*')
@@ -28,7 +28,7 @@ BLOCK_ENDS = _ends()  # bytes of the prompt; fewer than 100 blocks
 
 
 def block_hashes(body: bytes) -> list[int]:
-    """Over the model's name and all bytes of the prompt up to each block's end."""
+    """Over the model's name and the prompt's bytes up to each block's end."""
     found = _PROMPT.search(body, 0, HEAD_BYTES)
     if found is None:
         return []
@@ -72,7 +72,7 @@ class Affinity:
         return None if session_id is None else self._homes.get(session_id)
 
     def holders(self, blocks: Sequence[int], version: int) -> Iterator[tuple[int, list[str]]]:
-        """Cached bytes of a prompt at a version, and the replicas that hold them; most first."""
+        """Cached bytes of a prompt at a version, and their holders; most first."""
         levels: list[int] = []  # masks of the holders of one block, two, ...
         having = -1
         for block in blocks:
@@ -88,7 +88,6 @@ class Affinity:
                 yield BLOCK_ENDS[count - 1], [self._replicas[bit] for bit in _bits_of(new)]
 
     def sent(self, replica_id: str, version: int, *, session_id: str | None, blocks: Sequence[int]) -> None:
-        """A request went to a replica with this weight version."""
         if session_id is not None:
             self._homes[session_id] = replica_id
             self._homes.move_to_end(session_id)
@@ -96,7 +95,7 @@ class Affinity:
                 self._homes.popitem(last=False)
         if blocks:
             bit = self._bit(replica_id)
-            # Last block first: as in vLLM's cache, a prompt's end is evicted before its beginning.
+            # Last block first: vLLM's cache, too, evicts a prompt's end before its beginning.
             for block in reversed(blocks):
                 key = hash((block, version))
                 self._holders[key] = self._holders.get(key, 0) | bit

@@ -1,8 +1,8 @@
 """Quarantines requests under which replicas crashed.
 
-A request can crash every engine that computes it. The router cannot tell it from requests that ran beside it,
-so each is retried once. After a second loss it is refused for `REFUSED_FOR_S`, since clients retry failures.
-Only the client can retry a broken stream, so its loss is remembered.
+A request can crash every engine that computes it. Requests that ran beside it look the same, so each is
+retried once. After a second loss it is refused for `REFUSED_FOR_S`, since clients retry failures. Only the
+client can retry a broken stream, so its loss is remembered.
 """
 
 import time
@@ -26,7 +26,6 @@ class RequestIdentity:
 
     @cached_property
     def digest(self) -> bytes:
-        """Lazy: without losses no body is hashed."""
         digest = blake2b(f"{self.method}\0{self.path}\0".encode(), digest_size=16)
         digest.update(self.body)
         return digest.digest()
@@ -61,7 +60,7 @@ class DeadlyRequests:
         replicas = [*(self._cut_off_replicas(request) - {*replicas}), *replicas]
         if len(replicas) < MAX_LOSSES:
             return
-        # Requests without a body are all alike; quarantining one would close a route.
+        # Requests without a body are alike; quarantining one would close a route.
         refused_for_s = REFUSED_FOR_S if request.body else 0.0
         if refused_for_s:
             self._remember(request, frozenset(replicas), refused=True)
@@ -81,7 +80,7 @@ class DeadlyRequests:
         return refused
 
     def survived(self, request: RequestIdentity) -> None:
-        """Forget the replica that was lost during the response: another one has completed it."""
+        """Forget the replica lost during the response: another one completed it."""
         found = self._find(request)
         if found is not None and not found.refused:
             del self._remembered[request.digest]

@@ -34,7 +34,7 @@ from deployments.serve.instruments import REROUTED, WAITED, WAITED_SECONDS, Reco
 
 RETRY_AFTER_S = 1.0  # minimum that clients are told
 RETRY_PAUSE_S = 0.05
-LEAVES_S = 2.0  # within which a replica that is lost leaves the routing
+LEAVES_S = 2.0  # a lost replica leaves the routing within this time
 WAITED_S = 0.1  # choosing takes less if a replica is free
 MAX_REFUSALS = 8  # for one request
 CENSUS_TIMEOUT_S = 1.0  # no remote call: it returns at once, or no replica is admitted
@@ -45,9 +45,9 @@ logger = serve_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLimits:
-    max_ongoing_requests: int  # client requests; a split one counts once
+    max_ongoing_requests: int  # a split request counts once
     max_body_bytes: int
-    request_timeout_s: float  # limits the search for a replica; the default of x-weight-timeout
+    request_timeout_s: float  # for finding a replica; the default of x-weight-timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,11 @@ class StartedResponse:
 
 
 class _NotBegun(Exception):
-    """A replica refused the request or was unreachable; its engine never had it."""
+    """Refused or unreachable; its engine never had the request."""
 
 
 class _Lost(Exception):
-    """A replica or its engine was lost after it had the request."""
+    """Lost after it had the request."""
 
 
 class Forwarder:
@@ -127,7 +127,7 @@ class Forwarder:
         return (await self._census(demand)).loads
 
     async def metrics(self, names: Sequence[str] = ()) -> Scraped:
-        """Of all replicas, admitted or not, and all nodes; with `names` only these, of replicas."""
+        """From all replicas, admitted or not, and all nodes; with `names` these metrics of replicas."""
         known = (await self._census(Demand())).metadata
         replicas = {name: ReplicaEndpoint(**known[name]) for name in known}
         return await scrape(self._probe_session(), replicas, names)
@@ -135,8 +135,9 @@ class Forwarder:
     async def forward(
         self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
     ) -> StartedResponse:
-        """The first response that is not a refusal. Raises FleetUnavailable after `request_timeout_s`,
-        or DeadlyRequest."""
+        """The first response that is no refusal. Raises FleetUnavailable after `request_timeout_s`, or
+        DeadlyRequest.
+        """
         deadline = time.monotonic() + limits.request_timeout_s
         reason = "no replica is ready"
         started, tried_s, lost_at = time.monotonic(), 0.0, -math.inf
@@ -152,7 +153,7 @@ class Forwarder:
                 self.deadly.check(request.identity)  # the choice may have taken long
                 began = time.monotonic()
                 if replica_id in attempts.lost and began < lost_at + LEAVES_S:
-                    await asyncio.sleep(RETRY_PAUSE_S)  # it may be dead: a refusal would be no second loss
+                    await asyncio.sleep(RETRY_PAUSE_S)  # it may be dead: then a refusal is no second loss
                     continue
                 try:
                     response = await self._attempt(replica_id, endpoint, request)
@@ -181,7 +182,6 @@ class Forwarder:
             self._record(WAITED_SECONDS, waited_s)
 
     def count_loss(self, request: Outgoing, attempts: AttemptHistory, replica_id: str, reason: str) -> None:
-        """Raises DeadlyRequest."""
         attempts.lost.append(replica_id)
         attempts.avoid(replica_id)
         try:
@@ -201,7 +201,6 @@ class Forwarder:
     async def _choose(
         self, demand: Demand, blocks: Sequence[int], deadline: float
     ) -> tuple[str, ReplicaEndpoint]:
-        """Raises TimeoutError."""
         choice = routing.Choice()
         current = replace(
             demand,
@@ -217,14 +216,13 @@ class Forwarder:
     async def _ask_serve(self, demand: Demand, deadline: float) -> tuple[str, ReplicaEndpoint]:
         current = replace(demand, router=self._router_id, in_flight=dict(self._in_flight))
         async with asyncio.timeout(deadline - time.monotonic()):
-            # A reservation costs two calls to the replica, and our own count is more exact.
+            # A reservation costs two calls to the replica; our own count is more exact.
             async with self._rollout.choose_replica(current, _reserve=False) as chosen:
                 return chosen.replica_id, ReplicaEndpoint(**chosen.replica_metadata)
 
     async def _attempt(
         self, replica_id: str, endpoint: ReplicaEndpoint, request: Outgoing
     ) -> StartedResponse:
-        """Raises _NotBegun or _Lost."""
         try:
             async with AsyncExitStack() as connection:
                 response = await connection.enter_async_context(self._send(replica_id, endpoint, request))
@@ -266,7 +264,7 @@ class Forwarder:
             self._in_flight[replica_id] -= request.load
 
     async def _is_alive(self, endpoint: ReplicaEndpoint) -> bool:
-        """Whether a replica's server responds. Waiting requests share one probe."""
+        """Waiting requests share one probe."""
         address = endpoint.address
         if address not in self._probes:
             self._probes[address] = asyncio.create_task(self._probe(endpoint))
@@ -296,10 +294,10 @@ class Forwarder:
 async def detect_stall(
     response: ReplicaResponse, is_alive: Callable[[], Awaitable[bool]], silence_s: float
 ) -> None:
-    """Abort a response if no byte comes for `silence_s` and its replica does not respond to a probe.
+    """Abort a response that is silent for `silence_s` if its replica fails a probe.
 
-    A response that is not streamed is silent while it is generated. A stopped process or an unreachable host
-    does not close connections.
+    Responses that are not streamed are silent during generation. Stopped processes and unreachable hosts do
+    not close connections.
     """
     loop = asyncio.get_running_loop()
     while True:

@@ -2,8 +2,8 @@
 
     ReplicaConnection ──bytes──► httptools' parser ──callbacks──► ReplicaResponse ──piece()──► reader
 
-A router reads tens of thousands of pieces per second, each an event of a stream. An event costs 13 to 14 µs
-of CPU, with aiohttp 25 to 31; waking a task per piece costs 1.2 to 1.6 times as much (`benchmarks.streams`,
+A router reads tens of thousands of pieces per second, each a stream's event. An event costs 13 to 14 µs of
+CPU, with aiohttp 25 to 31; waking a task per piece costs 1.2 to 1.6 times as much (`benchmarks.streams`,
 2026-11-28). No redirects, cookies, compression or encryption.
 """
 
@@ -77,8 +77,9 @@ class ReplicaResponse:
         return b"".join(self._pop())
 
     async def pass_on(self, take: Take, *, joined: bool = True) -> None:
-        """Call `take` with each remaining piece, of one chunk or, if `joined`, of several. While it does not
-        block, it runs inside the parser's callback, without waking a task. Raises ResponseLost."""
+        """Call `take` with each remaining piece, of one chunk or, if `joined`, of several. Until it blocks,
+        it runs inside the parser's callback, without waking a task. Raises ResponseLost.
+        """
         while True:
             while self._pieces:
                 pieces = self._pop()
@@ -185,8 +186,9 @@ class ReplicaResponse:
 
 
 class _EagerCoroutine:
-    """Runs a coroutine until it first blocks; awaiting this object continues it. As
-    `asyncio.eager_task_factory` (Python 3.12), without a task."""
+    """Runs a coroutine until it first blocks; awaiting this object continues it. Like
+    `asyncio.eager_task_factory` (Python 3.12), without a task.
+    """
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._coroutine = coroutine
@@ -202,7 +204,7 @@ class _EagerCoroutine:
     def __await__(self) -> Generator[Any, Any, None]:
         if self._error is not None:
             raise self._error
-        # A task accepts the yielded future as if it had just been awaited.
+        # A task accepts the yielded future as if just awaited.
         waits_for = self._waits_for
         try:
             while True:
@@ -225,13 +227,13 @@ class ReplicaConnection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def has_sent_all(self) -> bool:
-        """If a response completes before its request, the connection cannot be reused."""
+        """A response that completes before its request makes the connection unusable."""
         return self._transport.get_write_buffer_size() == 0
 
     def send(
         self, method: str, target: str, headers: Sequence[tuple[str, str]], body: bytes
     ) -> ReplicaResponse:
-        """Raises ValueError for a line break in target or headers, which would inject a header or request."""
+        """Raises ValueError for a line break in target or headers: it would inject a header or request."""
         lines = [f"{method} {target} HTTP/1.1", *[f"{name}: {value}" for name, value in headers]]
         if body or method != "GET":
             lines.append(f"content-length: {len(body)}")
@@ -296,7 +298,6 @@ class ConnectionPool:
                 connection.abort()
 
     def close(self) -> None:
-        """The connections of running requests close when these end."""
         self._closed = True
         for idle in self._idle.values():
             for connection, timer in idle.items():
@@ -305,7 +306,7 @@ class ConnectionPool:
         self._idle.clear()
 
     def _pop_idle(self, address: str) -> ReplicaConnection | None:
-        """The most recently used one, so that the others expire."""
+        """Most recently used first, so that the others expire."""
         idle = self._idle.get(address)
         while idle:
             connection, timer = idle.popitem()

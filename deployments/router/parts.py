@@ -1,10 +1,10 @@
-"""Sends a list of prompts to several replicas, a part to each, and merges their responses.
+"""Sends a list of prompts in parts to several replicas, and merges their responses.
 
     request ─┬─ part ─► Forwarder ─► replica ─┐
              ├─ part ─► Forwarder ─► replica ─┼─► one response
              └─ part ─► Forwarder ─► replica ─┘
 
-Each part is retried on its own. A client error of one is the response to the whole. Leaving early aborts all.
+Each part is retried alone. A part's client error is the response to the whole. Leaving early aborts all.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class _Refused(Exception):
 async def respond_in_parts(
     forwarder: Forwarder, requests: Sequence[PartRequest], limits: RouterLimits
 ) -> Response:
-    """In the order of the list, or the error response to one part.
+    """In list order, or one part's error response.
 
     Raises:
         FleetUnavailable: no replica responded to a part in time.

@@ -1,8 +1,7 @@
 """Splits a request with a list of prompts into parts, and merges their responses.
 
-vLLM applies the request's `seed` and beam search to each prompt alone, so completions do not depend on the
-position in the list. Replicas number choices as in the whole response (`deployments.replica.spans`), so
-merging parses little.
+vLLM applies `seed` and beam search to each prompt alone, so completions do not depend on a prompt's position.
+Replicas number choices for the whole response (`deployments.replica.spans`), so merging parses little.
 """
 
 import json
@@ -44,7 +43,7 @@ class PromptList:
 
 
 def prompt_list(method: str, path: str, fields: Mapping[str, bytes]) -> PromptList | None:
-    """None if the body has no list, is not to be split, or vLLM would reject it."""
+    """None: no list, not to be split, or vLLM would reject it."""
     if method != "POST" or path != COMPLETIONS or not fields.get("prompt", b"").startswith(b"["):
         return None
     prompts = parse_list(fields["prompt"])
@@ -80,9 +79,9 @@ class Share:
 
 
 def split_prompts(prompts: int, completions: int, loads: Mapping[str, int]) -> list[Share]:
-    """Divide a list of prompts so that replicas' loads become level; empty: do not split.
+    """Divide a list of prompts to level the replicas' loads; empty: do not split.
 
-    A share is contiguous: neighbours are often the same prompt, whose prefix is computed once. A replica that
+    Shares are contiguous: neighbours are often the same prompt, whose prefix is computed once. A replica that
     is too busy for `MIN_SEQUENCES` gets none.
 
     Args:

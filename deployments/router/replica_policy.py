@@ -1,4 +1,4 @@
-"""Chooses a replica for a request. Replicas make the final check of version and admission."""
+"""Chooses a replica for a request. Replicas check version and admission finally."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ def load_of(sequences: int, body: bytes) -> int:
 
 
 LOAD_FACTOR = 1.25  # sessions and prefixes leave a replica at this multiple of the mean load
-FREE_LOAD = 8  # never overloaded below: a decoding step takes as long for one sequence
+FREE_LOAD = 8  # never overloaded below: a decoding step takes as long as for one sequence
 BYTES_PER_LOAD = 1000  # cached bytes of a prompt that outweigh one load: benchmarks.routing
 MAX_PREFIXES = 2  # lengths of cached prefixes that are compared
 Sample = Callable[[Sequence[str], int], list[str]]
@@ -32,7 +32,7 @@ class Candidate:
 
 
 def eligible_loads(candidates: Sequence[Candidate], demand: Demand) -> dict[str, int]:
-    """Includes replicas behind the demanded version, else all prompts would go to the first updated one."""
+    """Includes replicas behind the demanded version: else all prompts would go to the first updated one."""
     return {
         candidate.replica_id: _load(candidate, demand)
         for candidate in candidates
@@ -61,11 +61,11 @@ def order_candidates(
 
 
 def _best(group: Sequence[Candidate], demand: Demand, sample: Sample) -> list[str]:
-    """The replica to try among equals, or two, the better one first.
+    """The replica to try among equals, or two, the better first.
 
-    A session stays where it is. Without a replica, or if that is overloaded, rendezvous hashing decides, so
-    that all routers agree. Otherwise compare holders of the longest cached prefixes and two random replicas
-    by load minus the saved prefill.
+    A session stays where it is. Without a replica, or if it is overloaded, rendezvous hashing decides, so
+    that all routers agree. Else compare holders of the longest cached prefixes and two random replicas by
+    load minus saved prefill.
 
     Sources: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates"; Mirrokni et al.
     2016, "Consistent Hashing with Bounded Loads"; Mitzenmacher 2001, "The Power of Two Choices in Randomized
@@ -95,7 +95,7 @@ def _not_too_loaded(load: Mapping[str, int], demand: Demand) -> list[str]:
 def _holders(
     holders: Iterable[tuple[int, Sequence[str]]], free: Collection[str], sample: Sample
 ) -> dict[str, int]:
-    """One or two free ones of each of the longest prefixes, and the prefix's bytes."""
+    """One or two free holders of each of the longest prefixes, and the prefix's bytes."""
     found: dict[str, int] = {}
     lengths = 0
     may = set(free)

@@ -19,10 +19,10 @@ from deployments.protocol.rollouts import NAMES
 from deployments.protocol.routing import DEMANDS
 from deployments.router.prompt_lists import PromptList, parse_list, parse_object, prompt_list
 
-GRACE_S = 20.0  # plus the time that its size takes at this rate:
+GRACE_S = 20.0  # plus the size at this rate:
 BYTES_PER_S = 64 << 10
 MAX_HEADER_BYTES = 1 << 16
-MAX_SEQUENCES = 16384  # of one request: each is a task in a router and a place in an engine
+MAX_SEQUENCES = 16384  # per request: each is a task in a router and a place in an engine
 ONCE = frozenset(name.encode() for name in (*DEMANDS, *NAMES))
 # Every field of vLLM's routes that can hold a list of prompts or texts.
 _LISTS = (
@@ -56,7 +56,7 @@ async def read_body(request: Request, max_bytes: int, *, grace_s: float = GRACE_
 
 
 def check_headers(request: Request) -> None:
-    """Ours must come once: a replica might read the other value. Raises PayloadTooLarge or InvalidRequest."""
+    """Ours must come once: a replica might read another value. Raises PayloadTooLarge or InvalidRequest."""
     size = sum(len(name) + len(value) for name, value in request.headers.raw)
     if size > MAX_HEADER_BYTES:
         raise PayloadTooLarge(f"the headers must have at most {MAX_HEADER_BYTES} bytes, got {size}")
@@ -72,8 +72,9 @@ class Inspection:
 
 
 def inspect(body: bytes, method: str, path: str, *, in_session: bool) -> Inspection:
-    """vLLM rejects what is no JSON object. Raises InvalidRequest: more than `MAX_SEQUENCES`, or nested too
-    deeply."""
+    """vLLM rejects bodies that are no JSON object. Raises InvalidRequest: more than `MAX_SEQUENCES`, or
+    nested too deeply.
+    """
     try:
         fields, is_plain = _fields(body)
         count = _sequences(fields)
@@ -90,7 +91,7 @@ def inspect(body: bytes, method: str, path: str, *, in_session: bool) -> Inspect
 
 
 def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
-    """Empty for anything but an object; whether the body is standard JSON in UTF-8."""
+    """Empty for anything but an object; also whether the body is standard JSON in UTF-8."""
     try:
         return parse_object(body), True
     except msgspec.DecodeError:
@@ -102,10 +103,11 @@ def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
 
 
 def _standard_json(body: bytes) -> bytes:
-    """What `json.loads`, vLLM's parser, accepts beyond the standard: NaN, half a surrogate pair or UTF-16
-    must not hide a large `n`."""
+    """`json.loads`, vLLM's parser, accepts more than the standard: NaN, half a surrogate pair or UTF-16 must
+    not hide a large `n`.
+    """
     text = body.decode(json.detect_encoding(body), "surrogatepass").encode(errors="surrogatepass")
-    # Private-use characters, which no field's name has.
+    # Private-use characters: no field name has them.
     return re.sub(rb"NaN|Infinity", b"0", re.sub(rb"\\u[dD][89a-fA-F]", rb"\\ue0", text))
 
 

@@ -10,8 +10,7 @@ from deployments.router.replica_policy import Candidate, eligible_loads, order_c
 
 
 class FleetRequestRouter(RequestRouter):
-    """Without Serve's FIFOMixin, which may give one request's replica to another and so break session
-    affinity."""
+    """Without Serve's FIFOMixin, which may swap requests' replicas and so break session affinity."""
 
     _last: "_Known | None" = None
 

@@ -1,4 +1,4 @@
-"""The fleet's reverse proxy: forwards a request to a replica and streams the response back.
+"""The fleet's reverse proxy.
 
 A replica that fails before the first byte of its response is replaced (`forwarding`). A list of prompts is
 split (`parts`).
@@ -62,8 +62,9 @@ PERIOD_S = 2.0
 
 
 class RetryAfterPacing:
-    """Spreads the retries of refused clients. If a thousand retried after a second, refusing them would cost
-    more than serving the others."""
+    """Spreads refused clients' retries. If a thousand retried after a second, refusing them would cost more
+    than serving the others.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -85,9 +86,9 @@ class RetryAfterPacing:
 
 
 class StreamProxy(Response):
-    """Streams a replica's response; stops when the client disconnects.
+    """Streams a replica's response until the client disconnects.
 
-    One coroutine, without Starlette's generators and task group: it runs per event of each stream.
+    One coroutine, without Starlette's generators and task group: it runs per event.
 
     Args:
         lost: called when a replica was lost; returns the response of another one, or the client's last event.
@@ -272,7 +273,7 @@ class Router:
         started: StartedResponse,
         error: ResponseLost,
     ) -> StartedResponse | bytes:
-        """The response of the replica that continues a stream, or the client's last event."""
+        """The replica's response that continues a stream, or the client's last event."""
         identity = request.identity
         moved = cut is not None and cut.moved
         refused = not moved and self._forwarder.deadly.cut_off(identity, started.replica_id)
@@ -303,7 +304,7 @@ class Router:
 
 
 def _last_event(path: str, error: SlipstreamError) -> bytes:
-    """An error event. Anthropic's clients skip one without a name and take the stream for complete."""
+    """An error event. Anthropic's clients skip an unnamed one and take the stream for complete."""
     body, name = error.body(), b""
     if path == "/v1/messages":
         body, name = {"type": "error", **body}, b"event: error\n"

@@ -20,7 +20,7 @@ TIMEOUT_S = 3.0  # total; Prometheus gives up after ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scraped:
-    """Prometheus text per replica id and per agent's address; None: no response in time."""
+    """By replica id and by agent's address; None: no response in time."""
 
     replicas: Mapping[str, str | None] = field(default_factory=dict)
     nodes: Mapping[str, str | None] = field(default_factory=dict)
@@ -33,7 +33,6 @@ async def scrape(
     *,
     timeout_s: float = TIMEOUT_S,
 ) -> Scraped:
-    """With `names` only these metrics, of replicas."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     # vLLM filters names only at this path.
     path = f"{PATH}/?{urlencode([('name[]', name) for name in names])}" if names else PATH
