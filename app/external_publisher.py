@@ -125,9 +125,10 @@ def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSo
 def outcome(
     fleet: FleetClient, opened: FleetStatus, limit_s: float, lost: FleetError | None = None
 ) -> RoundReport:
-    """The report of a round that was to be committed. `opened`: the fleet's status while it was open. `lost`:
-    what the committing call raised. Raises FleetError: it was aborted, the fleet has no record of it, or
-    does not say within `limit_s`."""
+    """The report of a round whose commit was requested. `opened`: the fleet's status while it was open.
+    `lost`: what the committing call raised. Raises FleetError: aborted, unknown to the fleet, or unanswered
+    within `limit_s`.
+    """
     assert opened.round is not None, "a round was open"
     round_id, until = opened.round.round_id, time.monotonic() + limit_s
     while True:
@@ -154,12 +155,12 @@ class _Client(HTTPVLLMWeightSyncClient):
         self._finishing: FleetStatus | None = None
 
     def take_finishing(self) -> FleetStatus | None:
-        """The fleet's status before the call that commits; None: it was not made."""
+        """The fleet's status before the commit; None: there was none."""
         taken, self._finishing = self._finishing, None
         return taken
 
     def abort(self) -> None:
-        """Unless its commit was asked for. The fleet would wait for the lease to end."""
+        """Unless its commit was requested. Else the fleet waits for the lease to end."""
         opened, self._opened = self._opened, None
         if opened is not None and opened.round is not None:
             with suppress(FleetError):  # it has ended, or nothing answers: the lease ends

@@ -41,10 +41,9 @@ from deployments.trainer.trainer import Trainer
 from deployments.weights.transports.registry import backend
 from trainers.settings import TrainerConfig
 
-# A replica reserves one CPU by default; without a free one its requests hang without an error.
+# A replica reserves one CPU by default; without a free one its requests hang silently.
 NO_CPU = {"num_cpus": 0}
-# One event loop instead of three, which saves two thread switches per streamed token. The router never blocks
-# it.
+# One event loop instead of three saves two thread switches per streamed token. The router never blocks it.
 ROUTER_OPTIONS = {
     "num_cpus": 0,
     "runtime_env": {
@@ -58,12 +57,12 @@ UNLIMITED = 1_000_000
 HEALTH_PERIOD_S = 1.0
 STATS_PERIOD_S = 0.5
 SCALING_PERIOD_S = 1.0  # between replicas' reports to the scaling policy
-# Not as a limit (Serve takes no larger one): Serve makes it a resource that replicas ask Ray for. Ray places
-# an actor that asks for nothing on any host, and others on the hosts in turn.
+# Not as a limit (Serve takes no larger one): Serve makes it a resource that replicas request from Ray. Ray
+# places an actor without requests on any host, others on hosts in turn.
 REPLICAS_PER_HOST = 100
 STOP_TIMEOUT_S = 10.0  # an engine's, after its last request
 ROLLOUT = "rollout"
-# A replica that lost the controller stops taking requests before the fleet goes on without it.
+# A replica without contact to the controller stops taking requests before the fleet moves on.
 SELF_FENCE_FRACTION = 2 / 3
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 UNBOUND = "nobind"
@@ -72,7 +71,7 @@ AUTOMATIC_STAGING = "automatic"  # 'device' if the engine's CPU allows it, else 
 
 
 def build(args: AppConfig) -> Application:
-    """Raises ConfigError: vLLM, the environment or the cluster does not allow a setting."""
+    """Raises ConfigError: vLLM, the environment or the cluster rules out a setting."""
     check_engine_args(args.engine.extra)
     if ray.is_initialized():  # always in Serve; not in tests
         check_gpus(args, [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]])
@@ -271,7 +270,8 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
 def executor(config: AppConfig) -> dict[str, str]:
     """vLLM's `distributed_executor_backend`; empty: vLLM chooses, on a CPU "mp", to bind threads to cores.
     Unbound, engine and worker busy-wait for each other for up to a second (`SpinCondition` in
-    vllm/distributed/device_communicators/shm_broadcast.py)."""
+    vllm/distributed/device_communicators/shm_broadcast.py).
+    """
     if config.engine.world_size > 1:
         # Inside a placement group vLLM would take Ray's workers.
         return {"distributed_executor_backend": "mp"}
@@ -305,12 +305,12 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
 
 
 def _engine_resources(args: AppConfig) -> dict[str, object]:
-    """Must not depend on the number of replicas: Serve restarts all of them on a change."""
+    """Must not depend on the number of replicas: a change restarts all of them."""
     environment = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_API_KEY": "",  # routers check tokens; the operator's would lock them out
-        # Routers limit a list; a replica's part depends on the load.
+        # Routers limit lists; a replica's part depends on the load.
         "VLLM_MAX_COMPLETION_PROMPTS": str((1 << 31) - 1),
     }
     if args.device is Device.CPU:

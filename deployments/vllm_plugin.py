@@ -1,7 +1,7 @@
 """vLLM's plugin (entry point group `vllm.general_plugins`): registers the transports in every process.
 
-vLLM spawns its workers, so an engine that is registered only in the parent does not exist in them. Also
-installs the commit in engine cores, what continued answers need in workers, and what sampling needs on a CPU.
+vLLM spawns its workers: an engine registered only in the parent is missing there. Also installs the commit in
+engine cores, and in workers what continued answers and CPU sampling need.
 """
 
 from deployments.host.parent_death import follow_owner

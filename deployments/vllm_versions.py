@@ -1,7 +1,7 @@
-"""What differs between the versions of vLLM that the fleet runs with. With others its import fails.
+"""Differences between the supported versions of vLLM. The import fails with others.
 
-A trainer engine reads its source by a method `metadata` and by iterating over it until 0.32, and by a cached
-property `metadata` and by `iter_full` since 0.33.
+A trainer engine reads its source by a method `metadata` and by iteration until 0.32, by a cached property
+`metadata` and `iter_full` since 0.33.
 """
 
 from abc import abstractmethod
@@ -24,12 +24,12 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def server_parser() -> Any:
-    """It loads the server."""
+    """Loads the server."""
     return import_module(f"vllm.entrypoints.{'launchers' if OLD else 'common'}.cli_args")
 
 
 class Source(WeightSource):
-    """A source of weights for trainer engines of either version. Every rank has every tensor, in full."""
+    """A source of weights for either version's trainer engines. Every rank has every tensor, in full."""
 
     @abstractmethod
     def specs(self) -> list[ParamMeta]:
@@ -49,7 +49,7 @@ class Source(WeightSource):
 
 def specs_of(source: WeightSource) -> list[ParamMeta]:
     if isinstance(source, Source):
-        return source.specs()  # they may change from one connection to the next
+        return source.specs()  # they may change between connections
     return source.metadata() if OLD else source.metadata
 
 

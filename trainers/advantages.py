@@ -54,8 +54,9 @@ def group_advantages(
 def batch_advantages(
     groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[list[float]]:
-    """Advantages of each group. REINFORCE++ (https://arxiv.org/abs/2501.03262) normalises over the batch; its
-    baseline variant first subtracts group means. Raises ValueError."""
+    """By group. REINFORCE++ (https://arxiv.org/abs/2501.03262) normalises over the batch; its baseline
+    variant first subtracts group means. Raises ValueError.
+    """
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
     rewards = [_finite(group) for group in groups]
@@ -74,8 +75,8 @@ def batch_advantages(
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Whether the rewards differ. Raises ValueError if one is not finite."""
-    # Not the deviation: rounding makes it nonzero for equal rewards.
+    """Raises ValueError for a reward that is not finite."""
+    # Not by the deviation: rounding makes it nonzero for equal rewards.
     group = _finite(rewards)
     return len(group) > 0 and not bool((group == group[0]).all())
 

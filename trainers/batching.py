@@ -37,8 +37,8 @@ class TokenBatch:
     attention_mask: "torch.Tensor | BlockMask"
     # int64 [R, L]; 0 at the first real token, and of padding. [3, R, L] with images
     position_ids: torch.Tensor
-    owners: torch.Tensor  # int64 [R, L]: a trajectory of whose tokens it is one; -1: padding
-    parents: torch.Tensor  # int64 [R, L], into R * L: the token before; any for those at position 0
+    owners: torch.Tensor  # int64 [R, L]: the token's trajectory, or one of several; -1: padding
+    parents: torch.Tensor  # int64 [R, L], into R * L: the token before; arbitrary at position 0
     # int64 [M], into R * L: the position that predicts the token
     predictors: torch.Tensor
     targets: torch.Tensor  # int64 [M]
@@ -125,8 +125,9 @@ def plan_micro_batches(
 
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
-    """The micro-batches of one rank, and whether each counts. A sharded model gathers in every pass, so ranks
-    get equally many."""
+    """One rank's micro-batches, and whether each counts. A sharded model gathers in every pass, so ranks get
+    equal numbers.
+    """
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
     filler = min(plan, key=len)
@@ -233,7 +234,7 @@ def _routed(
     positions: int,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Of a shared prompt those of its last completion. Raises ValueError: of two models."""
+    """A shared prompt has those of its last completion. Raises ValueError: of two models."""
     shapes = {(each.layers, each.top_k) for each in (one.routed_experts for one in completions) if each}
     if len(shapes) > 1:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Training of a drafter beside its policy, on detached hidden states of the policy's own forward pass.
+"""Trains a drafter beside its policy, on detached hidden states of the policy's own forward pass.
 
-The loss is the cross entropy of the tokens that followed. Those of a rollout are samples of the policy, so
-that is, but for noise, the cross entropy of its distribution, and needs none of its logits. Of EAGLE-3's
-training-time test only the first step is made: the hidden states are the policy's, never the drafter's own.
+The loss is the cross entropy of the following tokens. A rollout's are samples of the policy: up to noise this
+is the cross entropy of its distribution, without its logits. Of EAGLE-3's training-time test only the first
+step is made: hidden states are the policy's, never the drafter's own.
 """
 
 import math
@@ -101,16 +101,18 @@ class TrainedDrafter:
         return self.head.named_parameters(self.prefix.removesuffix("."))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of its checkpoint, by published names; not copied."""
+        """By published names; not copied."""
         return {self.prefix + name: tensor for name, tensor in self.head.state_dict().items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-        """Copy published tensors in place. Raises ValueError and changes nothing if they are of another."""
+        """Copy published tensors in place. Raises ValueError, without changes, for another
+        drafter's tensors.
+        """
         own = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
         load_in_place(self.head, own, source)
 
     def write(self, directory: Path) -> None:
-        """Write its own checkpoint, under its own names. Raises OSError."""
+        """Under its own names. Raises OSError."""
         assert isinstance(self.head, Eagle3Head), "a head of the model's checkpoint is saved with it"
         directory.mkdir(parents=True, exist_ok=True)
         write_head(self.head, directory)
@@ -125,15 +127,16 @@ class TrainedDrafter:
             self._is_recording = False  # checkpointed layers run again in the backward pass
 
     def begin(self) -> None:
-        """Before each update, on all ranks."""
+        """Call it before each update, on all ranks."""
         self._sums.zero_()
         self._recorded.clear()
         if self._own_output is None:
             self._output = full_tensor(self._models_output.weight).detach()
 
     def loss(self, batch: TokenBatch, total_tokens: int, *, counts: bool) -> torch.Tensor:
-        """Of the micro-batch whose pass was recorded, divided by the learned tokens of all micro-batches; in
-        the metrics if it counts."""
+        """For the recorded micro-batch, divided by all micro-batches' learned tokens; in the metrics if it
+        counts.
+        """
         positions, targets = batch.position_ids, self._draft_ids[batch.targets]
         fused = self.head.fuse([self._recorded[passed] for passed in self._layers])
         hidden = self.head(
@@ -164,14 +167,14 @@ class TrainedDrafter:
         return loss
 
     def metrics(self) -> Metrics:
-        """Of the update: the loss, and the share of tokens that the drafter ranked first."""
+        """The update's loss, and the share of tokens that the drafter ranked first."""
         if dist.is_initialized():
             dist.all_reduce(self._sums)
         sums = dict(zip(_SUMS, self._sums.tolist(), strict=True))
         return {"drafter_loss": sums["loss"], "drafter_agreement": sums["agreed"] / max(sums["tokens"], 1.0)}
 
     def clip(self) -> float:
-        """Shorten the gradient; returns its length before. One that is not finite is dropped."""
+        """Returns the gradient's length before clipping. One that is not finite is dropped."""
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), MAX_GRAD_NORM))
         if not math.isfinite(norm):
             self.head.zero_grad(set_to_none=True)
@@ -192,7 +195,7 @@ class TrainedDrafter:
 
 
 def _mask(batch: TokenBatch) -> torch.Tensor | BlockMask:
-    """The batch's, without first tokens, which have no slot."""
+    """Without first tokens, which have no slot."""
     mask, kept = batch.attention_mask, batch.position_ids > 0  # neither has padding
     if isinstance(mask, BlockMask):
         from trainers.packed_lines import only_keys

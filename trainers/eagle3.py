@@ -1,8 +1,7 @@
 """An EAGLE-3 head (https://arxiv.org/abs/2503.01840) in vLLM's format, `LlamaForCausalLMEagle3`.
 
-It drafts with one decoder layer, which reads hidden states of some of the model's layers. Slot i has the
-hidden states of position i and the embedding of token i + 1, and predicts token i + 2. The embeddings are the
-model's.
+One decoder layer reads hidden states of some of the model's layers. Slot i has position i's hidden states and
+token i + 1's embedding, and predicts token i + 2. The embeddings are the model's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +25,9 @@ from trainers.model_config import attribute, end_token_ids, needed, vocabulary_s
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # by vLLM the same
+_ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")  # vLLM treats these the same
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
-# Settings of variants that are not trained here, as they are without them.
+# Settings of variants, with the only values trained here.
 _PLAIN = {
     "num_hidden_layers": 1,
     "norm_before_fc": False,
@@ -40,7 +39,7 @@ Mask: TypeAlias = torch.Tensor | BlockMask
 
 
 class Eagle3Layer(nn.Module):
-    """A layer of Llama whose attention reads the embeddings beside the hidden states."""
+    """A Llama layer whose attention also reads the embeddings."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -125,8 +124,9 @@ class Eagle3Head(nn.Module):
 
 @torch.no_grad()
 def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Copy a checkpoint's tensors in place. Raises ValueError and changes nothing unless they are all of the
-    head's."""
+    """Copy a checkpoint's tensors in place. Raises ValueError, without changes, unless they are all of the
+    head's.
+    """
     own = head.state_dict()
     for name in sorted(own.keys() | tensors.keys()):
         wanted, got = (
@@ -139,8 +139,9 @@ def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: 
 
 
 def read_head(directory: Path) -> Eagle3Head:
-    """A head with its weights, in float32. Raises ValueError: it lacks files or tensors, or is a variant that
-    is not trained here."""
+    """In float32. Raises ValueError: files or tensors are absent, or it is a variant that is not trained
+    here.
+    """
     lacks = [name for name in (CONFIG, WEIGHTS) if not (directory / name).is_file()]
     if lacks:
         raise ValueError(f"expected the directory of an EAGLE-3 head, got {directory}, without {lacks[0]}")
@@ -168,7 +169,7 @@ def read_head(directory: Path) -> Eagle3Head:
 
 
 def new_config(of_model: PreTrainedConfig, draft_vocabulary: int | None = None) -> LlamaConfig:
-    """Of a head for a model; see `write_new_head`."""
+    """See `write_new_head`."""
     heads, depth = needed(of_model, "num_attention_heads"), needed(of_model, "num_hidden_layers")
     width, vocabulary = needed(of_model, "hidden_size"), vocabulary_size(of_model)
     inner = attribute(of_model, "intermediate_size")
@@ -199,7 +200,7 @@ def new_config(of_model: PreTrainedConfig, draft_vocabulary: int | None = None) 
 def write_new_head(
     model: Path, directory: Path, *, draft_vocabulary: int | None = None, seed: int = 0
 ) -> Eagle3Head:
-    """Write a head for a model, with random weights but for `lm_head`, which is close to the model's.
+    """Write a head with random weights, except `lm_head`, which is close to the model's.
 
     Args:
         draft_vocabulary: it drafts no other tokens than the lowest, which a BPE tokenizer found first, and
@@ -225,7 +226,7 @@ def write_new_head(
         for parameter in head.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=attribute(of_model, "initializer_range", 0.02), generator=generator)
-        # Not equal to the model's: vLLM would let both share it, and the trained one would not be used.
+        # Not equal to the model's: vLLM would share that one, and not use the trained one.
         head.lm_head.weight.mul_(1e-2).add_(_output_rows(model, ids))
         if head.d2t is not None:
             head.d2t.copy_(ids - torch.arange(count))
@@ -235,7 +236,7 @@ def write_new_head(
 
 
 def write_head(head: Eagle3Head, directory: Path) -> None:
-    """Write a head's files into an existing directory. Raises OSError."""
+    """Into an existing directory. Raises OSError."""
     head.config.save_pretrained(directory)
     tensors = {name: tensor.to("cpu").contiguous() for name, tensor in head.state_dict().items()}
     try:
@@ -250,7 +251,7 @@ def default_layers(depth: int) -> list[int]:
 
 
 def _output_rows(model: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the output matrix, or of the embeddings that it is tied to."""
+    """Of the output matrix, or of the embeddings it is tied to."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

@@ -1,7 +1,7 @@
-"""FSDP2: decoder layers, untied embeddings and output layer, and the rest are units of `fully_shard`.
+"""FSDP2 units: decoder layers, untied embeddings and output layer, and the rest.
 
 All ranks must make the same forwards, backwards and parameter reads, which gather. The model is sharded on
-the meta device, and transformers' loader reads this rank's rows: no process holds the whole model.
+the meta device; transformers' loader reads this rank's rows: no process holds the whole model.
 """
 
 from difflib import get_close_matches
@@ -37,8 +37,9 @@ def mesh_of_all_ranks(device_type: str) -> DeviceMesh:
 def model_class(
     config: PreTrainedConfig, *, sees: bool = False
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    """The class that loads a checkpoint; of vision-language models the language part, if transformers has one
-    and the model need not see (`sees`). Raises ValueError."""
+    """The class that loads a checkpoint; for a vision-language model the language part, if transformers has
+    one and the model need not see (`sees`). Raises ValueError.
+    """
     causal, seeing = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     if sees and type(config) not in seeing:
         raise ValueError(f"'vision': expected a vision-language model, got {config.model_type!r}")
@@ -69,7 +70,7 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
     float32. Raises ValueError without a list of layers, or if a rank would have no expert of a layer."""
     _check_experts(model, mesh.size())
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # fully_shard changes the classes, by whose names transformers finds conversions.
+    # fully_shard changes the class names by which transformers finds conversions.
     conversions = get_model_conversion_mapping(model)
     for unit in (*decoder_layers(model), *_untied_ends(model), model):
         fully_shard(unit, mesh=mesh, mp_policy=precision)
@@ -77,14 +78,15 @@ def shard_model(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torc
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Free what a forward pass without a backward pass left gathered: the root unit."""
+    """Free the root unit, which a forward pass without a backward pass left gathered."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
     """Read this rank's shards and whole buffers; returns missing names. `distributed_config` of
-    `from_pretrained` cannot reduce in float32, and needs a plan that some families lack."""
+    `from_pretrained` cannot reduce in float32, and needs a plan that some families lack.
+    """
     files, _ = _get_resolved_checkpoint_files(
         str(directory),
         variant=None,
@@ -109,7 +111,7 @@ def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> se
 
 
 def _own_memory(model: PreTrainedModel) -> None:
-    """On CPU, a shard without a cast is part of the file's memory map, which checkpoints cannot copy."""
+    """On CPU an uncast shard maps the file's memory, which checkpoints cannot copy."""
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         shard = parameter._local_tensor

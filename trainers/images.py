@@ -1,7 +1,7 @@
-"""Images of trajectories, as a vision-language model of Qwen's families reads them.
+"""Images of trajectories, as Qwen's vision-language models read them.
 
-The checkpoint's own processor makes patches of a file, as it does in the engine, and must take as many tokens
-of it as the engine's prompt has. Positions in the prompt are transformers' own (M-RoPE).
+The checkpoint's processor makes patches as in the engine, and must yield as many tokens as the engine's
+prompt has. Positions in the prompt are transformers' own (M-RoPE).
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class Placed:
 
 
 class ImageReader:
-    """Raises ValueError for a family with other inputs, or without an image processor of its own."""
+    """Raises ValueError for a family with other inputs, or without its own image processor."""
 
     def __init__(self, model: PreTrainedModel, directory: Path) -> None:
         self._rope_index = getattr(model.base_model, "get_rope_index", None)
@@ -67,7 +67,7 @@ class ImageReader:
         self._read: dict[bytes, Patches] = {}
 
     def read(self, content: bytes) -> Patches:
-        """Raises ValueError: it is no image, or too large."""
+        """Raises ValueError: no image, or too large."""
         if content not in self._read:
             made = self._processor(images=[opened(content)], return_tensors="pt")
             grid = made["image_grid_thw"][0]
@@ -79,10 +79,10 @@ class ImageReader:
         self._read.clear()
 
     def place(self, trajectory: Trajectory) -> Placed:
-        """Raises ValueError unless the trajectory has the tokens of its images."""
+        """Raises ValueError unless the tokens match the images."""
         tokens = torch.tensor([*trajectory.prompt_token_ids, *trajectory.token_ids])
         image_of = torch.full_like(tokens, -1)
-        if not trajectory.images:  # placeholders in its text stand for nothing, as in the engine
+        if not trajectory.images:  # placeholders in text stand for nothing, as in the engine
             return Placed(images=(), image_of=image_of, positions=torch.arange(len(tokens)).expand(3, -1))
         given = torch.ones_like(tokens, dtype=torch.bool)
         given[len(trajectory.prompt_token_ids) :] = ~torch.tensor(
@@ -109,7 +109,6 @@ class ImageReader:
         return Placed(images=trajectory.images, image_of=image_of, positions=positions[:, 0])
 
     def add(self, batch: TokenBatch, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Raises as `place`."""
         members = batch.owners[batch.owners >= 0].unique()
         placed = [self.place(trajectories[index]) for index in members.tolist()]
         files = list(dict.fromkeys(file for each in placed for file in each.images))

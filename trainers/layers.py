@@ -32,7 +32,7 @@ _EXPENSIVE = [
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The members of every `layers` list. Raises ValueError if there is none."""
+    """All `layers` lists. Raises ValueError if there is none."""
     layers = [
         layer
         for name, module in model.named_modules()

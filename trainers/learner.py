@@ -1,5 +1,3 @@
-"""An optimizer step: trajectories in, new weights and metrics out."""
-
 import logging
 import math
 import time
@@ -30,7 +28,8 @@ class OutOfMemory(RuntimeError):
 
 class Learner:
     """A policy and its optimizer. Each rank processes its share of the micro-batches; all must call `step`
-    with the same trajectories. Raises ValueError if the loss cannot be loaded."""
+    with the same trajectories. Raises ValueError if the loss cannot be loaded.
+    """
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Learner:
         self._world_size = dist.get_world_size() if dist.is_initialized() else 1
 
     def apply(self, settings: StepSettings) -> None:
-        """From the next step on. Raises ValueError and changes nothing."""
+        """Applies from the next step on. Raises ValueError without changes."""
         config = settings.applied(self._deployed)
         if config == self.config:
             return
@@ -129,7 +128,6 @@ class Learner:
         return found
 
     def restart(self, steps_done: int, *, keep_moments: bool) -> None:
-        """With the moments or with zeros."""
         if not keep_moments:
             self.optimizer.state.clear()
         self.steps_done = steps_done
@@ -164,7 +162,7 @@ class Learner:
     def _whole_update(
         self, micro_batches: Sequence[_MicroBatch], trajectories: Sequence[Trajectory]
     ) -> Metrics:
-        """Gradients of a failed update must not count in the next."""
+        """A failed update's gradients must not count in the next."""
         self._tokens_at_once = 0
         try:
             return self._update(micro_batches, trajectories)
@@ -228,7 +226,7 @@ class Learner:
         return policy.scores(batch).logprobs
 
     def _average_gradients(self) -> None:
-        """FSDP2 averages gradients of what it shards; adapter and drafter are whole on every rank."""
+        """FSDP2 averages what it shards; adapter and drafter are whole on every rank."""
         parameters = [] if self.policy.adapter is None else self.policy.parameters()
         if self.policy.drafter is not None:
             parameters = parameters + self.policy.drafter.parameters()
@@ -257,7 +255,7 @@ class Learner:
 
 
 def learning_rate_at(step: int, config: OptimizerConfig) -> float:
-    """Of step 0, 1, ...: a linear warm-up, then the schedule."""
+    """A linear warm-up, then the schedule."""
     total, warmup = config.total_steps, config.warmup_steps
     factor = 1.0
     if step < warmup:

@@ -1,5 +1,6 @@
 """What a restart needs beside published weights: AdamW's moments, and master weights, which publishing
-rounds. By parameter name, sharded as the model."""
+rounds. By parameter name, sharded as the model.
+"""
 
 from collections.abc import Collection, Mapping
 
@@ -39,8 +40,9 @@ def empty_moments(
 
 
 def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Tensors that a cast to `wire_dtype` may change, and all of an adapter, which the store does not have.
-    Not copied."""
+    """Tensors that a cast to `wire_dtype` may change, and all of an adapter, which the store lacks. Not
+    copied.
+    """
     return {
         name: tensor.detach()
         for name, tensor in policy.trained().items()
@@ -56,7 +58,7 @@ def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dic
 def round_to_model(
     policy: TrainedPolicy, weights: Mapping[str, torch.Tensor], wire_dtype: torch.dtype
 ) -> bool:
-    """Whether these weights (this rank's shards), rounded to `wire_dtype`, are the model's."""
+    """Whether these weights (this rank's shards) round to the model's."""
     own = {name: local(tensor) for name, tensor in policy.trained().items()}
     return all(
         name in own

@@ -27,9 +27,9 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 
 
 class LoraAdapter:
-    """The adapter of a model, which alone is trained. Create it before the first forward pass of a sharded
-    model, with the same `seed` on all ranks. Raises ValueError if no linear layer has a name in
-    `target_modules`."""
+    """A model's adapter, the only part trained. Create it before the first forward pass of a sharded model,
+    with the same `seed` on all ranks. Raises ValueError if no linear layer has a name in `target_modules`.
+    """
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         # Imports in seconds.
@@ -65,7 +65,6 @@ class LoraAdapter:
         return list(dict.fromkeys(names))
 
     def base_state(self, *, keep_vars: bool = False) -> dict[str, torch.Tensor]:
-        """The base's state under its own names."""
         state = self._model.state_dict(keep_vars=keep_vars)
         return {
             name.replace(_WRAPPED, "."): tensor
@@ -75,7 +74,7 @@ class LoraAdapter:
 
     @torch.no_grad()
     def delta(self, name: str) -> torch.Tensor | None:
-        """The adapter's part of a tensor of `base_state`, float32; None: nothing."""
+        """The adapter's addition to a tensor of `base_state`, float32; None: nothing."""
         layer = self._layers.get(name)
         return None if layer is None else layer.get_delta_weight(_NAME)
 
@@ -95,7 +94,7 @@ class LoraAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base's forward passes, without a backward pass: peft freezes."""
+        """Forward passes of the base alone."""
         self._model.disable_adapters()
         try:
             yield
@@ -139,7 +138,7 @@ class LoraAdapter:
             parameter.copy_(values[name])
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Raises ValueError unless names and shapes are this adapter's."""
+        """Raises ValueError for other names or shapes."""
         own = self.tensors()
         wrong = sorted(own.keys() ^ values.keys())
         wrong += [name for name in own.keys() & values.keys() if own[name].shape != values[name].shape]
@@ -152,7 +151,6 @@ class LoraAdapter:
 
 
 def _linear(model: PreTrainedModel) -> dict[str, bool]:
-    """And whether each is in the decoder."""
     decoder = {id(module) for module in model.get_decoder().modules()}
     return {
         name: id(module) in decoder

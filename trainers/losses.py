@@ -20,8 +20,9 @@ MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedTokens:
-    """The M learned tokens of a micro-batch of A completions, contiguous and ordered. A completion may have
-    none."""
+    """A micro-batch's M learned tokens of A completions, contiguous and ordered. A completion may
+    have none.
+    """
 
     logprobs: torch.Tensor  # float32 [M], with gradient
     old_logprobs: torch.Tensor  # float32 [M]
@@ -51,15 +52,11 @@ class LearnedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """What a loss returns for the M learned tokens of a micro-batch."""
-
     values: torch.Tensor  # float32 [M], with gradient
     clipped: torch.Tensor | None = None  # bool [M], for metrics: the clip holds the token back
 
 
 class Loss(Protocol):
-    """A loss, built in or your own: a function."""
-
     def __call__(self, tokens: LearnedTokens, config: LossConfig, /) -> TokenLosses:
         """Losses of tokens, without the weights of `config.aggregation`."""
 
@@ -82,8 +79,7 @@ def policy_loss(tokens: LearnedTokens, config: LossConfig, loss: Loss) -> TokenL
 def token_weights(
     lengths: torch.Tensor, total_tokens: int, sequences: int, config: LossConfig
 ) -> torch.Tensor:
-    """The weight of a token of each completion, float32 [A]. `total_tokens` and `sequences` are of the whole
-    batch."""
+    """Per token of each completion, float32 [A]. `total_tokens` and `sequences` are the whole batch's."""
     match config.aggregation:
         case Aggregation.TOKEN:
             return torch.full_like(lengths, 1.0 / total_tokens, dtype=torch.float32)
@@ -173,8 +169,8 @@ def divergence(tokens: LearnedTokens, config: LossConfig) -> TokenLosses:
     beta * KL(teacher || m) + (1 - beta) * KL(current || m), m = beta * teacher + (1 - beta) * current.
 
     GKD, https://arxiv.org/abs/2306.13649, equation 1; its limits at 0 and 1 are the forward and the reverse
-    KL. The teacher's top K tokens count each, and all others as one, with what is left of either's
-    probability: at most the divergence over the whole vocabulary, and equal to it where K is all of it.
+    KL. The teacher's top K tokens count each, all others as one with the remaining probability: at most the
+    divergence over the whole vocabulary, and equal to it if K is all of it.
     """
     assert tokens.teacher_logprobs is not None and tokens.logprobs_of_teachers is not None
     teacher, current = _with_tail(tokens.teacher_logprobs), _with_tail(tokens.logprobs_of_teachers)

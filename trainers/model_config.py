@@ -1,4 +1,4 @@
-"""What is read of a model's configuration, whose text part or whole has an attribute, or neither."""
+"""Reads a model's configuration, whose text part or whole has an attribute, or neither."""
 
 from contextlib import suppress
 from typing import Any
@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 
 def attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """Of the text part, else of the whole; `default` if neither has one value."""
+    """From the text part, else the whole; `default` if neither has one value."""
     for part in (config.get_text_config(), config):
         with suppress(RuntimeError):  # it differs between layers (Gemma 4)
             value = getattr(part, name, None)
@@ -35,18 +35,17 @@ def max_length(config: PreTrainedConfig) -> int | None:
 
 
 def pad_token_id(config: PreTrainedConfig) -> int:
-    """Any token, as padding is masked everywhere."""
+    """Any token: padding is masked everywhere."""
     return max(0, int(attribute(config, "pad_token_id", 0)))
 
 
 def end_token_ids(config: PreTrainedConfig) -> list[int]:
-    """In order."""
     ends = attribute(config, "eos_token_id", [])
     return sorted(set(ends if isinstance(ends, list) else [ends]))
 
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
-    """Whether all layers attend to all earlier tokens, so that a mask may restrict them."""
+    """If so, a mask may restrict them."""
     if kinds := attribute(config, "layer_types"):
         return all(kind == "full_attention" for kind in kinds)
     return attribute(config, "sliding_window") is None

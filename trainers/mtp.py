@@ -1,7 +1,7 @@
-"""The multi-token prediction of Qwen3.5, as vLLM's `Qwen3_5MTP`. transformers' models leave it out.
+"""Qwen3.5's multi-token prediction, as vLLM's `Qwen3_5MTP`. transformers' models leave it out.
 
-It drafts with one decoder layer, which reads the model's last hidden states. Slot i has that of position i
-and the embedding of token i + 1, and predicts token i + 2. Embeddings and output layer are the model's.
+One decoder layer reads the model's last hidden states. Slot i has position i's state and token i + 1's
+embedding, and predicts token i + 2. Embeddings and output layer are the model's.
 """
 
 import copy
@@ -66,8 +66,7 @@ class MtpHead(nn.Module):
 
 
 def read_head(config: PreTrainedConfig, directory: Path) -> MtpHead:
-    """The head of a model with its weights, in float32. Raises ValueError: the model or its checkpoint has
-    none, or one that is not trained here."""
+    """In float32. Raises ValueError: absent from the model or its checkpoint, or a kind not trained here."""
     layers = getattr(config, "mtp_num_hidden_layers", 1)
     if config.model_type != MODEL_TYPE or layers != 1:
         raise ValueError(

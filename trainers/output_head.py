@@ -1,8 +1,8 @@
 """Log-probabilities of chosen tokens, without all logits in memory.
 
-Logits are the largest tensor of a step: 20 GB in float32 for 32k tokens and a vocabulary of 150k. The output
-layer gets hidden states of the chosen positions, some at a time, and again in the backward pass. Families
-that scale (Granite, Cohere, Falcon-H1) or cap (Gemma) logits are probed; their logits are computed at once.
+Logits are a step's largest tensor: 20 GB in float32 for 32k tokens and a vocabulary of 150k. The output layer
+gets the chosen positions' hidden states in parts, and again in the backward pass. Families that scale
+(Granite, Cohere, Falcon-H1) or cap (Gemma) logits are probed; their logits are computed at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ _Function = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Of learned tokens; float32 [M]."""
+    """float32 [M]."""
 
     logprobs: torch.Tensor
     entropies: torch.Tensor | None  # nats, without gradient
@@ -101,7 +101,8 @@ class OutputHead:
     def _is_last(self) -> bool:
         """Whether the model returns the output layer's result. Probed in the first pass, which settles the
         parameters that FSDP2 gives gradients; without autocast, which would cache cast weights. Raises
-        ValueError if hidden states depend on later tokens."""
+        ValueError if hidden states depend on later tokens.
+        """
         head = self._model.get_output_embeddings()
         if head is None:
             return False
@@ -138,8 +139,9 @@ def positions_at_once(vocabulary_size: int, *, compiled: bool, logits: int | Non
 
 
 def in_parts(part: _Function, hidden: torch.Tensor, targets: torch.Tensor, at_once: int) -> torch.Tensor:
-    """`part` of hidden states [M, H], targets [M, K] and its number, for `at_once` positions at a time, and
-    again in the backward pass."""
+    """`part` of hidden states [M, H], targets [M, K] and its number, for `at_once` positions at a time;
+    repeated in the backward pass.
+    """
     if len(hidden) <= at_once:
         return part(hidden, targets, 0)
     pairs = zip(hidden.split(at_once), targets.split(at_once), strict=True)

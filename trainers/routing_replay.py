@@ -1,8 +1,8 @@
 """Replay of the rollout engine's choice of experts (R3, https://arxiv.org/abs/2510.11370).
 
-Trainer and engine round differently, and where two experts score almost alike each takes another one: the
-log-probabilities then differ by more than rounding. Every router of transformers chooses with one `topk` over
-its experts' scores. Replay replaces the result; what the router makes of it, with gradients, is its own.
+Trainer and engine round differently: where two experts score almost alike they choose differently, and
+log-probabilities differ by more than rounding. All routers of transformers choose with one `topk` over expert
+scores. Replay replaces the result; the router's use of it, with gradients, is its own.
 """
 
 import re
@@ -63,8 +63,7 @@ class RoutingReplay:
                 )
 
     def use(self, chosen: torch.Tensor | None) -> None:
-        """What the passes from here on replay: int16 [R * L, layers, top_k], -1 where a router chooses
-        itself."""
+        """Replayed from now on: int16 [R * L, layers, top_k], -1 where a router chooses itself."""
         self._chosen = chosen
         if chosen is not None and not self._installed:
             for block in self._blocks:

@@ -1,6 +1,7 @@
-"""A model's parameters with the names and shapes of its checkpoint, which vLLM loads. transformers 5 fuses
+"""A model's parameters with its checkpoint's names and shapes, as vLLM loads them. transformers 5 fuses
 experts and renames modules: layers are converted back one at a time, unless the result is a view of the
-model's memory."""
+model's memory.
+"""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ Convert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A checkpoint tensor inside a contiguous tensor of the state."""
+    """Inside a contiguous tensor of the state."""
 
     name: str
     state_name: str
@@ -36,7 +37,7 @@ class View:
 
 
 def checkpoint_views(state: Mapping[str, torch.Tensor], convert: Convert) -> list[View] | None:
-    """Views of a layer's checkpoint tensors; None if one is computed. Reads dtypes and shapes of `state`."""
+    """A layer's; None if one is computed. Reads dtypes and shapes of `state`."""
     meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
     tracer = _SkipCopies()
@@ -179,8 +180,9 @@ class ParameterSource:
         return full_tensor(tensor)
 
     def resident(self) -> list[torch.Tensor] | None:
-        """The tensors before the cast, in the model's memory; None if any is not. The same list while no
-        tensor has moved."""
+        """The tensors before the cast; None if any is not in the model's memory. The same list while no
+        tensor has moved.
+        """
         if self._adapter is not None:
             return None  # sums are temporary
         state = self._state()
@@ -257,7 +259,7 @@ def check_complete(
 
 
 def tied_names(model: PreTrainedModel) -> frozenset[str]:
-    """By the whole model's configuration: the text part's may differ (Qwen3-VL)."""
+    """From the whole model's configuration: the text part's may differ (Qwen3-VL)."""
     return frozenset(model.all_tied_weights_keys)
 
 
@@ -283,8 +285,9 @@ def load_parameters(
     values: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Whole or sharded like the model; `state` is without an adapter. Raises ValueError and changes nothing
-    if one is missing or has another shape."""
+    """Whole or sharded like the model; `state` is without an adapter. Raises ValueError, without changes, for
+    a missing tensor or another shape.
+    """
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [

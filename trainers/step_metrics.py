@@ -1,5 +1,6 @@
-"""Metrics of a step, summed over learned tokens of all micro-batches and ranks. Staleness: the newest
-published version minus the version that sampled a token."""
+"""A step's metrics, summed over learned tokens of all micro-batches and ranks. Staleness: the newest
+published version minus the version that sampled a token.
+"""
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ _MAXIMA = ("staleness", "difference")
 
 class StepTotals:
     """On the device. `is_published`: the policy is version `published`, so differences from rollouts are the
-    engines'."""
+    engines'.
+    """
 
     def __init__(
         self, config: LossConfig, *, published: int | None, is_published: bool, device: torch.device

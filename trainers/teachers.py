@@ -1,4 +1,4 @@
-"""What a teacher says of a batch, checked before a step: `trajectory.TeacherLogprobs`."""
+"""Checks a teacher's `trajectory.TeacherLogprobs` before a step."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from trainers.trajectory import TeacherLogprobs, Trajectory
 
 
 def check_teachers(trajectories: Sequence[Trajectory], loss: LossConfig, vocabulary_size: int) -> None:
-    """Raises ValueError: a teacher's log-probabilities do not fit, or are missing."""
+    """Raises ValueError for log-probabilities that are absent or do not fit."""
     for number, each in enumerate(trajectories):
         if each.teacher is not None and (
             found := _problem(each.teacher, len(each.token_ids), vocabulary_size)

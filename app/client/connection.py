@@ -20,7 +20,7 @@ RETRY_PAUSE_S = 1.0
 POOL_SIZE = 4  # connections
 KEPT_S = 60.0  # for idle connections; Serve closes them after 90
 MAX_SHOWN = 1000  # characters of a response in a message
-Reader = Callable[[bytes, Mapping[str, str]], T]  # a body or one event of a stream, and headers
+Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body or one event of a stream, and headers
 
 
 class FleetError(RuntimeError):
@@ -41,7 +41,7 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[T]):
-    """A request to the fleet, and how its response is read."""
+    """A request, and how its response is read."""
 
     method: str
     path: str
@@ -166,7 +166,7 @@ class AsyncFleetClient:
             try:
                 answer = await self._request(call)
             except httpx.TransportError as error:
-                # The call may have been executed: a step must not happen twice.
+                # It may have been executed: a step must not happen twice.
                 lost = not call.repeatable and not isinstance(error, httpx.ConnectError)
                 if lost or time.monotonic() >= deadline:
                     raise unreachable(self.http.base_url, error) from error
@@ -180,8 +180,9 @@ class AsyncFleetClient:
             await asyncio.sleep(min(max(0.0, deadline - time.monotonic()), pause_s))
 
     async def _request(self, call: Call[Any]) -> httpx.Response:
-        """Raises httpx.TransportError, also for the answer of a proxy whose router is gone: Serve's HAProxy
-        sends 500 then, others 502 or 504. Ours is JSON."""
+        """Raises httpx.TransportError, also for a proxy's answer when its router is gone: Serve's HAProxy
+        sends 500, others 502 or 504. Ours is JSON.
+        """
         answer = await self.http.request(**call.arguments())
         if answer.status_code in (500, 502, 504) and "json" not in answer.headers.get("content-type", ""):
             raise httpx.RemoteProtocolError(f"{answer.status_code}: {answer.text[:MAX_SHOWN]}")
@@ -193,7 +194,7 @@ class AsyncFleetClient:
         self._waiting.add(asyncio.current_task())
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
-        """Each server-sent event that holds an object. Raises FleetError."""
+        """Events that hold an object. Raises FleetError."""
         try:
             async with self.http.stream(**call.arguments()) as answer:
                 if not answer.is_success:
@@ -208,7 +209,7 @@ class AsyncFleetClient:
 async def _objects(answer: httpx.Response) -> AsyncIterator[bytes]:
     rest = b""
     async for piece in answer.aiter_bytes():
-        # httpx's lines also end at U+0085 and others, which JSON may contain.
+        # httpx also splits at U+0085 and others, which JSON may contain.
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: {"):

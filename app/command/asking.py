@@ -30,8 +30,9 @@ Ask = Callable[[FleetClient], T]
 
 
 def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
-    """Send a call that changes the fleet, without a deadline, and print the response: a round as a table in a
-    terminal, else JSON. `announcement`: for a call that publishes, printed with the round's progress."""
+    """Send a call that changes the fleet, without a deadline; print a round as a table in a terminal, else
+    JSON. `announcement`: for a call that publishes, printed with the round's progress.
+    """
     watched: AbstractContextManager[Any] = nullcontext()
     if announcement is not None:
         watched = announced(announcement, to=sys.stderr, ask=partial(_round_progress, url))
@@ -129,8 +130,9 @@ def _draw(frames: Iterable[RenderableType]) -> None:
 def frames(
     url: str, fleet: FleetClient, table: Ask[RenderableType], ticks: Iterable[object]
 ) -> Iterator[RenderableType]:
-    """The table at each tick, or a sentence while the fleet does not respond. Raises FleetError if the first
-    call fails."""
+    """A sentence replaces the table while the fleet does not respond. Raises FleetError if the first call
+    fails.
+    """
     for number, _ in enumerate(ticks):
         try:
             shown = table(fleet)
@@ -153,7 +155,7 @@ def connected(url: str, timeout_s: float | None) -> Iterator[FleetClient]:
 
 
 def explained(url: str, error: FleetError) -> str:
-    """The fleet's message, and a remedy if the fleet cannot know one."""
+    """The fleet's message, and a remedy that the fleet cannot know."""
     if error.status is None:
         return f"{error.message}: start one, or give its address with --url or SLIPSTREAM_URL"
     if error.status == 503 and not error.type:  # what /health answers before a replica serves

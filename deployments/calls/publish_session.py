@@ -43,8 +43,9 @@ logger = serve_logger()
 def outcome(
     round_id: int, fleet_id: str, fleet: FleetStatus, ended: Sequence[RoundReport]
 ) -> RoundReport | None:
-    """What became of a round whose close was not answered. None: it has not ended. Raises
-    RoundAborted, or Conflict: the fleet has no record of it."""
+    """Learn the outcome of a round whose close was not answered. None: it is still running. Raises
+    RoundAborted, or Conflict: the fleet has no record.
+    """
     if fleet.fleet_id == fleet_id:  # another fleet has numbers of its own
         for report in ended:
             if report.round_id == round_id and report.phase == "committed":
@@ -61,14 +62,13 @@ def outcome(
 
 
 class PublishSession:
-    """The calls of one publisher, in one event loop.
+    """One publisher's calls, in one event loop.
 
-    The first call that needs the lease acquires it. As a context manager the session releases it,
-    and aborts the round if the block raises.
+    The first call that needs the lease acquires it. Leaving the context manager releases it, and aborts the
+    round if the block raises.
 
-    Every method raises the controller's errors, `TransferAborted` with {"send_again": true} if the
-    controller dies before the round is closed, and `FleetUnavailable` if neither it nor a successor
-    answers in time.
+    Every method raises the controller's errors, `TransferAborted` with {"send_again": true} if the controller
+    dies before the round is closed, and `FleetUnavailable` if neither it nor a successor answers in time.
     """
 
     def __init__(self, controller: CallHandle, publisher: str, joined: JoinedLease | None = None) -> None:
@@ -107,7 +107,7 @@ class PublishSession:
         await self._call("send", self.round_id, payload)
 
     async def close(self, label: str | None = None) -> RoundReport:
-        """Raises AnswerLost: it may be committed now or later; `outcome` tells."""
+        """Raises AnswerLost: it may be committed, now or later; `outcome` tells."""
         assert self._lease is not None and self.round_id is not None, "open a round first"
         token, round_id = self._lease.token, self.round_id
         try:
@@ -156,7 +156,7 @@ class PublishSession:
             logger.warning("the lease of %r is not renewed: %s", self._publisher, error)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """A call that must not be repeated: losing it loses the round."""
+        """Not repeated: losing the call loses the round."""
         lease = await self.acquire()
         call = getattr(self._controller, method).remote(lease.token, *args)
         try:
@@ -182,11 +182,10 @@ class PublishSession:
 
 
 async def joined(controller: CallHandle, publisher: str, *, of_round: bool = False) -> PublishSession:
-    """The session for one call of a publisher whose calls carry no token.
+    """For one call of a publisher without a token.
 
-    The call renews the lease first if it belongs to the open round (`of_round`): a restarted
-    trainer that retries would keep its predecessor's round alive. Raises Conflict: another
-    publisher holds the lease.
+    The call renews the lease first if it belongs to the open round (`of_round`): a restarted trainer that
+    retries would keep its predecessor's round alive. Raises Conflict: another publisher holds the lease.
     """
     found: JoinedLease = await retried(controller, "join_lease", publisher, of_round)
     return PublishSession(controller, publisher, found)

@@ -3,15 +3,15 @@
     CallHandle.method.remote(...) ──► first: the address, over Serve's handle
                                   ──► POST /method, pickled arguments ──► CallServer ──► the method
 
-Serve's own calls do not suffice. At the end of `DeploymentHandle.remote`'s streaming generator, Ray 2.60
-blocks the callee's event loop until the caller has confirmed what it got
-(`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`), so one stopped caller stops the controller. And
-an actor call costs the controller a millisecond, while each of a thousand replicas polls eight times a round.
+Serve's own calls do not suffice. At the end of `DeploymentHandle.remote`'s streaming generator Ray 2.60
+blocks the callee's event loop until the caller confirms what it got
+(`TaskGeneratorBackpressureWaiter::WaitAllObjectsReported`): one stopped caller stops the controller. An actor
+call also costs the controller a millisecond, and a thousand replicas poll eight times a round.
 
-Serve passes the random key along with the address. Nothing is unpickled before the key has been checked.
+Serve passes a random key with the address. Nothing is unpickled before the key is checked.
 
-When the process dies, Serve starts a successor. `retried` sends the call again: only for methods whose
-repetition changes nothing, such as a query, or `close_round`, which the controller answers from its record.
+When the process dies, Serve starts a successor. `retried` calls it again: only for methods that may be
+repeated, such as a query, or `close_round`, which the controller answers from its record.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from deployments.protocol.errors import FleetUnavailable, PayloadTooLarge, Slips
 
 MAX_BODY_BYTES = 1 << 30  # a directive carries a publisher's payload
 CONNECT_TIMEOUT_S = 10.0
-IDLE_S = 3600.0  # the client closes idle connections first: a server that does may lose a call
+IDLE_S = 3600.0  # the client closes idle connections first: a closing server may lose a call
 BACKLOG = 4096  # a whole fleet registers with a new controller at once
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}  # the process may be alive
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # detects a host that is gone
@@ -60,7 +60,7 @@ class CallAddress:
 
 
 class CallServer:
-    """Serves the public coroutine methods of an object, from the first `address()` on, in its event loop."""
+    """Serves an object's public coroutine methods, from the first `address()` on, in its event loop."""
 
     def __init__(self, target: object, host: Callable[[], str] = ray.util.get_node_ip_address) -> None:
         self._target = target
@@ -123,8 +123,9 @@ async def _body(receive: Any) -> bytes:
 
 
 class CallHandle:
-    """Calls a deployment of one replica that has `call_address`, as `handle.method.remote(...)`.
-    `where`: the deployment, or the address of a process that has no successor."""
+    """Calls a one-replica deployment that has `call_address`, as `handle.method.remote(...)`. `where`: the
+    deployment, or the address of a process without successors.
+    """
 
     def __init__(self, where: DeploymentHandle | CallAddress) -> None:
         self._where = where
@@ -144,7 +145,8 @@ class CallHandle:
 
     async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raises FleetUnavailable (the process is gone, or unreachable and may have done it: {"unreachable":
-        true}), the method's SlipstreamError, or what Serve raises if the deployment has no replica."""
+        true}), the method's SlipstreamError, or Serve's error without a replica.
+        """
         body = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         if (address := self._address) is None:
             address = self._address = await self._find(name)
@@ -174,7 +176,7 @@ class CallHandle:
             reason = f"{type(error).__name__}: {error}"
             unreachable = getattr(error, "errno", None) in UNREACHABLE
         finally:
-            # Also after the caller's own deadline: an open connection may lead to a process that hangs.
+            # Even after the caller's own deadline: an open connection may lead to a hanging process.
             if answer is None and self._address is address:
                 self._address = None
         if answer is None:
@@ -187,7 +189,7 @@ class CallHandle:
     async def _find(self, name: str) -> CallAddress:
         if isinstance(self._where, CallAddress):
             return self._where
-        # A call to a reserved replica is an ordinary actor call, without the generator's wait.
+        # Calling a reserved replica is an ordinary actor call, without the generator's wait.
         method = self._where.options(method_name="call_address")
         try:
             async with method.choose_replica() as chosen:
@@ -226,10 +228,9 @@ async def bounded(call: Awaitable[Result], what: str, limit_s: float) -> Result:
 async def retried(
     handle: CallHandle | DeploymentHandle, method: str, *args: Any, limit_s: float = RESTART_WAIT_S
 ) -> Any:
-    """`handle.method.remote(*args)` of a method that may be repeated, `limit_s` for each attempt.
+    """`handle.method.remote(*args)`, repeatable, with `limit_s` per attempt.
 
-    A dead process's successor is asked, for `RESTART_WAIT_S` from the first loss on; then
-    FleetUnavailable.
+    A dead process's successor is asked, for `RESTART_WAIT_S` from the first loss on; then FleetUnavailable.
     """
     loop, deadline = asyncio.get_running_loop(), None
     while True:

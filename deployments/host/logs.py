@@ -1,4 +1,4 @@
-"""Serve's logger. A `SlipstreamError` is a response, not a fault: its stack trace is reduced to one line."""
+"""Serve's logger. A `SlipstreamError` is a response, not a fault: its stack trace is cut to one line."""
 
 import logging
 from collections.abc import Iterator
@@ -16,8 +16,9 @@ def serve_logger() -> logging.Logger:
 
 @contextmanager
 def kept_log_file() -> Iterator[None]:
-    """Keep Serve's log file while vLLM configures logging, which closes every handler. A restarting Serve
-    controller replaces replicas without a log file."""
+    """vLLM's logging configuration closes every handler; keep Serve's log file. A restarting Serve controller
+    replaces replicas without a log file.
+    """
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     files = [handler.target for handler in handlers]
     try:

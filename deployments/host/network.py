@@ -8,7 +8,7 @@ _DISCARD = 9  # the port of the discard protocol
 
 
 def host_port(host: str, port: int) -> str:
-    """An address as URLs have it: `[::1]:80`, with brackets if it is IPv6."""
+    """As in URLs: `[::1]:80` for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -20,8 +20,9 @@ def interface_of(address: str) -> str | None:
 
 
 def address_towards(peer: str) -> str:
-    """This host's address in the network that leads to another host; that of its own name often is wrong in
-    containers. Raises ValueError (no such host) or TransferFailed (no network leads there)."""
+    """This host's address in the network towards another host; that of its own name is often wrong in
+    containers. Raises ValueError (no such host) or TransferFailed (no network leads there).
+    """
     here = socket.gethostname()
     try:
         family, *_, address = socket.getaddrinfo(peer, _DISCARD, type=socket.SOCK_DGRAM)[0]

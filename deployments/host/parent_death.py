@@ -1,8 +1,8 @@
-"""Processes of an engine exit with their replica, and leave no names behind.
+"""An engine's processes exit with their replica, and leave no names behind.
 
-vLLM's engine core does not notice that its front end was killed: it would hold memory, GPU, segments and
-semaphores in /dev/shm, and sockets in /tmp. Names with the replica's id (`deployments.host.shared_memory`)
-show a successor what to remove.
+vLLM's engine core does not notice a killed front end: it would hold memory, GPU, segments and semaphores in
+/dev/shm, and sockets in /tmp. Names with the replica's id (`deployments.host.shared_memory`) show a successor
+what to remove.
 """
 
 import multiprocessing
@@ -38,8 +38,9 @@ def disown_engine() -> None:
 
 
 def follow_owner() -> None:
-    """Called in every process that vLLM starts: exit with the replica that owns it. Waits on the pipe that
-    multiprocessing keeps to each child."""
+    """Runs in every process that vLLM starts: exit with its replica. Waits on the pipe that multiprocessing
+    keeps to each child.
+    """
     parent = multiprocessing.parent_process()
     if OWNER not in os.environ or parent is None:
         return

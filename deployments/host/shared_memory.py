@@ -1,6 +1,6 @@
 """Named shared memory segments of one host. A mapping outlives its name.
 
-The owner of a name is the process that holds a file lock; the kernel releases it at exit. Process ids do not
+A name's owner is the process that holds a file lock, which the kernel releases at exit. Process ids do not
 suffice: containers may share /dev/shm, and ids are reused.
 
     slipstream-<owner>-owner        the locked file: process id and its namespace
@@ -8,7 +8,7 @@ suffice: containers may share /dev/shm, and ids are reused.
     sem.slipstream-<owner>-<...>    semaphores
 
 A process that gets the lock removes the names of the dead owner. Files of torch and CUDA contain only the
-process id: they are removed in the same namespace, if no process has that id.
+process id: they are removed in the same namespace if no process has that id.
 """
 
 import atexit

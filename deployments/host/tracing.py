@@ -1,8 +1,7 @@
 """OpenTelemetry spans of requests and rounds over OTLP/HTTP, if OTEL_EXPORTER_OTLP_ENDPOINT is set.
 
-Ray Serve starts a span per request of the router, in the client's trace if it sent `traceparent`; all others
-are its children. Polls and the trainer's own work have none. Without the variable nothing is imported or
-sent.
+Ray Serve starts a span per router request, in the client's trace if it sent `traceparent`; all others are its
+children. Polls and the trainer's own work have none. Without the variable nothing is imported or sent.
 """
 
 import os

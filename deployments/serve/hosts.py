@@ -1,4 +1,4 @@
-"""What the hosts of a Ray cluster lack, asked by an actor on each before a fleet is built there."""
+"""An actor on each host of a Ray cluster reports what it lacks before a fleet is built there."""
 
 import errno
 import os
@@ -59,7 +59,7 @@ def look(paths: Sequence[str], model: str, http: Address | None) -> HostFacts:
 
 
 def _source() -> str:
-    """A digest of our own modules: a checkout has one version for many commits."""
+    """Of our own modules: a checkout has one version for many commits."""
     digest = blake2b(digest_size=4)
     for package in ("app", "deployments", "slipstream", "trainers"):
         for file in sorted((Path(__file__).parents[2] / package).rglob("*.py")):
@@ -86,7 +86,7 @@ def _family(address: Address) -> socket.AddressFamily:
 
 
 class Probe:
-    """Listens at a port that the system chooses, as replicas and trainer will."""
+    """At a port that the system chooses, as for replicas and trainer."""
 
     def __init__(self, host: str) -> None:
         self._listener = socket.create_server((host, 0), family=_family((host, 0)), backlog=1024)
@@ -111,7 +111,7 @@ def _refusal(address: Address) -> str | None:
 def check_hosts(
     directories: Mapping[str, Path], model: str, http: Address | None, serving: Collection[str]
 ) -> list[str]:
-    """One sentence for each thing that a host of several lacks; blocks.
+    """One sentence per problem of each host; blocks.
 
     Args:
         directories: which all hosts must see, by the setting that names each.
@@ -142,8 +142,9 @@ def check_hosts(
 
 
 def lacks(found: HostFacts | str, here: HostFacts, markers: Mapping[str, str]) -> Iterator[str]:
-    """Sentences about one host. `found`: a text says why it did not answer. `markers`: a file in each shared
-    directory, and the setting that names the directory."""
+    """About one host. `found`: a text says why it did not answer. `markers`: a file in each shared directory,
+    and its setting.
+    """
     if isinstance(found, str):
         yield found
         return
@@ -188,7 +189,7 @@ def lacks(found: HostFacts | str, here: HostFacts, markers: Mapping[str, str]) -
 def _ask(
     nodes: Mapping[str, Mapping[str, Any]], arguments: Callable[[str], tuple[Any, ...]]
 ) -> dict[str, HostFacts | str]:
-    """By id of a Ray node its facts, or why it did not answer. `arguments`: of `look`, by address."""
+    """Facts by Ray node id, or why it did not answer. `arguments`: of `look`, by address."""
     made = ray.remote(num_cpus=0)(Probe)
     addresses = {node: each["NodeManagerAddress"] for node, each in nodes.items()}
     probes = {
@@ -222,7 +223,7 @@ def _answer(answer: Any, has_answered: bool) -> Any:
         )
     try:
         return ray.get(answer)
-    except Exception as error:  # whatever the host's Python raised: a package is missing or another one
+    except Exception as error:  # anything that the host's Python raised: a package is missing or differs
         return (
             f"expected the same Python packages as on the other hosts: {str(error).strip().splitlines()[-1]}"
         )

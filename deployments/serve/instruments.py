@@ -1,4 +1,4 @@
-"""Metrics of our processes. Ray's agent on each node collects them; `/metrics` drops Ray's prefix.
+"""Our processes' metrics. Ray's agent on each node collects them; `/metrics` drops Ray's prefix.
 
 A process starts at zero; the label `process` separates processes.
 """

@@ -1,15 +1,15 @@
-"""Slots: GPUs of a replica, shared with trainer ranks (`placement: colocated`).
+"""Slots: a replica's GPUs, shared with trainer ranks (`placement: colocated`).
 
     Slots (a Serve deployment)   owns a placement group with one bundle per GPU
     trainer rank r               an actor in bundle r, with the trainer's share of that GPU
     replica                      takes a free slot i: the bundles [i * R, (i + 1) * R) of R GPUs
 
-Serve cannot place a replica in an existing placement group, and a group of the replica's would take the
-trainer's actors along when it exits. So a replica reserves nothing and starts a `GpuHolder` in each bundle of
-its slot: an actor with the engine's share, which reports the GPU's id. The first holder's name locks the
-slot. When the replica's process exits, Ray frees the slot.
+Serve cannot place a replica in an existing placement group, and a replica's own group would end the trainer's
+actors with it. So a replica reserves nothing and starts a `GpuHolder` in each bundle of its slot: an actor
+with the engine's share, which reports the GPU's id. The first holder's name locks the slot. Ray frees the
+slot when the replica's process exits.
 
-Trainer ranks reach their replica by CUDA IPC, so everything is on one host.
+CUDA IPC between trainer ranks and replicas needs one host.
 """
 
 import asyncio
@@ -62,8 +62,9 @@ class GpuHolder:
 
 
 class Slots:
-    """A restarted process finds the placement group by its name; it is removed with the application.
-    Raises RuntimeError if no host has enough GPUs."""
+    """A restarted process finds the placement group by name; it is removed with the application. Raises
+    RuntimeError if no host has enough GPUs.
+    """
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         self._plan = plan
@@ -82,7 +83,6 @@ class Slots:
         self._group: PlacementGroup | None = group
 
     async def plan(self) -> SlotPlan:
-        """Returns once the GPUs are reserved."""
         return self._plan
 
     async def __del__(self) -> None:
@@ -159,7 +159,7 @@ async def _located(index: int, holders: list[Any], timeout_s: float) -> Slot:
 
 
 async def _existing_group(plan: SlotPlan) -> PlacementGroup | None:
-    """A group of another size is being replaced; it is removed after the timeout."""
+    """A group of another size is being replaced: removed after the timeout."""
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     while True:
         try:

@@ -3,8 +3,8 @@
     replica              record_autoscaling_stats ─► ScalingStats, with the operator's number
     Serve's controller   FleetScaling(context)    ─► the number of replicas
 
-Requests bypass Serve's counters, so the load comes from vLLM's scheduler. The operator's number is in our
-controller's journal and travels with the reports.
+Requests bypass Serve's counters, so the load comes from vLLM's scheduler. The operator's number, from our
+controller's journal, travels with the reports.
 
 Serve pickles this module by value into its controller: import the standard library only.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 TARGET_LOAD = 0.8  # share of `max_num_seqs`, or of the KV cache if that is fuller
 UPSCALE_DELAY_S = 10.0  # about what a replica takes to start
-SETTLED = 0.75  # a replica is removed only if the others then have at most this share of the target
+SETTLED = 0.75  # a replica goes only if the others then have at most this share of the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,9 @@ class ScalingStats:
 
 
 class FleetScaling:
-    """An operator's number applies at once. Otherwise: scale up after the load was above `TARGET_LOAD` for
-    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`."""
+    """An operator's number applies at once. Else: scale up after the load exceeded `TARGET_LOAD` for
+    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`.
+    """
 
     def __init__(self, *, least: int, most: int, down_s: float) -> None:
         self._least = least
