@@ -52,11 +52,15 @@ class LearnedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
+    """What a loss returns for the M learned tokens of a micro-batch."""
+
     values: torch.Tensor  # float32 [M], with gradient
     clipped: torch.Tensor | None = None  # bool [M], for metrics: the clip holds the token back
 
 
 class Loss(Protocol):
+    """A loss, built in or your own: a function."""
+
     def __call__(self, tokens: LearnedTokens, config: LossConfig, /) -> TokenLosses:
         """Losses of tokens, without the weights of `config.aggregation`."""
 

@@ -56,6 +56,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
+    """The sampled completions of one prompt."""
+
     answers: Sequence[Answer]
     prompt_token_ids: Sequence[int] = ()  # empty if not requested
 
@@ -89,12 +91,13 @@ def complete(
 
 
 def chat(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Call[Completion]:
+    """`body` is vLLM's."""
     sent = {} if headers is None else headers
     return Call(method="POST", path="/v1/chat/completions", body=body, headers=sent, read=read_completion)
 
 
 def join(pieces: Iterable[Completion]) -> Answer:
-    """Raises ValueError if there are none."""
+    """The pieces of a stream. Raises ValueError if there are none."""
     answers = [answer for piece in pieces for answer in piece.answers]
     if not answers:
         raise ValueError("expected at least one piece of an answer, got none")

@@ -1,6 +1,6 @@
 """A private Ray cluster on this machine: started, deployed to, and stopped completely.
 
-Every process inherits a mark in its environment, by which `stop` finds it. Ray 2.60 alone does not suffice:
+`stop` finds every process by an inherited mark in its environment. Ray 2.60 alone is not enough:
 
 - `ray stop` also stops clusters of other users.
 - Fate sharing is incomplete: 25 s after SIGKILL of `ray start --block` two agents still ran.
@@ -33,11 +33,11 @@ APPLICATIONS = "/api/serve/applications/"
 # Ray replaces 127.0.0.1 by an address that other hosts can reach.
 _NODE_ADDRESS = "127.0.0.2"
 _START_TIMEOUT_S = 360.0
-# Per start. Ray's dashboard needs two workers, and both were seen to hang before their first line of Python.
+# Per start. Ray's dashboard needs two workers; both were seen to hang before their first line of Python.
 _HANGS_S = 120.0
 _STOP_TIMEOUT_S = 15.0
 _CONNECT_S = 5.0
-# In Ray's log when its own 30 s are too short for a busy machine.
+# In Ray's log, when its own 30 s are too short for a busy machine.
 _START_SLOW = ("timed out during startup", "Timed out waiting for node info", "Failed to connect to GCS")
 
 
@@ -52,8 +52,9 @@ def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Clie
 
 
 class Cluster:
-    """A Ray cluster that somebody has started. `address`: of its dashboard; `environment` has RAY_AUTH_TOKEN,
-    if it expects one."""
+    """A Ray cluster started by others. `address`: its dashboard's; `environment` has RAY_AUTH_TOKEN if
+    needed.
+    """
 
     def __init__(self, address: str, environment: Mapping[str, str]) -> None:
         self.address = address
@@ -197,7 +198,7 @@ class LocalCluster(Cluster):
         return answer.is_success
 
     def _command(self) -> list[str]:
-        # With SO_REUSEPORT two clusters could share a default port unnoticed.
+        # With SO_REUSEPORT two clusters could silently share a default port.
         ports = iter(self._ports.ray)
         return [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -224,12 +225,12 @@ _TRIES = 1000
 
 
 class PortBlock:
-    """Adjacent ports for one fleet; the first stays bound until `close`, so no other fleet takes the block.
+    """Adjacent ports for one fleet; the first stays bound until `close`: no other fleet takes the block.
     Raises OSError: none is free.
 
     Serve's defaults are the same for every cluster of a machine, and its proxies share a port (SO_REUSEPORT):
-    a fleet whose router stalled was seen to answer with another fleet's weights. Serve and HAProxy bind late;
-    by then a Ray worker could hold a port of the system's range.
+    a fleet with a stalled router was seen to answer with another's weights. Serve and HAProxy bind late; a
+    Ray worker could then hold a port of the system's range.
     """
 
     def __init__(self) -> None:

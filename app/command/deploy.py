@@ -1,8 +1,8 @@
 """A Serve config file: read, checked, shown, and deployed to a running fleet.
 
-Serve restarts an application when its `args` change. Live settings therefore move from `args` to the
-`user_config` of their deployment, which Serve passes to running processes (`reconfigure`). All other settings
-restart the fleet, one replica after another.
+Serve restarts an application when its `args` change. So live settings move from `args` to their deployment's
+`user_config`, which Serve passes to running processes (`reconfigure`). Other settings restart the fleet, one
+replica at a time.
 """
 
 import os
@@ -62,7 +62,7 @@ def read_serve_file(path: Path) -> ServeFile:
     host, port = _address(document.get("http_options") or {})
     config = parse_config(application.get("args") or {})
     config.security.tokens(host=host)
-    # Serve builds the application in another working directory.
+    # Serve builds the application in another directory.
     application["args"] = {**application["args"], "state_dir": str(config.state_dir)}
     document["applications"] = [divide(application, config)]
     return ServeFile(

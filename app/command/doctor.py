@@ -1,5 +1,6 @@
-"""Checks of a machine for one configuration: limits, memory, ports, programs, variables. `slipstream serve`
-refuses what cannot work and adapts to the rest; `slipstream doctor` prints the same and starts nothing."""
+"""Checks a machine for one configuration: limits, memory, ports, programs, variables. `slipstream serve`
+refuses what cannot work and adapts to the rest; `slipstream doctor` only prints it.
+"""
 
 import getpass
 import os
@@ -59,7 +60,7 @@ class Host:
 
 
 def prepare(file: ServeFile) -> tuple[dict[str, str], list[str]]:
-    """Check this machine, and prepare this process; children inherit home and limits.
+    """Check this machine and prepare this process, whose children inherit home and limits.
 
     Returns:
         The environment for the fleet, and one line per adaptation.
@@ -212,7 +213,7 @@ def use_a_home() -> str | None:
 def _can_write(directory: Path) -> bool:
     try:
         there = next(each for each in (directory, *directory.parents) if each.exists())
-    except OSError:  # a name that is too long, or below a directory that this user may not search
+    except OSError:  # too long a name, or below a directory that this user may not search
         return False
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 

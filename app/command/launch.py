@@ -6,7 +6,7 @@
                                                     ▼
                              Serve shuts down ─► Ray stops ─► no process and no name in /dev/shm is left
 
-Serve has 45 s to shut down; then pending writes to the store are awaited. A second Ctrl-C skips both.
+Serve has 45 s to shut down; then `serve` waits for writes to the store. A second Ctrl-C skips both.
 """
 
 import os
@@ -48,7 +48,7 @@ class ApplicationStatus:
 
 
 def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
-    """Of Serve's REST status (GET /api/serve/applications/)."""
+    """From Serve's REST status (GET /api/serve/applications/)."""
     found = details.get("applications", {}).get(application)
     if found is None:
         return ApplicationStatus(status="NOT_STARTED", message="")
@@ -86,7 +86,7 @@ class Stop(Exception):
 
 
 def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Of every process of the fleet; the user's variables win."""
+    """For every process of the fleet; the user's variables win."""
     defaults = {
         "RAY_AUTH_MODE": "disabled",  # else a token in the home directory enables it
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -105,8 +105,9 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 
 
 def serve(config: Path, dashboard_port: int, address: str | None = None) -> None:
-    """Until a signal. `address`: the dashboard of a Ray cluster that goes on running; None: a cluster of this
-    machine."""
+    """Until a signal. `address`: the dashboard of a Ray cluster that stays up; None: a cluster of this
+    machine.
+    """
     for number in stop_signals():
         signal.signal(number, _raise_stop)
     with reported(ClusterError, NotEnough, ValueError), suppress(Stop):
@@ -166,7 +167,7 @@ def _serve(cluster: Cluster, file: ServeFile, url: str, began: float) -> None:
 
 
 def why_not_started(message: str) -> str:
-    """Without the stack for an error that the user can fix."""
+    """Omits the stack of an error that the user can fix."""
     end = without_frames(message)
     for error in (ConfigError, JournalError):
         _, name, sentence = end.partition(f"{error.__module__}.{error.__qualname__}: ")

@@ -1,7 +1,7 @@
-"""Access control: operator and user tokens, and the refusal of an exposed fleet without tokens.
+"""Access control: operator and user tokens; an exposed fleet without tokens is refused.
 
-A token comes as `Authorization: Bearer`, as `x-api-key` (Anthropic's clients) or as the password of Basic
-authentication (browsers, `http://x:TOKEN@host`).
+Tokens come as `Authorization: Bearer`, as `x-api-key` (Anthropic's clients) or as Basic authentication's
+password (browsers, `http://x:TOKEN@host`).
 """
 
 import asyncio
@@ -63,8 +63,9 @@ class Guard:
         )
 
     def check(self, request: Request, access: Access) -> None:
-        """Raises Unauthorized (the token is missing or unknown) or Forbidden (a user's token on an operator's
-        route, or a request from another web page)."""
+        """Raises Unauthorized (no token, or unknown) or Forbidden (a user's token on an operator's route, or
+        a request from another web page).
+        """
         if access is Access.OPERATOR and request.method not in READING:
             self._refuse_other_pages(request)
         if not self.asks(access):
@@ -84,15 +85,16 @@ class Guard:
         )
 
     def owner(self, request: Request) -> str:
-        """Whose rollouts a request begins: a digest of a user's token; "": the operator's, or anyone's where
-        users need none."""
+        """Owner of a request's rollouts: a digest of a user's token; "": the operator, or anyone where users
+        need none.
+        """
         if not self._user:
             return ""
         given = _digest(_given(request))
         return given.hex()[:32] if self._user.has(given) and not self._operator.has(given) else ""
 
     def _refuse_other_pages(self, request: Request) -> None:
-        """CSRF: a browser attaches the fleet's stored credentials to any page's request."""
+        """CSRF: browsers attach stored credentials to any page's request."""
         origin, host = request.headers.get("origin"), request.headers.get("host", "")
         scheme = request.headers.get("authorization", "").partition(" ")[0].lower()
         if origin is None or (scheme == "bearer" and self._operator):  # never added by a browser itself
@@ -176,8 +178,9 @@ class Exposed(Conflict):
 
 
 def listening_address() -> tuple[str, int] | None:
-    """Of Serve's proxies, asked from Serve: a deployment cannot change them. None if Serve does not listen.
-    Blocks."""
+    """Serve's proxies', from Serve: a deployment cannot change them. None if Serve does not
+    listen. Blocks.
+    """
     try:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:  # Serve is not running
@@ -190,8 +193,9 @@ def listening_address() -> tuple[str, int] | None:
 
 
 async def require_guarded(*, has_token: bool) -> None:
-    """Raise `Exposed` if other hosts can reach Serve and there is no operator token. Serve may have started
-    after the application was built."""
+    """Raise `Exposed` if other hosts can reach Serve and there is no operator token. Serve may start after
+    the application was built.
+    """
     address = None if has_token else await asyncio.to_thread(listening_address)
     if address is not None and not is_loopback(address[0]):
         raise Exposed(

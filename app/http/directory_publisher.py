@@ -1,11 +1,11 @@
-"""Publishes a checkpoint directory as an ordinary round, with this process as the publisher.
+"""Publishes a checkpoint directory as an ordinary round.
 
     router    lease ─► headers ─► open ─► digests of part 1 ─► send ─► ... ─► close
     replica                                                    reads part 1 from disk, compares, stages
 
-The router digests the next part while replicas read the current one. A stored version must match the digests
-in its manifest; file digests alone would accept bit rot. What is at a URL is downloaded into the store first,
-without a lease.
+The router digests the next part while replicas read the current one. A stored version must match its
+manifest's digests; file digests alone would accept bit rot. A URL is first downloaded into the store, without
+a lease.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class DirectoryPublisher:
     async def _raise_if_changed(self, checkpoint: Checkpoint, error: errors.SlipstreamError) -> None:
         try:
             changed = await self._disk.run(checkpoint.changed, str(checkpoint.directory))
-        except errors.SlipstreamError:  # reported by the first error
+        except errors.SlipstreamError:
             return
         if changed is not None:
             raise errors.RoundAborted(
@@ -143,8 +143,9 @@ class DirectoryPublisher:
 
 
 class Incoming:
-    """A directory in the store with the checkpoint of a URL, until `remove`. Blocks while it is downloaded.
-    Raises ValueError or OSError."""
+    """A URL's checkpoint in a directory of the store, until `remove`. Blocks during the download. Raises
+    ValueError or OSError.
+    """
 
     def __init__(self, url: str, urls: Sequence[str], store: Path) -> None:
         source = allowed(url, urls)
@@ -154,13 +155,13 @@ class Incoming:
         self.directory = parent / secrets.token_hex(8)
         self.directory.mkdir()
         lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # Also of a download that ends after its caller gave up.
+        # Also for a download that ends after its caller gave up.
         self.remove = weakref.finalize(self, _remove, self.directory, lock)
         try:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             download(source, self.directory, Store(store))
-        except BaseException:  # what is not whole goes, and its lock
+        except BaseException:  # removes an incomplete directory and its lock
             self.remove()
             raise
 
@@ -171,7 +172,7 @@ def _remove(directory: Path, lock: int) -> None:
 
 
 def remove_left(parent: Path) -> None:
-    """What routers that were killed have left."""
+    """Left by killed routers."""
     for lock in parent.glob(f"*/{LOCK}"):
         with suppress(OSError):  # it is in use
             descriptor = os.open(lock, os.O_RDWR)
@@ -184,7 +185,8 @@ def remove_left(parent: Path) -> None:
 
 class DiskThread:
     """Reads in a daemon thread: a hung disk delays neither callers nor process exit. `source`: named in
-    errors."""
+    errors.
+    """
 
     def __init__(self, limit_s: float, source: str = "the disk") -> None:
         self._limit_s = limit_s
@@ -203,7 +205,7 @@ class DiskThread:
             result.set_running_or_notify_cancel()  # a caller that leaves can no longer cancel it
             try:
                 value = work()
-            except BaseException as error:  # re-raised in the caller
+            except BaseException as error:
                 self._running = False
                 result.set_exception(error)
             else:

@@ -160,8 +160,9 @@ async def adapters(controller: Controller) -> AdapterList:
 
 
 async def _load(controller: CallHandle, body: LoadAdapterBody, *, in_place: bool) -> str:
-    """Load an adapter; returns its full name. If the controller dies, its successor is asked for the same
-    load, and knows whether it was decided."""
+    """Load an adapter; returns its full name. If the controller dies, its successor gets the same load, and
+    knows whether it was decided.
+    """
     load = LoadRequest(
         name=body.lora_name,
         path=body.lora_path,

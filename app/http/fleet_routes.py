@@ -1,4 +1,4 @@
-"""`/health`, `/fleet...`, `/metrics`: state and size of the fleet, versions from a directory."""
+"""State and size of the fleet, versions from a directory."""
 
 import asyncio
 import json
@@ -141,7 +141,7 @@ async def metrics(controller: Controller, scrape: Scraper) -> Response:
     """Metrics of the fleet, and vLLM's of each replica, in Prometheus' text format."""
     fleet: responses.FleetStatus = await controller.fleet.remote()
     rounds: list[RoundReport] = await controller.rounds.remote()
-    # Thousands of lines per replica would block the event loop, which streams responses.
+    # Thousands of lines per replica would block the streaming event loop.
     text = await asyncio.to_thread(exposition, fleet, rounds, await scrape(()))
     return PlainTextResponse(text, media_type=CONTENT_TYPE_LATEST)
 

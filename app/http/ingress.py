@@ -149,9 +149,9 @@ def build_app(
 
 
 class _PassedOn:
-    """Forwards vLLM's routes to a replica; 404 or 405 for all others, after the token is checked: without one
-    a caller cannot tell which routes exist. A request for a route of ours arrives here if its method is
-    HEAD or not allowed."""
+    """Forwards vLLM's routes to a replica; 404 or 405 for all others once the token is checked: without one a
+    caller cannot tell which routes exist. Gets requests for our routes with HEAD or a wrong method.
+    """
 
     def __init__(self, router: ASGIApp, guard: Guard) -> None:
         self._router = router
@@ -188,7 +188,7 @@ class _PassedOn:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    """Clients retry a POST on 5xx, so a call that may have changed the fleet gets 409 instead."""
+    """Clients retry a POST on 5xx: a call that may have changed the fleet gets 409."""
     assert isinstance(error, errors.SlipstreamError)
     if error.detail.get("unreachable") and _changes_fleet(request):
         error = errors.AnswerLost(f"{error.message}; it may have been done", error.detail)
@@ -197,7 +197,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if status == 503:
         headers["retry-after"] = str(round(error.detail.get("retry_after_s", 1)))
     if isinstance(error, Unauthorized) and "x-requested-with" not in request.headers:
-        # For browsers. The page sends this header and asks for the token itself.
+        # For browsers. The page sends this header and requests the token itself.
         headers["www-authenticate"] = 'Basic realm="Slipstream", charset="UTF-8"'
     if error.status == 405:
         headers["allow"] = ", ".join(error.detail["allow"])
@@ -218,7 +218,7 @@ async def answer_foreign_error(request: Request, error: Exception) -> Response:
     raised = cause if isinstance(cause, BaseException) else error
     if isinstance(raised, errors.SlipstreamError):
         return await answer_error(request, raised)
-    if is_lost(raised):  # raised while looking up the address; nothing was sent
+    if is_lost(raised):  # raised by the address look-up; nothing was sent
         text = f"{request.url.path}: the controller or trainer is gone and being restarted; try again"
         return await answer_error(request, errors.FleetUnavailable(text, {"reason": type(raised).__name__}))
     text = one_line(raised)

@@ -1,8 +1,8 @@
 """CUDA IPC handles over HTTP, refused unless `weights.allow_pickled_ipc_over_http` is set.
 
 vLLM's HTTP client pickles them (`ipc_handles_pickled`), and unpickling runs the sender's code. The restricted
-unpickler accepts only the opcodes and names of such a handle, substitutes inert stand-ins, and bounds time
-and memory by the size of the input.
+unpickler accepts only such a handle's opcodes and names, substitutes inert stand-ins, and bounds time and
+memory by the input's size.
 """
 
 import base64
@@ -44,7 +44,7 @@ STAND_INS: Mapping[tuple[str, str], object] = {
     ("torch", "Size"): _size,
     **{("torch", dtype): _Named(f"torch.{dtype}") for dtype in DTYPES},
 }
-# Opcodes for containers, text, bytes, numbers, a name and its call. Others build objects, read extensions and
+# For containers, text, bytes, numbers, a name and its call. Others build objects, read extensions and
 # persistent ids, or allocate as much as a length claims.
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
@@ -84,8 +84,9 @@ def _shown(name: object) -> str:
 
 
 def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
-    """Replace pickled handles in a payload (an object, or a list with one per worker) by JSON types. Raises
-    InvalidRequest."""
+    """Replace pickled handles in a payload (an object, or a list per worker) by JSON types. Raises
+    InvalidRequest.
+    """
     if isinstance(payload, list):
         return [refuse_or_restrict(each, allowed=allowed) for each in payload]
     if not isinstance(payload, dict):

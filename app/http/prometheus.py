@@ -1,7 +1,7 @@
 """`/metrics` in Prometheus' text format, the same from every router.
 
-Sources: the controller; vLLM's metrics of each replica, with the label `replica`; and Ray's agent on each
-node for our processes (`deployments.serve.instruments`).
+Sources: the controller; vLLM's metrics of each replica, labelled `replica`; Ray's agent on each node for our
+processes (`deployments.serve.instruments`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ _RAYS_LABELS = {"Component", "NodeAddress", "SessionName", "Version", "JobId"}  
 
 
 def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scraped) -> str:
-    """Merge all sources. A source that did not respond has `slipstream_..._metrics_up` 0."""
+    """Merge all sources. `slipstream_..._metrics_up` is 0 for a source that did not respond."""
     families = _Families()
     _fleet(families, fleet)
     _last_round(families, rounds)
@@ -46,7 +46,7 @@ LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE, DRAFTED, ACCEPTED)
 
 
 def load_of(text: str) -> ReplicaLoad | None:
-    """Summed over its engines; None: the text cannot be parsed."""
+    """Sums its engines; None: unparsable."""
     found: dict[str, list[float]] = {name: [] for name in LOAD}
     versions: dict[str, dict[int, float]] = {DRAFTED: {}, ACCEPTED: {}}
     try:
@@ -91,7 +91,7 @@ class _Families(Collector):
         family.add_metric([*labels.values()], value)
 
     def merge(self, text: str | None, read: Read = text_string_to_metric_families, **labels: str) -> bool:
-        """Returns False if they conflict or cannot be parsed."""
+        """False: they conflict or cannot be parsed."""
         if text is None:
             return False
         try:
@@ -109,7 +109,7 @@ class _Families(Collector):
 
 
 def _of_node(text: str) -> Iterator[Metric]:
-    """Our families of an agent's metrics, a megabyte, without Ray's prefix."""
+    """Our families among an agent's megabyte of metrics, without Ray's prefix."""
     starts = tuple(f"{start}{OWN}" for start in ("", "# HELP ", "# TYPE "))
     wanted = "".join(line for line in text.splitlines(keepends=True) if line.startswith(starts))
     for family in text_string_to_metric_families(wanted):

@@ -1,4 +1,4 @@
-"""Routes of captured rollouts: agents and their environments reward or discard them, trainers take them."""
+"""Agents and their environments reward or discard captured rollouts; trainers take them."""
 
 from typing import Annotated, Any
 

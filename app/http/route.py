@@ -119,7 +119,7 @@ Directories = Annotated[DirectoryPublisher, of_app("directories")]
 
 
 class _Read(Request):
-    """A request whose body has arrived: JSON of any media type, empty means {}. Raises InvalidRequest."""
+    """A complete body: JSON of any media type; empty means {}. Raises InvalidRequest."""
 
     def __init__(self, request: Request, content: bytes, binary: str | None) -> None:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -143,7 +143,7 @@ class _Read(Request):
 def explain(error: RequestValidationError, route: GuardedRoute) -> str:
     by_field: dict[str, list[Any]] = {}
     for detail in error.errors():
-        # The rest of a location is an index, or pydantic's name for a union member.
+        # Any other part of a location is an index, or pydantic's name for a union member.
         by_field.setdefault(str(detail["loc"][1]) if detail["loc"][1:] else "", []).append(detail)
     return "; ".join(_explain_field(name, details, route) for name, details in by_field.items())
 

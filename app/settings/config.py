@@ -1,5 +1,6 @@
 """Settings under `args` in serve_config.yaml, and rules between sections. Larger sections have their own
-modules."""
+modules.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -179,7 +180,7 @@ LOGPROBS_MODE = "processed_logprobs"  # of the distribution that is sampled from
 # vLLM's defaults.
 VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
 
-# Variables with settings of their own, or decided by placement.
+# Set by other settings, or by placement.
 RESERVED_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "placement",
     "VLLM_API_KEY": "security.user_token_file",
@@ -314,7 +315,7 @@ def _gpu_share_rules(config: AppConfig) -> Iterator[str]:
 
 
 def _whole_gpu_rules(config: AppConfig, shares: Mapping[str, float]) -> Iterator[str]:
-    """Ranks of a group need different GPUs, which Ray ensures only for whole GPUs and slots."""
+    """Ranks of a group need different GPUs: Ray ensures it only for whole GPUs and slots."""
     ranks = {"engine.gpus_per_rank": config.engine.world_size}
     if config.trainer is not None:
         ranks["trainer.gpus_per_rank"] = config.trainer.world_size

@@ -126,7 +126,7 @@ def unknown_names(extra: Mapping[str, Any], known: Collection[str]) -> Iterator[
 
 
 def broken_tools(extra: Mapping[str, Any], parsers: Collection[str]) -> Iterator[str]:
-    """Combinations with which a replica would not start or would ignore the parser."""
+    """A replica would not start, or would ignore the parser."""
     parser, auto = extra.get("tool_call_parser"), extra.get("enable_auto_tool_choice", False)
     if not isinstance(auto, bool):
         yield f"'engine.extra.enable_auto_tool_choice': expected true or false, got {auto!r}"

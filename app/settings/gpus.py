@@ -7,8 +7,9 @@ from deployments.weights.transports.registry import SameGpu
 
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
-    """Raises ConfigError if GPUs do not suffice, or if Ray may place a replica out of the transport's reach.
-    `hosts`: GPUs per host."""
+    """Raises ConfigError if GPUs are too few, or Ray may place a replica out of the transport's reach.
+    `hosts`: GPUs per host.
+    """
     if config.device is not Device.CUDA:
         return
     needed, on_one_host = total_gpus(config), gpus_on_one_host(config)
@@ -32,7 +33,7 @@ def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray clust
 
 
 def _needs_one_host(config: AppConfig) -> bool:
-    """Only a cluster of one host ensures that trainer and replicas share one."""
+    """Only a one-host cluster ensures that trainer and replicas share a host."""
     together = config.weights.transport_record.same_gpu is SameGpu.POSSIBLE
     return together and config.trainer is not None and config.placement is Placement.SEPARATE
 
@@ -46,7 +47,7 @@ def total_gpus(config: AppConfig) -> int:
 
 
 def replica_gpus(config: AppConfig) -> float:
-    """Reserved for a replica; 0 if colocated, where it takes a slot."""
+    """0 if colocated: the replica takes a slot."""
     if config.device is Device.CPU or config.placement is Placement.COLOCATED:
         return 0.0
     return config.engine.gpus_per_rank * config.engine.world_size

@@ -33,8 +33,9 @@ def cache_directory() -> Path:
 
 
 def prepare(cache: Path, convert: Convert | None = None, package: str = PACKAGE) -> Path:
-    """`convert` fills the directory once, also with concurrent callers. Raises ValueError: the package is
-    missing, or the cache is read-only."""
+    """`convert` fills the directory once, even with concurrent callers. Raises ValueError: the package is
+    missing, or the cache is read-only.
+    """
     target = cache / "models" / f"{BUILT_IN}-r{_REVISION}"
     if target.is_dir():
         return target
@@ -94,7 +95,7 @@ def _convert(source: Path, target: Path, say: Say) -> None:
 
     logging.disable_progress_bar()
     say("its tokenizer")
-    # AutoTokenizer and from_pretrained read the file element by element, which takes a minute.
+    # AutoTokenizer and from_pretrained read the file element by element: a minute.
     file = str(source / _GGUF_FILE)
     metadata, _ = read_gguf_metadata(file)
     tokenizer = PreTrainedTokenizerFast(name_or_path=str(source), gguf_file=_GGUF_FILE)
@@ -151,7 +152,7 @@ def resolve_model(name: str) -> str:
     if name == BUILT_IN:
         return str(prepare(cache_directory()))
     path = Path(os.path.expanduser(name))
-    if os.path.isdir(path):  # False for a name that is too long, and a directory that nobody may read
+    if os.path.isdir(path):  # False for a name that is too long, and for an unreadable directory
         if not (path / "config.json").is_file():
             raise ValueError(f"'model': expected a directory with a config.json, got {path}, which has none")
         return str(path.absolute())

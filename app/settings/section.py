@@ -44,7 +44,7 @@ def expected(setting: str, wanted: str, got: object, reason: str = "") -> str:
 
 
 def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
-    # A wrong key of a mapping is followed by a marker.
+    # A marker follows a mapping's wrong key.
     loc = detail["loc"][:-2] if detail["loc"][-1:] == ("[key]",) else detail["loc"]
     path = ".".join(str(part) for part in loc)
     match detail["type"]:
@@ -64,7 +64,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def _with_section(path: str, message: str) -> str:
-    """Add the section's path to the setting that its own rule names."""
+    """Add the section's path to the setting that its rule names."""
     if not path:
         return message
     return "\n".join(line.replace("'", f"'{path}.", 1) for line in message.splitlines())

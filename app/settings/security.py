@@ -1,7 +1,7 @@
 """The section `security`: tokens of operator and users.
 
-Serve logs and displays a configuration, so it names files and holds no token. A file has one token per line,
-all valid, so that tokens can be rotated while the fleet runs. No error shows a token.
+Serve logs and shows a configuration: it names files and holds no token. A file has one token per line, all
+valid, so that tokens rotate while the fleet runs. No error shows a token.
 """
 
 import ipaddress
@@ -50,7 +50,7 @@ class TokenSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Without operator tokens, or user tokens, the routes of that level are open."""
+    """Without operator or user tokens, that level's routes are open."""
 
     operator: TokenSource = TokenSource()
     user: TokenSource = TokenSource()
@@ -79,7 +79,8 @@ class SecurityConfig(Section):
 
     def tokens(self, environment: Mapping[str, str] = os.environ, *, host: str | None = None) -> Tokens:
         """`host` is where Serve listens. Raises ConfigError: a wrong token or file, or no operator token
-        although other hosts can connect."""
+        although other hosts can connect.
+        """
         operator = _source("token_file", self.token_file, OPERATOR_VARIABLE, environment)
         user = _source("user_token_file", self.user_token_file, USER_VARIABLE, environment)
         if set(operator.tokens) & set(user.tokens):

@@ -28,7 +28,7 @@ class StagingMode(StrEnum):
     """Where received tensors are held until the commit."""
 
     HOST = "host"  # loaded inside the pause
-    # A shadow of the parameters, filled while generating; the pause is one copy, or a swap on a CPU.
+    # A shadow of the parameters, filled during generation; the pause is one copy, or a swap on a CPU.
     DEVICE = "device"
     NONE = "none"  # vLLM's own engines load inside the pause: least memory, longest pause
 
@@ -77,5 +77,5 @@ class WeightsConfig(RoundConfig):
 
     def ledger(self, **store: bool) -> LedgerConfig:
         settings = self.model_dump(include=set(RoundConfig.model_fields))
-        # A lease must not expire before the membership of a replica does.
+        # A lease must not expire before a replica's membership does.
         return LedgerConfig(**settings, lease_s=2 * self.heartbeat_timeout_s, **store)

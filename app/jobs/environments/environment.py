@@ -65,6 +65,8 @@ class Reply:
 
 
 class Conversation(Protocol):
+    """One attempt at a problem."""
+
     @property
     def messages(self) -> Sequence[Message]:
         """The first messages."""

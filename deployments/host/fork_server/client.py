@@ -1,14 +1,14 @@
-"""Runs a Python command in a fork of a process that has its imports done.
+"""Runs a Python command in a fork whose imports are done.
 
     python -IS client.py DIRECTORY [OPTIONS] SCRIPT | -c CODE | -m MODULE [ARGUMENTS]
 
-DIRECTORY is the server's. `auto` means the server that `SLIPSTREAM_FORK_SERVER` names, as in forks, or else
-one of the parent process: one for each environment, started by the first client, stopped with the parent.
-The client stays as the command's stand-in: it forwards signals and exits with its status, and the kernel
-kills the fork when the client exits.
+DIRECTORY is the server's. `auto`: the server that `SLIPSTREAM_FORK_SERVER` names, as in forks, else one of
+the parent process: one per environment, started by the first client, stopped with the parent. The client
+stands in for the command: it forwards signals and exits with its status; the kernel kills the fork when the
+client exits.
 
-Without a server the client replaces itself by an ordinary interpreter, whose environment has the reason
-(`REASON`). This file runs without site-packages: the standard library only.
+Without a server it becomes an ordinary interpreter, whose environment has the reason (`REASON`). Standard
+library only: it runs without site-packages.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ PREFIX = "/tmp/slipstream-fork"  # short: the path of a Unix socket has at most 
 READY_S = 55.0  # the imports take 8 to 45 s; Ray gives up on a worker that has not registered after 60
 ANSWER_S = 20.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# Variables that the fork can still apply, or that no import reads. All others select the server.
+# Variables that a fork can still apply, or that no import reads. All others select the server.
 PER_PROCESS = {
     *(
         "OMP_NUM_THREADS",
@@ -106,7 +106,7 @@ def _own_directory() -> str:
 
 
 def is_read_at_import(name: str) -> bool:
-    """Whether processes that differ in this variable have different servers."""
+    """Whether another value needs another server."""
     if name == MODULES or name.startswith("RAY_SERVE_"):
         return True
     return name not in PER_PROCESS and not name.startswith(PER_PROCESS_PREFIXES)
@@ -158,7 +158,7 @@ def _start_server(directory: str, lock: int) -> None:
 
 
 def _run(directory: str, options: int, command: list[str]) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # they cannot be forwarded yet
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # cannot be forwarded yet
     lifeline, kept = os.pipe()  # the fork is killed by the kernel when `kept` is closed
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     descriptors = [each for each in descriptors if each not in (lifeline, kept) and _is_inherited(each)]

@@ -2,9 +2,9 @@
 
     python server.py DIRECTORY OWNER LOCK
 
-LOCK is a locked file's descriptor, kept as long as the server lives. It exits with its owner (the process id
-of the host's raylet), or after `IDLE_S` without a fork. It imports no module of Slipstream's, so that an
-application which is deployed again has its new code.
+LOCK: a locked file's descriptor, kept while the server lives. It exits with its owner (the process id of the
+host's raylet), or after `IDLE_S` without a fork. It imports no module of Slipstream's: a redeployed
+application gets its new code.
 """
 
 import atexit
@@ -77,7 +77,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _low_descriptors_taken() -> Iterator[None]:
-    """Leave the numbers below `FIRST_OWN` to clients: a fork cannot have a file of its imports there too.
+    """Numbers below `FIRST_OWN` are for clients: a fork cannot have a file of its imports there too.
 
     On GPUs the imports keep files open.
     """
@@ -102,7 +102,7 @@ def _modules() -> Iterator[str]:
 def preload(names: Iterable[str]) -> None:
     """Import everything but Ray, whose extension module seeds its random ids at import.
 
-    Forks would give different tasks the same id: Serve's controller then fails a check of Ray 2.60
+    Forks would give different tasks the same id, which fails a check of Ray 2.60 in Serve's controller
     (core_worker.cc, `erased == 1`). vLLM works without Ray if it cannot be imported.
     """
     sys.modules["ray"] = None  # type: ignore[assignment]  # Python's way to make an import fail
@@ -203,7 +203,7 @@ def _stop(directory: str, server: int, *_: object) -> None:
 
 
 def _listen(directory: str) -> socket.socket:
-    """Also writes an executable that multiprocessing uses as interpreter."""
+    """Also writes the executable that multiprocessing uses as interpreter."""
     path = f"{directory}/socket"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
@@ -257,9 +257,9 @@ def _take_descriptors(numbers: list[int], received: list[int]) -> None:
 
 
 def die_with(descriptor: int) -> None:
-    """Have the kernel kill this process when the write end of this pipe is closed.
+    """The kernel kills this process when the pipe's write end is closed.
 
-    Unlike PR_SET_PDEATHSIG this works for processes that are not children, and ignores threads that exit.
+    Unlike PR_SET_PDEATHSIG this works for processes that are no children, and ignores exiting threads.
     """
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, 10, signal.SIGKILL)  # F_SETSIG; Python's fcntl lacks it before 3.13
@@ -271,7 +271,7 @@ def die_with(descriptor: int) -> None:
 
 
 def _exit_after(request: Request) -> None:
-    """Run the command, and exit as multiprocessing's forks do, without finalizing 6,000 modules."""
+    """Exits as multiprocessing's forks do, without finalizing 6,000 modules."""
     status = 1
     try:
         run(request)

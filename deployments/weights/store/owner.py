@@ -126,7 +126,7 @@ def hold(directory: Path, wait_s: float = 0.0) -> int:
 
 
 def _place(aside: Path, file: Path) -> None:
-    """Name a complete file: an incomplete one would stop every fleet. Raises FileExistsError."""
+    """Name a complete file: an incomplete one would stop every fleet."""
     try:
         os.link(aside, file)
     except FileExistsError:
