@@ -127,8 +127,7 @@ def outcome(
 ) -> RoundReport:
     """The report of a round whose commit was requested. `opened`: the fleet's status while it was open.
     `lost`: what the committing call raised. Raises FleetError: aborted, unknown to the fleet, or unanswered
-    within `limit_s`.
-    """
+    within `limit_s`."""
     assert opened.round is not None, "a round was open"
     round_id, until = opened.round.round_id, time.monotonic() + limit_s
     while True:

@@ -270,8 +270,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
 def executor(config: AppConfig) -> dict[str, str]:
     """vLLM's `distributed_executor_backend`; empty: vLLM chooses, on a CPU "mp", to bind threads to cores.
     Unbound, engine and worker busy-wait for each other for up to a second (`SpinCondition` in
-    vllm/distributed/device_communicators/shm_broadcast.py).
-    """
+    vllm/distributed/device_communicators/shm_broadcast.py)."""
     if config.engine.world_size > 1:
         # Inside a placement group vLLM would take Ray's workers.
         return {"distributed_executor_backend": "mp"}

@@ -55,8 +55,7 @@ def batch_advantages(
     groups: Sequence[Sequence[float]], estimator: AdvantageEstimator = AdvantageEstimator.GRPO
 ) -> list[list[float]]:
     """By group. REINFORCE++ (https://arxiv.org/abs/2501.03262) normalises over the batch; its baseline
-    variant first subtracts group means. Raises ValueError.
-    """
+    variant first subtracts group means. Raises ValueError."""
     if estimator not in OF_BATCHES:
         return [group_advantages(rewards, estimator) for rewards in groups]
     rewards = [_finite(group) for group in groups]

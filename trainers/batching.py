@@ -126,8 +126,7 @@ def plan_micro_batches(
 
 def share_of_rank(plan: Sequence[list[Row]], *, rank: int, world_size: int) -> list[tuple[list[Row], bool]]:
     """One rank's micro-batches, and whether each counts. A sharded model gathers in every pass, so ranks get
-    equal numbers.
-    """
+    equal numbers."""
     rounds = math.ceil(len(plan) / world_size)
     mine = [(plan[i], True) for i in range(rank, len(plan), world_size)]
     filler = min(plan, key=len)

@@ -106,8 +106,7 @@ class TrainedDrafter:
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
         """Copy published tensors in place. Raises ValueError, without changes, for another
-        drafter's tensors.
-        """
+        drafter's tensors."""
         own = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
         load_in_place(self.head, own, source)
 
@@ -135,8 +134,7 @@ class TrainedDrafter:
 
     def loss(self, batch: TokenBatch, total_tokens: int, *, counts: bool) -> torch.Tensor:
         """For the recorded micro-batch, divided by all micro-batches' learned tokens; in the metrics if it
-        counts.
-        """
+        counts."""
         positions, targets = batch.position_ids, self._draft_ids[batch.targets]
         fused = self.head.fuse([self._recorded[passed] for passed in self._layers])
         hidden = self.head(

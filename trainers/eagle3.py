@@ -125,8 +125,7 @@ class Eagle3Head(nn.Module):
 @torch.no_grad()
 def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
     """Copy a checkpoint's tensors in place. Raises ValueError, without changes, unless they are all of the
-    head's.
-    """
+    head's."""
     own = head.state_dict()
     for name in sorted(own.keys() | tensors.keys()):
         wanted, got = (
@@ -140,8 +139,7 @@ def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: 
 
 def read_head(directory: Path) -> Eagle3Head:
     """In float32. Raises ValueError: files or tensors are absent, or it is a variant that is not trained
-    here.
-    """
+    here."""
     lacks = [name for name in (CONFIG, WEIGHTS) if not (directory / name).is_file()]
     if lacks:
         raise ValueError(f"expected the directory of an EAGLE-3 head, got {directory}, without {lacks[0]}")

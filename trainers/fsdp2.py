@@ -38,8 +38,7 @@ def model_class(
     config: PreTrainedConfig, *, sees: bool = False
 ) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
     """The class that loads a checkpoint; for a vision-language model the language part, if transformers has
-    one and the model need not see (`sees`). Raises ValueError.
-    """
+    one and the model need not see (`sees`). Raises ValueError."""
     causal, seeing = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
     if sees and type(config) not in seeing:
         raise ValueError(f"'vision': expected a vision-language model, got {config.model_type!r}")
@@ -85,8 +84,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 def read_shards(model: PreTrainedModel, directory: Path, mesh: DeviceMesh) -> set[str]:
     """Read this rank's shards and whole buffers; returns missing names. `distributed_config` of
-    `from_pretrained` cannot reduce in float32, and needs a plan that some families lack.
-    """
+    `from_pretrained` cannot reduce in float32, and needs a plan that some families lack."""
     files, _ = _get_resolved_checkpoint_files(
         str(directory),
         variant=None,

@@ -28,8 +28,7 @@ class OutOfMemory(RuntimeError):
 
 class Learner:
     """A policy and its optimizer. Each rank processes its share of the micro-batches; all must call `step`
-    with the same trajectories. Raises ValueError if the loss cannot be loaded.
-    """
+    with the same trajectories. Raises ValueError if the loss cannot be loaded."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """What a restart needs beside published weights: AdamW's moments, and master weights, which publishing
-rounds. By parameter name, sharded as the model.
-"""
+rounds. By parameter name, sharded as the model."""
 
 from collections.abc import Collection, Mapping
 
@@ -41,8 +40,7 @@ def empty_moments(
 
 def master_weights(policy: TrainedPolicy, wire_dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Tensors that a cast to `wire_dtype` may change, and all of an adapter, which the store lacks. Not
-    copied.
-    """
+    copied."""
     return {
         name: tensor.detach()
         for name, tensor in policy.trained().items()

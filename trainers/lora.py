@@ -28,8 +28,7 @@ _WRITTEN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"} 
 
 class LoraAdapter:
     """A model's adapter, the only part trained. Create it before the first forward pass of a sharded model,
-    with the same `seed` on all ranks. Raises ValueError if no linear layer has a name in `target_modules`.
-    """
+    with the same `seed` on all ranks. Raises ValueError if no linear layer has a name in `target_modules`."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
         # Imports in seconds.

@@ -21,8 +21,7 @@ MAX_LOG_RATIO = 20.0  # above any clip; avoids overflow
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedTokens:
     """A micro-batch's M learned tokens of A completions, contiguous and ordered. A completion may
-    have none.
-    """
+    have none."""
 
     logprobs: torch.Tensor  # float32 [M], with gradient
     old_logprobs: torch.Tensor  # float32 [M]

@@ -101,8 +101,7 @@ class OutputHead:
     def _is_last(self) -> bool:
         """Whether the model returns the output layer's result. Probed in the first pass, which settles the
         parameters that FSDP2 gives gradients; without autocast, which would cache cast weights. Raises
-        ValueError if hidden states depend on later tokens.
-        """
+        ValueError if hidden states depend on later tokens."""
         head = self._model.get_output_embeddings()
         if head is None:
             return False
@@ -140,8 +139,7 @@ def positions_at_once(vocabulary_size: int, *, compiled: bool, logits: int | Non
 
 def in_parts(part: _Function, hidden: torch.Tensor, targets: torch.Tensor, at_once: int) -> torch.Tensor:
     """`part` of hidden states [M, H], targets [M, K] and its number, for `at_once` positions at a time;
-    repeated in the backward pass.
-    """
+    repeated in the backward pass."""
     if len(hidden) <= at_once:
         return part(hidden, targets, 0)
     pairs = zip(hidden.split(at_once), targets.split(at_once), strict=True)

@@ -34,8 +34,7 @@ class _Line:
         self, prompt: int, completions: Sequence[tuple[int, int]], *, must: bool
     ) -> list[tuple[int, int]]:
         """Take completions that fit, (length, index), longest first; returns the rest. A prompt is repeated
-        only for a longer part. `must`: take the first in any case.
-        """
+        only for a longer part. `must`: take the first in any case."""
         free, taken, rest = self.free - prompt, [], []
         for position, (length, index) in enumerate(completions):
             if length <= free or (must and position == 0):
@@ -52,8 +51,7 @@ class _Line:
 
 def plan_lines(trajectories: Sequence[Trajectory], *, token_budget: int) -> list[list[Row]]:
     """Micro-batches of one line of at most `token_budget` tokens. A longer trajectory is alone; prompts
-    repeat if their completions need several lines.
-    """
+    repeat if their completions need several lines."""
     groups = []
     for members in same_prompts(trajectories):
         completions = sorted(((len(trajectories[index].token_ids), index) for index in members), reverse=True)

@@ -1,7 +1,6 @@
 """A model's parameters with its checkpoint's names and shapes, as vLLM loads them. transformers 5 fuses
 experts and renames modules: layers are converted back one at a time, unless the result is a view of the
-model's memory.
-"""
+model's memory."""
 
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -181,8 +180,7 @@ class ParameterSource:
 
     def resident(self) -> list[torch.Tensor] | None:
         """The tensors before the cast; None if any is not in the model's memory. The same list while no
-        tensor has moved.
-        """
+        tensor has moved."""
         if self._adapter is not None:
             return None  # sums are temporary
         state = self._state()
@@ -286,8 +284,7 @@ def load_parameters(
     state: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Whole or sharded like the model; `state` is without an adapter. Raises ValueError, without changes, for
-    a missing tensor or another shape.
-    """
+    a missing tensor or another shape."""
     all_of_it = model.state_dict() if state is None else state
     state = {name: tensor for name, tensor in all_of_it.items() if name not in tied_names(model)}
     wrong = [

@@ -1,6 +1,5 @@
 """A step's metrics, summed over learned tokens of all micro-batches and ranks. Staleness: the newest
-published version minus the version that sampled a token.
-"""
+published version minus the version that sampled a token."""
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,7 @@ _MAXIMA = ("staleness", "difference")
 
 class StepTotals:
     """On the device. `is_published`: the policy is version `published`, so differences from rollouts are the
-    engines'.
-    """
+    engines'."""
 
     def __init__(
         self, config: LossConfig, *, published: int | None, is_published: bool, device: torch.device

@@ -70,7 +70,7 @@ class TrainedPolicy:
         mesh: DeviceMesh | None = None,
         vision: Vision | None = None,
     ) -> Self:
-        """Read a checkpoint directory. With a mesh, each rank must call this, and the model is sharded.
+        """Read a checkpoint directory. With a mesh every rank must call this, and the model is sharded.
 
         Args:
             compute_dtype: of matrix products; None: `dtype`.
@@ -108,8 +108,8 @@ class TrainedPolicy:
             shard_model(model, mesh, compute_dtype=computed)
             _check_complete(read_shards(model, directory, mesh), directory)
         _check_ties(model, directory)
-        # No dropout: passes are compared. Checkpointing needs train(), which changes only
-        # dropout in these models.
+        # No dropout: passes are compared. Checkpointing needs train(), which changes only dropout in these
+        # models.
         _disable_dropout(model)
         model.train(checkpointed)
         return cls(
@@ -164,7 +164,7 @@ class TrainedPolicy:
         return self.drafter
 
     def trained(self) -> dict[str, torch.Tensor]:
-        """What is trained, by name, with the drafter's."""
+        """By name, with the drafter's."""
         drafter = {} if self.drafter is None else self.drafter.tensors()
         if self.adapter is not None:
             return dict(self.adapter.tensors()) | drafter
@@ -182,8 +182,8 @@ class TrainedPolicy:
     def scores(
         self, batch: TokenBatch, *, with_entropies: bool = False, with_teachers: bool = False
     ) -> TokenScores:
-        """Log-probabilities of the learned tokens, and of a teacher's in their places, with gradient unless
-        disabled; a drafter can then learn from the same pass."""
+        """Of the learned tokens, and a teacher's in their places, with gradient unless disabled; a drafter
+        can learn from the same pass."""
         drafter = self.drafter if torch.is_grad_enabled() else None
         self.routing.use(batch.routed)
         with self.autocast(), nullcontext() if drafter is None else drafter.recording(), self._seeing(batch):
@@ -197,7 +197,7 @@ class TrainedPolicy:
 
     def _seeing(self, batch: TokenBatch) -> AbstractContextManager[None]:
         """transformers puts an image at each placeholder's id, and the model may sample that id: it gets
-        another one, and its own embedding."""
+        another id, and its own embedding."""
         if batch.images is None:
             return nullcontext()
         embeddings = self.model.get_input_embeddings()
@@ -208,8 +208,8 @@ class TrainedPolicy:
         return torch.autocast(self.device.type, self.compute_dtype, enabled=self.compute_dtype is not None)
 
     def load_weights(self, directory: Path) -> None:
-        """Another checkpoint of this model, in place; an adapter starts from zero. Raises ValueError and
-        changes nothing for another model."""
+        """Another checkpoint of this model, in place; an adapter starts from zero. Raises ValueError, without
+        changes, for another model."""
         options = {"dtype": self.model.dtype, "trust_remote_code": self._trust_remote_code}
         if self._mesh is None:
             other = _whole(directory, options, sees=self.images is not None)
@@ -224,7 +224,7 @@ class TrainedPolicy:
 
 
 class BaseOf:
-    """The model under a policy's adapter, a reference without memory of its own."""
+    """The model under a policy's adapter: a reference without memory of its own."""
 
     def __init__(self, policy: TrainedPolicy) -> None:
         self._policy = policy
@@ -236,7 +236,6 @@ class BaseOf:
 
 
 def _inputs(batch: TokenBatch, pad_token_id: int) -> dict[str, Any]:
-    """Of the model's forward pass."""
     inputs = {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,

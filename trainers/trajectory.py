@@ -17,7 +17,6 @@ Number: TypeAlias = Annotated[float, Strict()]
 
 
 def _image_file(value: Any) -> Any:
-    """Base64 or a data URL, as JSON has them."""
     if not isinstance(value, str):
         return value
     try:
@@ -77,8 +76,8 @@ class TeacherLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A sampled completion and its advantage. A conversation is one trajectory; tokens of users and tools are
-    in `token_ids`, and masked."""
+    """A sampled completion and its advantage. A conversation is one trajectory; users' and tools' tokens are
+    in `token_ids`, masked."""
 
     prompt_token_ids: tuple[Integer, ...]
     token_ids: tuple[Integer, ...]
@@ -88,7 +87,7 @@ class Trajectory:
     weight_versions: tuple[VersionSpan, ...] = ()
     loss_mask: tuple[bool, ...] | None = None  # whether each token is learned from; None: all are
     # Whether a grammar (tool_choice, a regular expression) limited the choice: vLLM then reports the
-    # log-probability among fewer tokens, which is not the policy's. None: no token.
+    # log-probability among fewer tokens, not the policy's. None: no token.
     constrained: tuple[bool, ...] | None = None
     # Files in the order of their placeholders, which are in the prompt, or masked. Trajectories share them.
     images: tuple[ImageFile, ...] = ()

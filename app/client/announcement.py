@@ -20,8 +20,7 @@ def _redraws(out: TextIO) -> bool:
 
 def tell(line: str, to: TextIO | None = None, *, for_now: bool = False) -> None:
     """Print a line, to stdout unless `to` is given. Its reader may be gone: Ctrl-C ends a `| tee` too.
-    `for_now`: in a terminal the next line replaces it.
-    """
+    `for_now`: in a terminal the next line replaces it."""
     out, end = sys.stdout if to is None else to, "\n"
     if _redraws(out):
         if for_now:  # a line that wraps could not be cleared

@@ -181,8 +181,7 @@ class AsyncFleetClient:
 
     async def _request(self, call: Call[Any]) -> httpx.Response:
         """Raises httpx.TransportError, also for a proxy's answer when its router is gone: Serve's HAProxy
-        sends 500, others 502 or 504. Ours is JSON.
-        """
+        sends 500, others 502 or 504. Ours is JSON."""
         answer = await self.http.request(**call.arguments())
         if answer.status_code in (500, 502, 504) and "json" not in answer.headers.get("content-type", ""):
             raise httpx.RemoteProtocolError(f"{answer.status_code}: {answer.text[:MAX_SHOWN]}")

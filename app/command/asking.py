@@ -31,8 +31,7 @@ Ask = Callable[[FleetClient], T]
 
 def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
     """Send a call that changes the fleet, without a deadline; print a round as a table in a terminal, else
-    JSON. `announcement`: for a call that publishes, printed with the round's progress.
-    """
+    JSON. `announcement`: for a call that publishes, printed with the round's progress."""
     watched: AbstractContextManager[Any] = nullcontext()
     if announcement is not None:
         watched = announced(announcement, to=sys.stderr, ask=partial(_round_progress, url))
@@ -131,8 +130,7 @@ def frames(
     url: str, fleet: FleetClient, table: Ask[RenderableType], ticks: Iterable[object]
 ) -> Iterator[RenderableType]:
     """A sentence replaces the table while the fleet does not respond. Raises FleetError if the first call
-    fails.
-    """
+    fails."""
     for number, _ in enumerate(ticks):
         try:
             shown = table(fleet)

@@ -53,8 +53,7 @@ def dashboard_client(address: str, environment: Mapping[str, str]) -> httpx.Clie
 
 class Cluster:
     """A Ray cluster started by others. `address`: its dashboard's; `environment` has RAY_AUTH_TOKEN if
-    needed.
-    """
+    needed."""
 
     def __init__(self, address: str, environment: Mapping[str, str]) -> None:
         self.address = address

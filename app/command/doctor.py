@@ -1,6 +1,5 @@
 """Checks a machine for one configuration: limits, memory, ports, programs, variables. `slipstream serve`
-refuses what cannot work and adapts to the rest; `slipstream doctor` only prints it.
-"""
+refuses what cannot work and adapts to the rest; `slipstream doctor` only prints it."""
 
 import getpass
 import os

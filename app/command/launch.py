@@ -106,8 +106,7 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
 
 def serve(config: Path, dashboard_port: int, address: str | None = None) -> None:
     """Until a signal. `address`: the dashboard of a Ray cluster that stays up; None: a cluster of this
-    machine.
-    """
+    machine."""
     for number in stop_signals():
         signal.signal(number, _raise_stop)
     with reported(ClusterError, NotEnough, ValueError), suppress(Stop):

@@ -123,7 +123,7 @@ UV_NAMES = {
 
 
 def uv_variables(pip_config: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """pip's configuration (`pip config list`) as variables of uv, which does not read it."""
+    """From pip's configuration (`pip config list`), which uv does not read."""
     found: dict[str, str] = {}
     for section in ("global", "install", ":env:"):  # later ones win
         for name, value in re.findall(rf"^{section}\.([\w-]+)=(.*)$", pip_config, re.MULTILINE):
@@ -139,7 +139,7 @@ def ask_pip() -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The numbers of a version; empty if it is none."""
+    """Empty if it is no version."""
     return tuple(map(int, text.split("."))) if re.fullmatch(r"\d+(\.\d+)*", text) else ()
 
 

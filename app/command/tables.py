@@ -31,7 +31,7 @@ _NO_LIMIT = 10_000
 
 
 def console() -> Console:
-    """Standard output. Without a terminal lines are folded only if COLUMNS is set."""
+    """Without a terminal lines are folded only if COLUMNS is set."""
     made = Console(highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _NO_LIMIT
@@ -113,7 +113,6 @@ def _open_round(current: RoundStatus) -> str:
 
 
 def sent(current: RoundStatus) -> str:
-    """Progress of a round that reads its weights from files."""
     if current.file_bytes is None:
         return ""
     return f", {decimal(current.sent_bytes)} of {decimal(current.file_bytes)}"
@@ -145,7 +144,6 @@ def rounds(reports: Sequence[RoundReport]) -> RenderableType:
 
 
 def _verified(report: RoundReport) -> str:
-    """What the digests were compared with."""
     by = {Check.DIGESTS: "publisher", Check.REPLICAS: "replicas"}
     return next((text for check, text in by.items() if check in report.checks), "none")
 

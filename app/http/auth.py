@@ -64,8 +64,7 @@ class Guard:
 
     def check(self, request: Request, access: Access) -> None:
         """Raises Unauthorized (no token, or unknown) or Forbidden (a user's token on an operator's route, or
-        a request from another web page).
-        """
+        a request from another web page)."""
         if access is Access.OPERATOR and request.method not in READING:
             self._refuse_other_pages(request)
         if not self.asks(access):
@@ -86,8 +85,7 @@ class Guard:
 
     def owner(self, request: Request) -> str:
         """Owner of a request's rollouts: a digest of a user's token; "": the operator, or anyone where users
-        need none.
-        """
+        need none."""
         if not self._user:
             return ""
         given = _digest(_given(request))
@@ -179,8 +177,7 @@ class Exposed(Conflict):
 
 def listening_address() -> tuple[str, int] | None:
     """Serve's proxies', from Serve: a deployment cannot change them. None if Serve does not
-    listen. Blocks.
-    """
+    listen. Blocks."""
     try:
         controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
     except ValueError:  # Serve is not running
@@ -194,8 +191,7 @@ def listening_address() -> tuple[str, int] | None:
 
 async def require_guarded(*, has_token: bool) -> None:
     """Raise `Exposed` if other hosts can reach Serve and there is no operator token. Serve may start after
-    the application was built.
-    """
+    the application was built."""
     address = None if has_token else await asyncio.to_thread(listening_address)
     if address is not None and not is_loopback(address[0]):
         raise Exposed(

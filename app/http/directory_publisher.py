@@ -144,8 +144,7 @@ class DirectoryPublisher:
 
 class Incoming:
     """A URL's checkpoint in a directory of the store, until `remove`. Blocks during the download. Raises
-    ValueError or OSError.
-    """
+    ValueError or OSError."""
 
     def __init__(self, url: str, urls: Sequence[str], store: Path) -> None:
         source = allowed(url, urls)
@@ -185,8 +184,7 @@ def remove_left(parent: Path) -> None:
 
 class DiskThread:
     """Reads in a daemon thread: a hung disk delays neither callers nor process exit. `source`: named in
-    errors.
-    """
+    errors."""
 
     def __init__(self, limit_s: float, source: str = "the disk") -> None:
         self._limit_s = limit_s

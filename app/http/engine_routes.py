@@ -161,8 +161,7 @@ async def adapters(controller: Controller) -> AdapterList:
 
 async def _load(controller: CallHandle, body: LoadAdapterBody, *, in_place: bool) -> str:
     """Load an adapter; returns its full name. If the controller dies, its successor gets the same load, and
-    knows whether it was decided.
-    """
+    knows whether it was decided."""
     load = LoadRequest(
         name=body.lora_name,
         path=body.lora_path,

@@ -150,8 +150,7 @@ def build_app(
 
 class _PassedOn:
     """Forwards vLLM's routes to a replica; 404 or 405 for all others once the token is checked: without one a
-    caller cannot tell which routes exist. Gets requests for our routes with HEAD or a wrong method.
-    """
+    caller cannot tell which routes exist. Gets requests for our routes with HEAD or a wrong method."""
 
     def __init__(self, router: ASGIApp, guard: Guard) -> None:
         self._router = router

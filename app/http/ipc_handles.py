@@ -85,8 +85,7 @@ def _shown(name: object) -> str:
 
 def refuse_or_restrict(payload: JsonValue, *, allowed: bool) -> JsonValue:
     """Replace pickled handles in a payload (an object, or a list per worker) by JSON types. Raises
-    InvalidRequest.
-    """
+    InvalidRequest."""
     if isinstance(payload, list):
         return [refuse_or_restrict(each, allowed=allowed) for each in payload]
     if not isinstance(payload, dict):

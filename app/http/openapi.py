@@ -1,6 +1,5 @@
 """`/openapi.json`: FastAPI's document of our routes, merged with a replica's of the forwarded ones. Ours wins
-on conflict.
-"""
+on conflict."""
 
 import asyncio
 import json

@@ -129,8 +129,7 @@ def trajectories(
     groups: Sequence[Group], estimator: AdvantageEstimator, *, has_teacher: bool = False
 ) -> list[Trajectory]:
     """The trainer's batch. Groups of equal rewards are left out, unless advantages are relative to the batch
-    or there is a teacher.
-    """
+    or there is a teacher."""
     advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
     whole = has_teacher or (estimator in OF_BATCHES and any(any(of_group) for of_group in advantages))
     return [

@@ -48,8 +48,7 @@ STATUS_CHECK_S = 0.5
 
 async def trained_policy(client: AsyncFleetClient, options: JobOptions) -> tuple[Policy, int]:
     """The trained model or adapter, and its version; publishes an adapter that has none. Raises FleetError if
-    the fleet refuses, or its trainer lacks the served version.
-    """
+    the fleet refuses, or its trainer lacks the served version."""
     model = await client.send(calls.model())
     trainer = await client.send(calls.train_status())
     version = (await client.send(calls.health())).weight_version
@@ -199,8 +198,7 @@ JOB_OPTIONS = ("url", "steps", "metrics", "log", "dry_run", "resume")
 
 def differences(before: Configuration, now: Configuration) -> list[str]:
     """Other differences from the run's last start. Raises ValueError if the problems differ: the ledger has
-    only their numbers.
-    """
+    only their numbers."""
     found = {
         name: f"--{name.replace('_', '-')} was {before.options.get(name)!r}, and is {value!r} now"
         for name, value in now.options.items()

@@ -59,8 +59,7 @@ class Judge:
 
     async def __call__(self, entry: Mapping[str, Any], answer: str, given: Mapping[str, Any]) -> float:
         """Raises FleetError: no answer; Unanswered: it refuses this conversation, or a chat model gives no
-        score.
-        """
+        score."""
         messages = given["messages"]
         key = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()
         if key not in self._rewards:

@@ -151,8 +151,7 @@ def newest_metrics_file(directory: Path = RUNS) -> Path:
 @contextmanager
 def claimed(path: Path, resume: bool) -> Iterator[None]:
     """Lock a run's record. Raises ValueError: another job writes it, it has a run already, or has none to
-    resume.
-    """
+    resume."""
     if resume and not path.exists():
         raise ValueError(f"the metrics file {path} cannot be read: there is none to resume")
     path.parent.mkdir(parents=True, exist_ok=True)

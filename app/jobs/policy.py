@@ -56,8 +56,7 @@ class Policy:
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], attempts: Sequence[str]) -> Sequence[Answer]:
         """One answer per attempt. Raises as `sample`; Unanswered also if it exceeds the model's context, or
-        has an image that an engine cannot fetch or read.
-        """
+        has an image that an engine cannot fetch or read."""
         body = self._sampling() | {"model": self.name, "messages": list(messages), "n": len(attempts)}
         try:
             answers = (await self.forward(completions.chat(body), "", ",".join(attempts))).answers
@@ -78,8 +77,7 @@ class Policy:
 
     async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
         """A request at the policy's version. `session` may be empty; `attempt`: several have commas between
-        them. Raises as `sample`.
-        """
+        them. Raises as `sample`."""
         headers = self._headers(attempt) | ({"x-session-id": session} if session else {})
         call = replace(call, headers={**call.headers, **headers})
         return await sample(self.client, call, self.version)

@@ -67,8 +67,7 @@ MAX_REWARD = 1e30
 
 def checked(reward: Any, source: str) -> float:
     """A float; scalars of numpy or torch count. Raises ValueError unless it is finite as a float32,
-    advantages' type.
-    """
+    advantages' type."""
     value = reward
     if not isinstance(value, numbers.Real) and callable(item := getattr(value, "item", None)):
         with suppress(ValueError, RuntimeError, TypeError):  # an array of several numbers

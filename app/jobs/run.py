@@ -78,8 +78,7 @@ class Run:
     @property
     def has_room(self) -> bool:
         """Whether to begin a group. Where steps wait for the trainer, more than the next step takes would
-        only be staler.
-        """
+        only be staler."""
         begun = self.ready if self.waits else self.ready + self.in_flight
         return self.sampling and begun < self.options.groups_per_step
 
@@ -97,8 +96,7 @@ class Run:
 
     async def settle(self, number: int, rollouts: Sequence[Rollout], reason: str = "discarded") -> None:
         """Close a problem's group; without rollouts it is left out. Groups that come during a call share the
-        next one.
-        """
+        next one."""
         settled = [rollout.settled() for rollout in rollouts]
         group: dict[str, Any] = {"group": f"{self.name}.{number}", "rollouts": settled, "reason": reason}
         if number in self.inherited:  # others' must not be refused with it

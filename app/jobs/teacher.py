@@ -70,8 +70,7 @@ class Teacher:
 
     async def check(self, policy: Policy, version: int) -> None:
         """Raises FleetError or ValueError: no answer, another vocabulary, or it lags an adapter other than
-        the trained one, whose versions are counted.
-        """
+        the trained one, whose versions are counted."""
         name = self.name(version)
         if name != self.model and not (policy.is_adapter and self.model.startswith(f"{policy.model}@-")):
             raise ValueError(
@@ -93,8 +92,7 @@ class Teacher:
 
     async def score(self, batch: Sequence[Trajectory], version: int) -> tuple[list[Trajectory], float]:
         """Scores the batch, leaves out what exceeds its context, and returns the mean of log(policy /
-        teacher) over learned tokens, an estimate of KL(policy || teacher). Raises FleetError.
-        """
+        teacher) over learned tokens, an estimate of KL(policy || teacher). Raises FleetError."""
         free = asyncio.Semaphore(AT_ONCE)
         name = self.name(version)
         placeholder = await self._placeholder(name) if any(each.images for each in batch) else None
@@ -179,8 +177,7 @@ def read_scores(
     content: bytes, ids: list[int], prompt: int, top_k: int
 ) -> tuple[TeacherLogprobs, list[float]]:
     """From an answer of `/v1/completions` or `/inference/v1/generate`: the `top_k` most probable tokens at
-    each token after the prompt, and its own log-probability. Raises ValueError or KeyError.
-    """
+    each token after the prompt, and its own log-probability. Raises ValueError or KeyError."""
     answer = json.loads(content)
     rows = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
     if len(rows) != len(ids):

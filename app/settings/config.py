@@ -1,6 +1,5 @@
 """Settings under `args` in serve_config.yaml, and rules between sections. Larger sections have their own
-modules.
-"""
+modules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -8,8 +8,7 @@ from deployments.weights.transports.registry import SameGpu
 
 def check_gpus(config: AppConfig, hosts: Sequence[float], of: str = "a Ray cluster") -> None:
     """Raises ConfigError if GPUs are too few, or Ray may place a replica out of the transport's reach.
-    `hosts`: GPUs per host.
-    """
+    `hosts`: GPUs per host."""
     if config.device is not Device.CUDA:
         return
     needed, on_one_host = total_gpus(config), gpus_on_one_host(config)

@@ -34,8 +34,7 @@ def cache_directory() -> Path:
 
 def prepare(cache: Path, convert: Convert | None = None, package: str = PACKAGE) -> Path:
     """`convert` fills the directory once, even with concurrent callers. Raises ValueError: the package is
-    missing, or the cache is read-only.
-    """
+    missing, or the cache is read-only."""
     target = cache / "models" / f"{BUILT_IN}-r{_REVISION}"
     if target.is_dir():
         return target

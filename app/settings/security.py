@@ -79,8 +79,7 @@ class SecurityConfig(Section):
 
     def tokens(self, environment: Mapping[str, str] = os.environ, *, host: str | None = None) -> Tokens:
         """`host` is where Serve listens. Raises ConfigError: a wrong token or file, or no operator token
-        although other hosts can connect.
-        """
+        although other hosts can connect."""
         operator = _source("token_file", self.token_file, OPERATOR_VARIABLE, environment)
         user = _source("user_token_file", self.user_token_file, USER_VARIABLE, environment)
         if set(operator.tokens) & set(user.tokens):

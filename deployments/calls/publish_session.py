@@ -44,8 +44,7 @@ def outcome(
     round_id: int, fleet_id: str, fleet: FleetStatus, ended: Sequence[RoundReport]
 ) -> RoundReport | None:
     """Learn the outcome of a round whose close was not answered. None: it is still running. Raises
-    RoundAborted, or Conflict: the fleet has no record.
-    """
+    RoundAborted, or Conflict: the fleet has no record."""
     if fleet.fleet_id == fleet_id:  # another fleet has numbers of its own
         for report in ended:
             if report.round_id == round_id and report.phase == "committed":

@@ -124,8 +124,7 @@ async def _body(receive: Any) -> bytes:
 
 class CallHandle:
     """Calls a one-replica deployment that has `call_address`, as `handle.method.remote(...)`. `where`: the
-    deployment, or the address of a process without successors.
-    """
+    deployment, or the address of a process without successors."""
 
     def __init__(self, where: DeploymentHandle | CallAddress) -> None:
         self._where = where
@@ -145,8 +144,7 @@ class CallHandle:
 
     async def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raises FleetUnavailable (the process is gone, or unreachable and may have done it: {"unreachable":
-        true}), the method's SlipstreamError, or Serve's error without a replica.
-        """
+        true}), the method's SlipstreamError, or Serve's error without a replica."""
         body = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         if (address := self._address) is None:
             address = self._address = await self._find(name)

@@ -333,8 +333,7 @@ def _check_model(ledger: Ledger, model: str | None, state_dir: Path) -> None:
 
 def _check_adapters(ledger: Ledger, refusal: str | None, state_dir: Path) -> None:
     """Engines load all live adapters: one that takes none would never serve. `refusal`: how to make replicas
-    take adapters.
-    """
+    take adapters."""
     live = [f"{each.name}@{each.version}" for each in ledger.adapters() if each.state == "live"]
     if refusal is not None and live:
         raise JournalError(

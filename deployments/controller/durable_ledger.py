@@ -110,8 +110,7 @@ class Waits:
 
 class DurableLedger:
     """A ledger with a journal, a clock and waits. Arguments: `Controller`'s. Raises JournalError: the state
-    directory cannot be used.
-    """
+    directory cannot be used."""
 
     def __init__(
         self,
@@ -174,8 +173,7 @@ class DurableLedger:
 
     def change(self, *, wake: bool = True) -> int:
         """Hand the ledger's decisions to the disk, and wake waits that are over. `wake`: something changed
-        that others may wait for. Returns the argument for `durable`.
-        """
+        that others may wait for. Returns the argument for `durable`."""
         decisions = self._ledger.take_decisions()
         self._unwritten += decisions
         self._made += len(decisions)

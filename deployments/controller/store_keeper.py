@@ -151,8 +151,7 @@ class StoreKeeper:
 
     def source(self, version: int) -> str:
         """The directory of a stored version. Raises InvalidRequest: absent, another fleet's, or an unreadable
-        manifest.
-        """
+        manifest."""
         stored = self.versions()
         if version not in stored:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Files and directories that are complete once they have their name, also after a crash of the host."""
+"""Files and directories that are complete once they have their name, even after a host crash."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def sync(path: Path) -> None:
 @contextmanager
 def flushing(directory: Path) -> Iterator[None]:
     """Flushes what the block writes below the directory as it is written. The fsync of a large file delays
-    every other fsync on its disk, and so the journal's and with it a round (benchmarks/RESULTS.md)."""
+    every other one on its disk, so the journal's and with it a round (benchmarks/RESULTS.md)."""
     written = threading.Event()
 
     def flush() -> None:

@@ -17,8 +17,7 @@ def serve_logger() -> logging.Logger:
 @contextmanager
 def kept_log_file() -> Iterator[None]:
     """vLLM's logging configuration closes every handler; keep Serve's log file. A restarting Serve controller
-    replaces replicas without a log file.
-    """
+    replaces replicas without a log file."""
     handlers = [each for each in logging.getLogger("ray.serve").handlers if isinstance(each, MemoryHandler)]
     files = [handler.target for handler in handlers]
     try:

@@ -21,8 +21,7 @@ def interface_of(address: str) -> str | None:
 
 def address_towards(peer: str) -> str:
     """This host's address in the network towards another host; that of its own name is often wrong in
-    containers. Raises ValueError (no such host) or TransferFailed (no network leads there).
-    """
+    containers. Raises ValueError (no such host) or TransferFailed (no network leads there)."""
     here = socket.gethostname()
     try:
         family, *_, address = socket.getaddrinfo(peer, _DISCARD, type=socket.SOCK_DGRAM)[0]

@@ -39,8 +39,7 @@ def disown_engine() -> None:
 
 def follow_owner() -> None:
     """Runs in every process that vLLM starts: exit with its replica. Waits on the pipe that multiprocessing
-    keeps to each child.
-    """
+    keeps to each child."""
     parent = multiprocessing.parent_process()
     if OWNER not in os.environ or parent is None:
         return

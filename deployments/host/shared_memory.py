@@ -99,8 +99,8 @@ def _remove(owner_id: str) -> None:
 
 
 def _remove_what_libraries_left(owner_file: Path) -> bool:
-    """Remove CUDA IPC's files of a killed process: torch's `torch_PID_*` and the driver's
-    `cuda.shm.USER.PID.*` (hexadecimal). Returns False if it has not exited."""
+    """Remove a killed process's CUDA IPC files: torch's `torch_PID_*` and the driver's `cuda.shm.USER.PID.*`
+    (hexadecimal). Returns False if it has not exited."""
     try:
         match = _PROCESS.fullmatch(owner_file.read_text(errors="replace"))
     except OSError:

@@ -27,8 +27,7 @@ from deployments.protocol.routing import ReplicaEndpoint
 
 def on_report(state: State, report: Report) -> bool:
     """Returns whether something may follow. A heartbeat, or an acknowledgement that leaves others waiting,
-    needs no look at all members.
-    """
+    needs no look at all members."""
     known = state.find(report.replica_id, report.incarnation)
     if known is not None and report.number < known.last_report:
         raise FleetUnavailable(f"a later report of {report.replica_id} overtook this one")

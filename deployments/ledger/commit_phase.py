@@ -140,8 +140,7 @@ def _expect_commit(state: State, current: Round, member: Member) -> None:
 
 def advance(state: State) -> bool:
     """Send COMMIT to as many as may be unavailable at once. Returns whether the round entered its
-    next phase.
-    """
+    next phase."""
     current = state.round
     if current is None or current.phase is not RoundPhase.COMMITTING:
         return False
@@ -379,8 +378,7 @@ def require_no_round(state: State, action: str) -> None:
 
 def closed(state: State, round_id: int, label: str | None) -> PendingCall | None:
     """A closed round's outcome; None: it was not closed. Raises Conflict if another publisher closed it: HTTP
-    callers share one lease, and only labels differ.
-    """
+    callers share one lease, and only labels differ."""
     current = state.round
     if current is not None and current.round_id == round_id:
         if current.close is not None or current.decided:

@@ -75,8 +75,7 @@ class Ledger:
 
     def acquire(self, publisher: str, now: float) -> Lease:
         """A holder that acquires again gets a new lease: its old token is stale, its open round aborted.
-        Raises Conflict if another publisher holds it.
-        """
+        Raises Conflict if another publisher holds it."""
         state = self._at(now)
         self._expire()
         before = state.publisher.lease

@@ -318,8 +318,7 @@ def begin_drain(
     on_end: Callable[[PendingDrain], None],
 ) -> None:
     """Drain until `forget_drain`. `on_end` runs when no request runs, or at the timeout: no replica is fenced
-    for long requests. `what`, `then`: for the event of a timeout.
-    """
+    for long requests. `what`, `then`: for the event of a timeout."""
     members, timeout_s = list(members), state.config.drain_timeout_s
 
     def ended(state: State, call: PendingCall) -> None:

@@ -119,8 +119,7 @@ def connect(state: State, publisher: str, init_info: Mapping[str, JsonValue]) ->
 
 def _connected(state: State, call: PendingCall, *, connection: Connection) -> None:
     """If no member connected, the publisher or the network is at fault. A member whose peers did not come is
-    intact.
-    """
+    intact."""
     verdict = classify(call)
     not_done, absent = verdict.not_done, call.absent
     if not not_done and not absent:

@@ -236,8 +236,7 @@ def _receives(state: State, current: Round) -> list[PendingCall]:
 
 def _decide(state: State, current: Round) -> None:
     """With `together` no replica may serve the old version without consent: every fence is
-    delivered first.
-    """
+    delivered first."""
     together = current.commit is CommitMode.TOGETHER
     if together and state.uncertain():
         return

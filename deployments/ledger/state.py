@@ -217,8 +217,7 @@ class PendingOperation:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Connection:
     """Collective (`rank_offset` in its `init_info`): one communicator for exactly these members, whose
-    workers are ranked in order of registration.
-    """
+    workers are ranked in order of registration."""
 
     publisher: str
     init_info: Mapping[str, JsonValue]

@@ -40,8 +40,7 @@ class PayloadRejected(Exception):
 
 class TransferFailed(Exception):
     """A peer is gone or too late; this side is intact, and the round can be sent again. `missing_ranks`:
-    members of the transfer group known not to have answered.
-    """
+    members of the transfer group known not to have answered."""
 
     def __init__(self, message: str, missing_ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

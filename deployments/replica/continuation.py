@@ -191,8 +191,7 @@ class Said:
 
 def begin_of(prompt: Sequence[int], adapter: str | None, cached: int | None) -> list[Any]:
     """What must be the same on both replicas (the prompt's checksum, the adapter), and how many prompt tokens
-    the first had cached.
-    """
+    the first had cached."""
     return [zlib.crc32(array("i", prompt).tobytes()), adapter, cached]
 
 

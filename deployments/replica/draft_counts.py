@@ -17,8 +17,7 @@ _known: dict[str, None] = {}  # labels, oldest first
 
 class DraftCounts(StatLoggerBase):
     """vLLM does not say which version made a step: it is the replica's when the counts arrive, so the step
-    before a commit may count for the next version.
-    """
+    before a commit may count for the next version."""
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version

@@ -123,8 +123,7 @@ def end_drain(core: Any, paused: bool) -> None:
 
 def preprocess_add_request(core: Any, request: Any) -> tuple[Any, int]:
     """Replaces vLLM's; salts block hashes and continues what another replica began. Runs on the input thread,
-    beside the steps.
-    """
+    beside the steps."""
     from vllm.v1.engine.core import EngineCore
 
     request.cache_salt = _salt(core._weight_version, request.cache_salt or "")

@@ -58,8 +58,7 @@ async def shut_down(
 
     async def until(ready: Callable[[], bool], limit_s: float, *, alone: bool = False) -> bool:
         """Whether it became true in time; gives up if the replica failed or, unless `alone`, lost its
-        controller.
-        """
+        controller."""
         begin = time.monotonic()
         while not ready():
             now = time.monotonic()

@@ -43,8 +43,7 @@ logger = serve_logger()
 
 class HostStore:
     """`keep`: versions kept in this host's own store; None: hosts share it, and the controller removes old
-    ones.
-    """
+    ones."""
 
     def __init__(self, directory: Path, keep: int | None) -> None:
         self.directory = directory
@@ -53,8 +52,7 @@ class HostStore:
 
     def lock(self, fleet_id: str) -> int | None:
         """Its descriptor: until `unlock`, no other replica writes here. None: another one does. Blocks.
-        Raises OSError (unwritable) or JournalError (not this fleet's).
-        """
+        Raises OSError (unwritable) or JournalError (not this fleet's)."""
         if self._keep is None:
             check_owner(self.directory, fleet_id)
         else:

@@ -45,8 +45,7 @@ class ClientDisconnected(Exception):
 
 async def while_connected(ready: Awaitable[None], receive: Receive) -> Receive:
     """Await `ready` until the client disconnects, which uvicorn reports only to a reader of the body. Returns
-    a `receive` that replays the body; raises ClientDisconnected.
-    """
+    a `receive` that replays the body; raises ClientDisconnected."""
     messages: deque[Message] = deque()
 
     async def replay() -> Message:
@@ -140,8 +139,7 @@ class ReplicaFront:
 
     def stop(self, *, in_order: bool) -> None:
         """Refuse requests whose response has not started; another replica takes them. `in_order`: a graceful
-        shutdown; else the replica failed, possibly because of one of them.
-        """
+        shutdown; else the replica failed, possibly because of one of them."""
         self._stopped, self.in_order = True, in_order
         for task, answer in self._running.items():
             if answer is None or not answer.begun:

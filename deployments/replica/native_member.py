@@ -99,8 +99,7 @@ class NativeMember(EngineMember):
 
     async def receive(self, body: Receive) -> None:
         """Load one payload into the live model. Raises PayloadRejected: it does not fit; nothing was loaded.
-        After any other error the weights are partially updated.
-        """
+        After any other error the weights are partially updated."""
         if self._receiving != body.round_id:
             self._check_unchanged()
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0

@@ -104,8 +104,7 @@ _BEAM = re.compile(r"-[0-9a-f]{16,32}-beam-\d+$")
 
 class RecordingLLM(AsyncLLM):
     """Tells the request's `SpanRecorder` which versions generated its tokens. Refuses what vLLM answers with
-    500, which clients would retry.
-    """
+    500, which clients would retry."""
 
     adapter_uses: Uses | None = None
 
@@ -200,8 +199,7 @@ class RecordingLLM(AsyncLLM):
 
 def use_same_ids() -> None:
     """Ids in captured requests' events become `Capture.next_id`. The engine's own stay random: attempts of
-    one request may meet in one engine.
-    """
+    one request may meet in one engine."""
     from vllm.entrypoints.openai.responses import protocol, streaming_events
     from vllm.renderers import chat_utils
 

@@ -1,6 +1,5 @@
 """Added to vLLM's worker: staging, calls beside the engine's own (`worker_calls`), and adapters. A thread
-reads an adapter's files during decoding; `add_lora`, between two steps, takes the result.
-"""
+reads an adapter's files during decoding; `add_lora`, between two steps, takes the result."""
 
 from concurrent.futures import Future
 from functools import partial

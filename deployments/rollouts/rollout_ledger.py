@@ -202,8 +202,7 @@ class RolloutLedger:
     def open(self, request: RolloutRequest, now: float) -> None:
         """Begin a turn; the first one creates its rollouts. Raises Conflict: a rollout takes no more turns,
         or belongs, with its group, to another user; OverQuota: the user's share is used; FleetUnavailable:
-        too many rollouts are kept.
-        """
+        too many rollouts are kept."""
         self.tick(now)
         for key in request.rollout_ids:
             self._open(key, request, now)
@@ -347,8 +346,7 @@ class RolloutLedger:
 
     def begin(self, run: str, number: int, count: int, now: float) -> None:
         """Open `count` groups from RUN.NUMBER on. Idempotent, also for earlier numbers. Raises Conflict: an
-        agent has begun a group with one of these names.
-        """
+        agent has begun a group with one of these names."""
         self.tick(now)
         known = self._run(run)
         for new in range(max(number, known.next), number + count):

@@ -34,8 +34,7 @@ class TurnTokens:
 
 def sequences(turns: Sequence[TurnTokens]) -> list[dict[str, Any]]:
     """`trainers.trajectory.Trajectory` in JSON, without `advantage`, with digests of `images`, and with each
-    turn's place in `token_ids`.
-    """
+    turn's place in `token_ids`."""
     continued = {turn.parent for turn in turns}
     learned: set[int] = set()
     found = []

@@ -195,8 +195,7 @@ class RolloutStore:
 
     def settle(self, groups: Sequence[tuple[str, Mapping[str, tuple[Reward, str]], str]]) -> None:
         """All groups or none. See `RolloutLedger.settle`. Beside each reward: what a trainer gets with the
-        rollout.
-        """
+        rollout."""
         with self._transaction(RESERVE_PAGES // 2):
             for group, rewards, reason in groups:
                 found = {key: reward for key, (reward, _) in rewards.items()}
@@ -214,8 +213,7 @@ class RolloutStore:
         current: Mapping[str, int],
     ) -> bytes:
         """The JSON of a step's groups from `offset` on, up to `MAX_TAKEN` tokens; see
-        `RolloutLedger.take`.
-        """
+        `RolloutLedger.take`."""
         with self._transaction():
             taken, stale = self._ledger.take(step, run, count, max_staleness, current, self._clock())
             names = () if taken is None else taken.groups[offset:]

@@ -136,8 +136,7 @@ class Forwarder:
         self, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
     ) -> StartedResponse:
         """The first response that is no refusal. Raises FleetUnavailable after `request_timeout_s`, or
-        DeadlyRequest.
-        """
+        DeadlyRequest."""
         deadline = time.monotonic() + limits.request_timeout_s
         reason = "no replica is ready"
         started, tried_s, lost_at = time.monotonic(), 0.0, -math.inf

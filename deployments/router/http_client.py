@@ -78,8 +78,7 @@ class ReplicaResponse:
 
     async def pass_on(self, take: Take, *, joined: bool = True) -> None:
         """Call `take` with each remaining piece, of one chunk or, if `joined`, of several. Until it blocks,
-        it runs inside the parser's callback, without waking a task. Raises ResponseLost.
-        """
+        it runs inside the parser's callback, without waking a task. Raises ResponseLost."""
         while True:
             while self._pieces:
                 pieces = self._pop()
@@ -187,8 +186,7 @@ class ReplicaResponse:
 
 class _EagerCoroutine:
     """Runs a coroutine until it first blocks; awaiting this object continues it. Like
-    `asyncio.eager_task_factory` (Python 3.12), without a task.
-    """
+    `asyncio.eager_task_factory` (Python 3.12), without a task."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._coroutine = coroutine

@@ -73,8 +73,7 @@ class Inspection:
 
 def inspect(body: bytes, method: str, path: str, *, in_session: bool) -> Inspection:
     """vLLM rejects bodies that are no JSON object. Raises InvalidRequest: more than `MAX_SEQUENCES`, or
-    nested too deeply.
-    """
+    nested too deeply."""
     try:
         fields, is_plain = _fields(body)
         count = _sequences(fields)
@@ -104,8 +103,7 @@ def _fields(body: bytes) -> tuple[Mapping[str, bytes], bool]:
 
 def _standard_json(body: bytes) -> bytes:
     """`json.loads`, vLLM's parser, accepts more than the standard: NaN, half a surrogate pair or UTF-16 must
-    not hide a large `n`.
-    """
+    not hide a large `n`."""
     text = body.decode(json.detect_encoding(body), "surrogatepass").encode(errors="surrogatepass")
     # Private-use characters: no field name has them.
     return re.sub(rb"NaN|Infinity", b"0", re.sub(rb"\\u[dD][89a-fA-F]", rb"\\ue0", text))

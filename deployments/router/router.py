@@ -63,8 +63,7 @@ PERIOD_S = 2.0
 
 class RetryAfterPacing:
     """Spreads refused clients' retries. If a thousand retried after a second, refusing them would cost more
-    than serving the others.
-    """
+    than serving the others."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -143,8 +143,7 @@ def check_hosts(
 
 def lacks(found: HostFacts | str, here: HostFacts, markers: Mapping[str, str]) -> Iterator[str]:
     """About one host. `found`: a text says why it did not answer. `markers`: a file in each shared directory,
-    and its setting.
-    """
+    and its setting."""
     if isinstance(found, str):
         yield found
         return

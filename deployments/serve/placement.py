@@ -63,8 +63,7 @@ class GpuHolder:
 
 class Slots:
     """A restarted process finds the placement group by name; it is removed with the application. Raises
-    RuntimeError if no host has enough GPUs.
-    """
+    RuntimeError if no host has enough GPUs."""
 
     async def __init__(self, plan: SlotPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         self._plan = plan

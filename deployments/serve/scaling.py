@@ -39,8 +39,7 @@ class ScalingStats:
 
 class FleetScaling:
     """An operator's number applies at once. Else: scale up after the load exceeded `TARGET_LOAD` for
-    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`.
-    """
+    `UPSCALE_DELAY_S`, down after it would have fit on fewer replicas for `down_s`."""
 
     def __init__(self, *, least: int, most: int, down_s: float) -> None:
         self._least = least

@@ -199,8 +199,7 @@ class AdapterWorker(TrainerRank):
 
     def save(self, path: str | None) -> SavedCheckpoint | None:
         """Write the adapter in peft's format. Returns the report on rank 0; None elsewhere: a late rank would
-        find rank 0's files in `path`.
-        """
+        find rank 0's files in `path`."""
         if self._rank != 0:
             return None
         started, step = time.perf_counter(), self._learner.steps_done
@@ -255,8 +254,7 @@ class AdapterWorker(TrainerRank):
 
     def _resume(self, published: _Live | None) -> str | None:
         """Continue from the newest checkpoint, or from the live version if that is newer. Returns the
-        difference, for the log.
-        """
+        difference, for the log."""
         found = self._checkpoints.complete()
         own = adapter_settings(self._lora, self._base_version)
         for path, meta in found:

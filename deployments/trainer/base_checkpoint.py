@@ -1,6 +1,5 @@
 """The checkpoint that fleet and trainer start from. What the trainer's model lacks (a vision tower,
-multi-token prediction) is frozen: sent and stored as it is, so that every version is complete.
-"""
+multi-token prediction) is frozen: sent and stored as it is, so that every version is complete."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -21,8 +20,7 @@ CONFIG = "config.json"
 
 class BaseCheckpoint:
     """`names`: the directory's tensors; `files`: what else it has, read now, as it may be overwritten. Raises
-    OSError or ValueError.
-    """
+    OSError or ValueError."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -32,8 +30,7 @@ class BaseCheckpoint:
 
     def frozen(self, trained: Collection[str]) -> Sequence[str]:
         """Names not in `trained`. Raises ValueError for a module trained in part: a frozen scale would not
-        fit its trained weight.
-        """
+        fit its trained weight."""
         frozen = sorted(self.names - set(trained))
         modules = {name.rpartition(".")[0]: name for name in frozen}
         problems = [

@@ -1,6 +1,5 @@
 """A trainer rank's way to the replicas: vLLM's weight-sync client over a publish session, and the transfer
-engine.
-"""
+engine."""
 
 import asyncio
 import socket
@@ -31,8 +30,7 @@ _RETURNING = "returning"  # a member that has not polled since the controller re
 
 class FleetWeightSyncClient:
     """vLLM's `VLLMWeightSyncClient` for one publisher, outside event loops. `label` and `options` are of the
-    next round, `report` of the last one. Raises as `PublishSession`.
-    """
+    next round, `report` of the last one. Raises as `PublishSession`."""
 
     def __init__(self, controller: CallHandle, publisher: str, options: RoundOptions) -> None:
         self._controller = controller

@@ -1,6 +1,5 @@
 """Copies a trainer's tensors to pinned host memory, on separate CUDA streams. Copies to pageable memory delay
-other threads' work (benchmarks/RESULTS.md).
-"""
+other threads' work (benchmarks/RESULTS.md)."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -20,8 +19,7 @@ logger = serve_logger()
 
 def in_host_memory(content: torch.Tensor) -> torch.Tensor:
     """A GPU's is copied to pinned memory, which torch reuses: new pageable memory takes thirty
-    times as long.
-    """
+    times as long."""
     if content.device.type != "cuda":
         return content
     copy = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
@@ -41,8 +39,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 class GpuCopier:
     """Copies published weights from a GPU for the store, while they are sent. Pins memory for two versions at
-    the start, which takes seconds.
-    """
+    the start, which takes seconds."""
 
     def __init__(self, source: ParameterSource) -> None:
         device = source.device

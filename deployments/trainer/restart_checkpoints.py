@@ -81,8 +81,7 @@ Complete = tuple[Path, CheckpointMeta]
 
 class RestartCheckpoints:
     """Checkpoints in a directory that the ranks share. Every rank makes every call. `step`: the newest that
-    this process began to write or resumed from exactly.
-    """
+    this process began to write or resumed from exactly."""
 
     def __init__(
         self,
@@ -128,8 +127,7 @@ class RestartCheckpoints:
         due: bool = True,
     ) -> bool:
         """Begin to write the learner's state; False if none is due or one is being written. The learner may
-        change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts.
-        """
+        change after `wait_until_copied`. If ranks differ in `due`, rank 0's counts."""
         agreed = gather_from_ranks({"due": due, "busy": not self.wait(0), "name": uuid.uuid4().hex[:8]})
         pins = self._pinned is None and torch.cuda.is_initialized()
         if not agreed[0]["due"] and not pins:
@@ -258,8 +256,7 @@ def resume(
 ) -> str | None:
     """Continue from the learner's weights (`step`, `digest`) with the nearest usable checkpoint: one of these
     weights restores the learner exactly, another its moments; without any, moments start at zero. Returns the
-    difference, for the log.
-    """
+    difference, for the log."""
     problems = []
     for path, meta in sorted(candidates, key=lambda each: (abs(each[1].step - step), each[1].step)):
         problem = restore(learner, checkpoints, path, meta, exact=meta.is_of(step, digest))
@@ -280,8 +277,7 @@ def restore(
     learner: Learner, checkpoints: RestartCheckpoints, path: Path, meta: CheckpointMeta, *, exact: bool
 ) -> str | None:
     """Restore a checkpoint on all ranks or on none. Returns None if it has weights and moments (`exact`
-    only), `OTHER_WEIGHTS` for moments alone, else why it is unusable.
-    """
+    only), `OTHER_WEIGHTS` for moments alone, else why it is unusable."""
     target = _look(learner, path)
     agreed = gather_from_ranks(target if isinstance(target, str) else None)
     if (problem := next((each for each in agreed if each is not None), None)) is not None:

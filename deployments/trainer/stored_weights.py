@@ -1,6 +1,5 @@
 """The stored versions that a trainer may load: its own fleet's, with the committed bytes. Rank 0 reads and
-compares them; all ranks load the same one, or none does.
-"""
+compares them; all ranks load the same one, or none does."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +35,7 @@ class StoredWeights:
 
     def find(self, fleet: Callable[[], FleetStatus]) -> Found:
         """The committed version; if it is unusable or not stored in time, the newest usable one before it.
-        Raises ValueError if some are stored but none is usable.
-        """
+        Raises ValueError if some are stored but none is usable."""
         status, stored = from_rank_0(self._once_stored(fleet))
         committed, problems = status.committed_version, list[str]()
         for version in sorted((each for each in stored if each <= committed), reverse=True):

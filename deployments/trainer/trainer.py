@@ -41,8 +41,7 @@ logger = serve_logger()
 
 class SerialQueue:
     """Runs calls one at a time, first come first served. A started call runs to its end, in a context of its
-    own: Serve cancels the calls of a caller that disconnects, and workers cannot stop in a step.
-    """
+    own: Serve cancels the calls of a caller that disconnects, and workers cannot stop in a step."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -182,8 +181,7 @@ STOP_TIMEOUT_S = FLUSH_TIMEOUT_S + 10.0  # Serve waits a few seconds for calls f
 
 class Trainer:
     """`slots`: GPUs that ranks and replicas share. Raises FleetUnavailable: a worker died, or did not load in
-    time.
-    """
+    time."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,

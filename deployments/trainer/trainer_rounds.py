@@ -47,8 +47,7 @@ class TrainerRounds:
 
     async def recall(self, labels: Collection[str]) -> None:
         """Repeating a predecessor's last publish, whose answer may be lost, returns the report of the round
-        that made this version. `labels`: of its steps.
-        """
+        that made this version. `labels`: of its steps."""
         for report in await retried(self._controller, "rounds"):
             if (report.version, report.phase) == (self.version, "committed") and report.label in labels:
                 self._untold = report
@@ -59,8 +58,7 @@ class TrainerRounds:
 
     async def publish(self, label: str | None, after: int | None = None) -> RoundReport:
         """Publish in place of version `after`; None: the trainer's own. If the round before is committed,
-        unanswered and has this label, this is the same call again: its report is the answer.
-        """
+        unanswered and has this label, this is the same call again: its report is the answer."""
         settled = await self.outcome()
         if settled is not None and settled.label == label:
             return settled
@@ -70,8 +68,7 @@ class TrainerRounds:
 
     async def outcome(self) -> RoundReport | None:
         """The report of a committed round whose close was not answered, once; else None. Raises Conflict (the
-        fleet has no record), or as `settle`.
-        """
+        fleet has no record), or as `settle`."""
         await self.settle()
         untold, self._untold = self._untold, None
         if isinstance(untold, SlipstreamError):
@@ -80,8 +77,7 @@ class TrainerRounds:
 
     async def settle(self) -> None:
         """Learn an unanswered round's outcome; adopt its version if it is committed. Raises FleetUnavailable:
-        it is still running, or the controller does not answer.
-        """
+        it is still running, or the controller does not answer."""
         if self.unanswered is None:
             return
         try:
@@ -154,8 +150,7 @@ _OPEN = "open"
 async def end_former_session(controller: CallHandle, *, shares_memory: bool = False) -> None:
     """End the round and lease of a dead worker, which would block others until it expires: a new lease under
     the same name makes its token stale. A closed round is left alone: it may commit. `shares_memory`: the
-    trainer's GPU memory stays allocated until the replicas disconnect.
-    """
+    trainer's GPU memory stays allocated until the replicas disconnect."""
     try:
         if not shares_memory:
             fleet: FleetStatus = await retried(controller, "fleet")

@@ -81,8 +81,7 @@ class WeightPublisher:
 
     def publish(self, label: str | None, after: int | None = None) -> RoundReport | None:
         """Returns the report on rank 0. Raises AnswerLost (it may be committed, with the tensors in
-        `unanswered`) or another SlipstreamError (the fleet is as it was).
-        """
+        `unanswered`) or another SlipstreamError (the fleet is as it was)."""
         self.source.begin()
         self.unanswered = {}
         self._client.label, self._client.options = label, RoundOptions(after=after)

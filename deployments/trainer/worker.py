@@ -84,8 +84,7 @@ class TrainerRank:
         label: str | None = None,
     ) -> Metrics:
         """As `Trainer.step`. Raises InvalidRequest: the batch is invalid or exceeds memory;
-        nothing changed.
-        """
+        nothing changed."""
         self._checkpoints.wait_until_copied()
         try:
             given = StepSettings.read(
@@ -125,8 +124,7 @@ class TrainerRank:
 
     def _begin(self, rendezvous_address: tuple[str, int]) -> None:
         """Find the model on this rank's host, seed, and join the other ranks. Raises ValueError: no such
-        model, or it is not version 0.
-        """
+        model, or it is not version 0."""
         model, revision, self._version_0 = self._spec.model, self._spec.revision, self._fleet().initial
         self._reads_files = self._rank == 0 or own_address() != rendezvous_address[0]
         self._checkpoint = InitialCheckpoint(model, revision)
@@ -234,8 +232,7 @@ class TrainerRank:
 
 class TrainerWorker(TrainerRank):
     """One rank of a trainer of all weights, or of an adapter merged into its base at each publish. An adapter
-    that cannot resume exactly starts from zero on the stored version.
-    """
+    that cannot resume exactly starts from zero on the stored version."""
 
     def __init__(self, spec: TrainerSpec, rank: int, controller: CallHandle) -> None:
         super().__init__(spec, rank, controller)
@@ -246,8 +243,7 @@ class TrainerWorker(TrainerRank):
 
     def load(self, rendezvous_address: tuple[str, int]) -> LoadedTrainer:
         """Join the group and load `StoredWeights.find`'s version. Raises ValueError (an unsuitable model, or
-        no usable version) or OSError.
-        """
+        no usable version) or OSError."""
         self._begin(rendezvous_address)
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
@@ -352,8 +348,7 @@ class TrainerWorker(TrainerRank):
 
     def load_version(self, version: int) -> Sequence[str]:
         """Moments start at zero. Returns the labels of the version's newest steps. Raises InvalidRequest
-        (absent or damaged) or OSError (an old checkpoint cannot be removed): the weights are unchanged.
-        """
+        (absent or damaged) or OSError (an old checkpoint cannot be removed): the weights are unchanged."""
         self._checkpoints.wait_until_copied()
         try:
             with self._store.reading(version) as directory:
@@ -538,8 +533,7 @@ def write_drafter(drafter: "TrainedDrafter", directory: Path) -> None:
 def directory_to_save(path: str | None, default: Path, check_owner: Callable[[], object]) -> Path:
     """The directory to write to, created if needed; `default`, in the store, may be a rewrite. Raises
     InvalidRequest: the path is relative, holds files or cannot be written, or the store is no longer this
-    fleet's.
-    """
+    fleet's."""
     if path is None:
         try:
             check_owner()

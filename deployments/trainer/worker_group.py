@@ -1,6 +1,5 @@
 """One Ray actor per trainer rank. Steps do not run in the Serve replica's process, which answers health
-checks. Ray kills the actors when that process, their owner, dies.
-"""
+checks. Ray kills the actors when that process, their owner, dies."""
 
 import asyncio
 import os
@@ -36,8 +35,7 @@ logger = serve_logger()
 
 class TrainerWorkerActor:
     """Only this process imports the workers, hence torch and vLLM. All calls but `call` are answered during a
-    step.
-    """
+    step."""
 
     _worker: "TrainerWorker | AdapterWorker"
 
@@ -95,8 +93,7 @@ class WorkerGroup:
     ) -> tuple["WorkerGroup", LoadedTrainer]:
         """Start the ranks, and wait until all have loaded the model. `slots`: rank r shares the GPU of bundle
         r with a replica. Raises FleetUnavailable (a rank died, or did not load in time) or TimeoutError (Ray
-        did not start rank 0 in time).
-        """
+        did not start rank 0 in time)."""
         incarnation = uuid.uuid4().hex[:8]
         group = cls(
             [
@@ -119,8 +116,7 @@ class WorkerGroup:
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """Raises a worker's SlipstreamError, or FleetUnavailable: a worker died or timed out, and the group
-        is broken.
-        """
+        is broken."""
         if self.broken is not None:
             raise FleetUnavailable(f"the trainer is being restarted: {self.broken}")
         trace = tracing.headers()
@@ -182,8 +178,7 @@ class WorkerGroup:
     async def flush(self, timeout_s: float) -> None:
         """Wait until the version and the checkpoint are written, but not for a running step. A broken group
         writes no checkpoint, but its rank 0 may hold the only copy of a version. Raises RayError,
-        TimeoutError or FleetUnavailable: rank 0 is lost.
-        """
+        TimeoutError or FleetUnavailable: rank 0 is lost."""
         await self.store_status()  # it answers quickly, or never
         if self.broken is None:
             writes = [_result(each.flush.remote(timeout_s)) for each in self._workers]

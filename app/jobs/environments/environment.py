@@ -46,8 +46,7 @@ class Environment(ABC):
     @abstractmethod
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """`count` rollouts of this problem; a number means the same problem in every process. Raises as
-        `Policy.chat`.
-        """
+        `Policy.chat`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,5 @@
 """A child process that answers lines of JSON. If it hangs, crashes or writes garbage, every pending question
-raises `Exited`. It stops, with all that it started, when its input ends, even if this process is killed.
-"""
+raises `Exited`. It stops, with all that it started, when its input ends, even if this process is killed."""
 
 import asyncio
 import json

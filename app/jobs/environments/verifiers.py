@@ -104,8 +104,7 @@ class Verifiers(Environment):
 
     async def rollouts(self, number: int, count: int, policy: Policy) -> Sequence[Rollout]:
         """Raises Unanswered if a rollout failed each time, and ValueError if the program does not restart or
-        too many problems in a row failed.
-        """
+        too many problems in a row failed."""
         try:
             made = await all_of(self._rollout(number, policy) for _ in range(count))
         except Unanswered as error:

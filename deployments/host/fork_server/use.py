@@ -1,4 +1,4 @@
-"""Makes Ray start a worker as a fork, by the `py_executable` of its runtime environment."""
+"""Ray starts a worker as a fork, by the `py_executable` of its runtime environment."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ _OTHER_PYTHONS = ("py_executable", "pip", "uv", "conda", "container", "image_uri
 def forked_worker() -> dict[str, str]:
     """The `runtime_env` that makes an actor's process a fork; empty if the job chose a Python.
 
-    A host without this Python and these files at these paths starts its workers as usual.
+    A host without this Python and these files at these paths starts workers as usual.
     """
     environment = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     if any(environment.get(name) for name in _OTHER_PYTHONS):

@@ -1,6 +1,5 @@
 """Staging on a CPU: vLLM loads and packs a second instance of the model while the engine decodes, and a swap
-exchanges the two. The second has memory only during a round.
-"""
+exchanges the two. The second has memory only during a round."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,6 +1,5 @@
 """What a model derives from its weights and keeps beside its parameters. A value equal in the live instance,
-its shadow and the shadow loaded again is constant; the rest must be renewed by a load.
-"""
+its shadow and the shadow loaded again is constant; the rest must be renewed by a load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

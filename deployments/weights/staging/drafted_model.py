@@ -153,8 +153,7 @@ def checkpoint_tensors(
     vllm_config: Any, model: torch.nn.Module, path: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a directory, which becomes the model's configured one. A version without a drafter gets the
-    tensors of the configured drafter.
-    """
+    tensors of the configured drafter."""
     if not isinstance(model, PolicyAndDrafter):
         config = vllm_config.model_config
         config.model, config.model_weights, config.revision = path, "", None

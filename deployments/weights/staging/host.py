@@ -118,8 +118,7 @@ def reload_refusal(model: torch.nn.Module, *, with_lora: bool = True) -> str | N
 @contextmanager
 def replacing_all(model: torch.nn.Module) -> Iterator[None]:
     """vLLM's reload leaves some weights packed (experts, tied heads) or unpacked (Mamba 2's convolution on a
-    CPU that multiplies bfloat16): pack or copy them.
-    """
+    CPU that multiplies bfloat16): pack or copy them."""
     kernels = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)

@@ -94,8 +94,7 @@ class StagingWorkerExtension:
 
     def native_check_connected(self) -> None:
         """Raises RuntimeError if vLLM's reload would leave weights out, or its NCCL communicator is disabled:
-        its broadcasts would do nothing and report success.
-        """
+        its broadcasts would do nothing and report success."""
         if (refusal := self.reload_refusal()) is not None:
             raise RuntimeError(f"staging 'none' is not possible: {refusal}")
         if self.model_runner.get_draft_model() is not None:

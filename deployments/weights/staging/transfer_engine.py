@@ -116,8 +116,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
     @abstractmethod
     def receive(self, update_info: Update) -> Iterator[ReceivedChunk]:
         """The chunks of one payload, on the staging thread. Raises TransferFailed (a peer is gone or silent)
-        or ValueError (wrong payload).
-        """
+        or ValueError (wrong payload)."""
 
     def init_transfer_engine(self, init_info: Init) -> None:
         self._begin(StagedUpdate())

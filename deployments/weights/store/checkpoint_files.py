@@ -58,8 +58,7 @@ def open_file(path: Path) -> FileIO:
 
 def read_into(file: FileIO, begin: int, target: memoryview, check: Callable[[], None] = lambda: None) -> None:
     """Fill the target (bytes) from byte `begin` on. `check`, called between reads, may raise. Raises
-    ValueError if the file is shorter.
-    """
+    ValueError if the file is shorter."""
     done = 0
     while done < len(target):
         check()
@@ -172,8 +171,7 @@ def _require_files(directory: Path, names: set[str], why: str) -> None:
 def parts_of(directory: Path, files: Sequence[Path], part_bytes: int, prefix: str = "") -> Iterator[FilePart]:
     """The tensors of the files, without digests, at most `part_bytes` at a time or one larger tensor.
     `prefix`: of a drafter's names in a version. Raises ValueError if a file is incomplete, or lacks tensors
-    that the index names.
-    """
+    that the index names."""
     config = None if prefix else _config(directory)
     seen: dict[str, Path] = {}
     for file in files:
@@ -251,8 +249,7 @@ def check_files(
 ) -> None:
     """Compare every tensor of a stored version with its manifest. `fleet_id`: its owner; None: any.
     `expected_digest`: the committed one; None: unknown. Raises ValueError (another version or other tensors;
-    names the first few) or OSError (absent or unreadable).
-    """
+    names the first few) or OSError (absent or unreadable)."""
     if not (directory / MANIFEST).is_file():
         raise FileNotFoundError(f"version {version} must be in {directory}, and there is none")
     manifest = VersionManifest.decode((directory / MANIFEST).read_bytes())
@@ -305,8 +302,7 @@ def _refuse_damaged(
 
 def confined(path: str, roots: Sequence[Path]) -> Path:
     """The path without symbolic links, if it is a configured root or below one. Raises ValueError, without
-    revealing whether the path exists.
-    """
+    revealing whether the path exists."""
     allowed = [str(root) for root in roots]
     if "\0" in path or not os.path.isabs(path):
         raise ValueError(f"path: expected an absolute path below one of {allowed}, got {path!r:.200}")

@@ -1,6 +1,5 @@
 """Reads one part of a checkpoint on its own thread: a disk that hangs must not block the staging thread,
-which drops updates.
-"""
+which drops updates."""
 
 import json
 import sys
@@ -42,8 +41,7 @@ class FileRead:
 
     def chunks(self) -> Iterator[ReceivedChunk]:
         """The part as one chunk, with the digests that its tensors must have. Raises ValueError: not this
-        model's files, unreadable, or aborted.
-        """
+        model's files, unreadable, or aborted."""
         check_config(self._part.config, self._checkpoint)
         chunk = chunk_of(self._part)
         try:

@@ -26,8 +26,7 @@ logger = serve_logger()
 
 def downloaded(model: str, revision: str | None = None) -> Path:
     """The checkpoint's directory, downloaded unless cached. Raises ValueError: neither a directory nor a hub
-    id that can be downloaded.
-    """
+    id that can be downloaded."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -48,8 +47,7 @@ def downloaded(model: str, revision: str | None = None) -> Path:
 
 def cached(model: str, revision: str | None = None, cache_dir: str | None = None) -> Path:
     """The directory that an engine of this host was loaded from, or the name as a path if the hub's cache
-    lacks it. Does not use the network. `cache_dir`: the engine's `download_dir`.
-    """
+    lacks it. Does not use the network. `cache_dir`: the engine's `download_dir`."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -66,8 +64,7 @@ def cached(model: str, revision: str | None = None, cache_dir: str | None = None
 
 def commit_of(model: str, revision: str | None = None, *, preferred: str | None = None) -> str | None:
     """The commit of a hub id that an engine of this host loads: the preferred one, which only an offline host
-    can lack; else the hub's, or if it is unreachable the cache's. None: neither knows it.
-    """
+    can lack; else the hub's, or if it is unreachable the cache's. None: neither knows it."""
     from huggingface_hub import constants
     from vllm.transformers_utils.repo_utils import resolve_revision
 
@@ -124,8 +121,7 @@ def read_schema(directory: Path) -> Schema | None:
 
 def model_files(directory: Path) -> Mapping[str, bytes]:
     """What a checkpoint needs beside its weights, by file name. Read it when the model loads: the directory
-    may be overwritten before a version is stored.
-    """
+    may be overwritten before a version is stored."""
     needed = {file for pattern in _NEEDED for file in directory.glob(pattern) if file.is_file()}
     weights = ("*.safetensors", "*.index.json", MANIFEST)
     return {

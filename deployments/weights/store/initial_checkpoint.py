@@ -1,7 +1,6 @@
 """What version 0 is: the digest of a directory's weight files, or a hub id's commit, whose files never
 change. A directory may be overwritten: its files are read before the engine reads them, and their identities
-compared afterwards.
-"""
+compared afterwards."""
 
 import os
 from collections.abc import Mapping
@@ -28,8 +27,7 @@ THREADS = 4
 
 class InitialCheckpoint:
     """The fleet's configured checkpoint: a directory, or a hub id of a `revision`. `has_files`: False if the
-    engine makes its weights up (`load_format: dummy`).
-    """
+    engine makes its weights up (`load_format: dummy`)."""
 
     def __init__(self, model: str, revision: str | None = None, *, has_files: bool = True) -> None:
         self._model = model
@@ -41,8 +39,7 @@ class InitialCheckpoint:
     def check(self, known: InitialWeights | None) -> InitialWeights | None:
         """What an engine of this host loads now; None: not known. Reads a directory's weight files, unless
         they are as before. `known`: what version 0 is, or None; a branch that has moved since is not
-        followed. Raises OSError, or ValueError: it is not version 0, or a file shrank during the read.
-        """
+        followed. Raises OSError, or ValueError: it is not version 0, or a file shrank during the read."""
         found = self._find(known)
         if known is not None and found != known:
             has = "weights that cannot be identified" if found is None else found

@@ -1,6 +1,5 @@
 """Which fleet a store belongs to: `fleet.json`. The store holds all durable state but the journal, so it
-belongs to one fleet and moves as one.
-"""
+belongs to one fleet and moves as one."""
 
 import fcntl
 import os
@@ -34,8 +33,7 @@ _OWNERS = TypeAdapter(_Owner)
 
 def check_owner(directory: Path, fleet_id: str) -> None:
     """Call before a write to a claimed store or a removal from it. Raises JournalError: no longer the
-    fleet's, or unreadable.
-    """
+    fleet's, or unreadable."""
     if not has_owner(directory, fleet_id):
         raise JournalError(
             f"{directory / OWNER} is not there, and this is fleet {fleet_id}'s store: is its disk mounted "
@@ -75,8 +73,7 @@ def has_owner(directory: Path, fleet_id: str) -> bool:
 
 def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
     """Claim a store durably; of several concurrent attempts one succeeds. Raises JournalError: another
-    fleet's, or unwritable.
-    """
+    fleet's, or unwritable."""
     owner = _Owner(fleet_id=fleet_id, state_dir=str(state_dir), host=socket.gethostname())
     file, aside = directory / OWNER, directory / f".{OWNER}.{uuid.uuid4().hex[:8]}"
     try:
@@ -101,8 +98,7 @@ def claim(directory: Path, fleet_id: str, state_dir: Path) -> None:
 
 def hold(directory: Path, wait_s: float = 0.0) -> int:
     """A copied journal has the same fleet id. `wait_s`: for a predecessor to exit. Raises JournalError:
-    another process holds it, or it cannot be opened.
-    """
+    another process holds it, or it cannot be opened."""
     until = time.monotonic() + wait_s
     try:
         descriptor = os.open(directory / OWNER, os.O_RDWR)  # network file systems lock no other

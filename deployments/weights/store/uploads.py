@@ -230,8 +230,7 @@ def _require_base(url: str, found: Upload) -> None:
 
 def download(url: str, target: Path, store: Store) -> None:
     """Make the directory `target` of the checkpoint at a URL. `store`: versions that may be its base. Raises
-    ValueError: absent, damaged, changed meanwhile, or unreadable, or the disk refuses it.
-    """
+    ValueError: absent, damaged, changed meanwhile, or unreadable, or the disk refuses it."""
     with _of(url), ExitStack() as stack:
         uploaded = found = _described(url)
         deltas: list[str] = []

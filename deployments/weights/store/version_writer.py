@@ -1,7 +1,6 @@
 """Writes committed versions to the store on a background thread. One is being written and one may wait,
 replaced by a newer one: a slow disk costs versions, not memory or time between steps. The trainer writes what
-it published; for external publishers a replica writes the tensors it retained (`RetainedVersions`).
-"""
+it published; for external publishers a replica writes the tensors it retained (`RetainedVersions`)."""
 
 import json
 import shutil
@@ -43,8 +42,7 @@ _Retained = tuple[int, dict[str, torch.Tensor]]  # version, tensors on the CPU
 def write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write CPU tensors of any shape to one safetensors file. Raises ValueError for other dtypes.
     `safetensors.torch.save_file` copies all tensors and holds the interpreter lock, which would stall an
-    engine's or trainer's thread.
-    """
+    engine's or trainer's thread."""
     # Widest dtypes first, which aligns every tensor to its item size; then by name: a replica may read two
     # halves of the file from different writers.
     ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].itemsize, pair[0]))
@@ -85,8 +83,7 @@ def read_tensors(directory: Path, names: Collection[str]) -> dict[str, torch.Ten
 class CommittedVersion:
     """A version with its tensors, which no longer change. `drafter`: version and tensors of the last drafter,
     kept if this version has none and the store no newer one. `mtp`: names of the multi-token prediction in
-    `base`, the served checkpoint, if nothing else drafts.
-    """
+    `base`, the served checkpoint, if nothing else drafts."""
 
     version: int
     label: str | None
@@ -102,8 +99,7 @@ class CommittedVersion:
 
 class VersionWriter:
     """Writes one version at a time, in the background. `write_files` writes the config and tokenizer files
-    beside the weights. `report` is called on the thread with every result; its exceptions are logged.
-    """
+    beside the weights. `report` is called on the thread with every result; its exceptions are logged."""
 
     def __init__(
         self,
@@ -190,8 +186,7 @@ class VersionWriter:
 
 def write_version(version: CommittedVersion, store: Store, write_files: Callable[[Path], None]) -> Path:
     """Write a checkpoint directory with its manifest. A version completed by a crashed writer stays. Raises
-    ValueError if the tensors differ from what was committed or from what is stored.
-    """
+    ValueError if the tensors differ from what was committed or from what is stored."""
     kept = None if _drafter_of(version.tensors, version.mtp) else _with_drafter(version, store)
     try:
         with ExitStack() as stack:
@@ -233,8 +228,7 @@ def _drafter_of(tensors: Mapping[str, torch.Tensor], mtp: Set[str] = frozenset()
 
 def _whole(version: CommittedVersion, source: Path | None) -> dict[str, torch.Tensor]:
     """Adds the drafter of the version before, except what a drafter's directory holds. `source`: the stored
-    version that has this one's drafter.
-    """
+    version that has this one's drafter."""
     tensors = dict(version.tensors)
     if source is None and version.drafter is not None and not _drafter_of(tensors, version.mtp):
         tensors |= version.drafter[1]
@@ -246,8 +240,7 @@ def _whole(version: CommittedVersion, source: Path | None) -> dict[str, torch.Te
 
 def _with_drafter(version: CommittedVersion, store: Store) -> VersionManifest | None:
     """The newest stored version before this one, if it has a newer drafter. A drafter in the served
-    checkpoint is in every version.
-    """
+    checkpoint is in every version."""
     came = -1 if version.drafter is None else version.drafter[0]
     for number in reversed([each for each in store.list() if each < version.version]):
         with suppress(OSError, ValueError):
@@ -298,8 +291,7 @@ def _manifest(
 class RetainedVersions:
     """Tensors of a round, in host memory until the store has them. One worker of a replica retains the
     arriving version, the newest committed one and the newest drafter: on a GPU one host copy per tensor, on a
-    CPU a reference. `add` is called on the staging thread, the others on the engine's.
-    """
+    CPU a reference. `add` is called on the staging thread, the others on the engine's."""
 
     def __init__(self, mtp: Set[str] = frozenset(), base: Path | None = None) -> None:
         self._mtp, self._base = mtp, base  # see `CommittedVersion`

@@ -88,8 +88,7 @@ _MANIFESTS = TypeAdapter(VersionManifest)
 
 def mtp_names(names: Iterable[str], depth: int) -> frozenset[str]:
     """The multi-token prediction of a checkpoint whose policy has `depth` layers: transformers' models leave
-    it out, and so do their publishers.
-    """
+    it out, and so do their publishers."""
     found = ((name, _MTP.match(name)) for name in names)
     return frozenset(name for name, match in found if match and int(match[1] or depth) >= depth)
 
@@ -154,8 +153,7 @@ class Store:
     def writing(self, version: int, fleet_id: str | None = None) -> Iterator[Path]:
         """A directory that becomes the version when the block, which writes the manifest, succeeds; otherwise
         it is removed. Raises FileExistsError (the version is complete) or OSError (unwritable, another
-        fleet's, or a newer version completed first).
-        """
+        fleet's, or a newer version completed first)."""
         if fleet_id is not None:
             check_owner(self.directory, fleet_id)
         final = self.path(version)
@@ -236,8 +234,7 @@ class Store:
 
 def _lockable(directory: Path) -> Path:
     """The file to lock for a version's directory: all hosts of an NFS see locks of files, one host those of
-    directories. Not its manifest, which the trainer may replace.
-    """
+    directories. Not its manifest, which the trainer may replace."""
     files = directory / MANIFEST, directory / "model.safetensors"
     return files[1] if all(each.is_file() for each in files) else directory  # not ours: opening may block
 

@@ -53,8 +53,7 @@ class BroadcastTrainerInitInfo(TrainerInitInfo):
 
 class BroadcastGroup(Protocol):
     """Broadcasts chunks from rank 0, in order. `start` and `wait` raise TransferFailed if a member is gone,
-    at the deadline, and after `abort`.
-    """
+    at the deadline, and after `abort`."""
 
     is_async: ClassVar[bool]  # the next broadcast may be queued ahead
 

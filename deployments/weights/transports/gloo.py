@@ -142,8 +142,7 @@ class GlooGroup:
 
 def _fits(info: RendezvousInfo, members: Sequence[tuple[str, int]]) -> bool:
     """Whether all hosts have memory to keep chunks, from each member's address and free memory: all members
-    decide alike. A round's chunks, and a shadow, take as much again.
-    """
+    decide alike. A round's chunks, and a shadow, take as much again."""
     size_bytes = 3 * sum(chunk.size_bytes for chunk in info.chunks())
     on_host = Counter(address for address, _ in members)
     return all(free_bytes >= on_host[address] * size_bytes for address, free_bytes in members)

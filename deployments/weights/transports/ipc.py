@@ -53,8 +53,7 @@ _ASK_S = 0.02
 class TrainerRanks:
     """The other ranks, during a round. Only rank 0 calls the fleet: each rank writes into its own page, which
     all map, that the round has ended or failed. A killed rank writes nothing, so every wait has a deadline.
-    Raises ValueError if a page is not on this host.
-    """
+    Raises ValueError if a page is not on this host."""
 
     def __init__(self, rank: int, own: Page, names: Sequence[str]) -> None:
         self._own = own

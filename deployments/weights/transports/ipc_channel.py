@@ -1,6 +1,5 @@
 """The channel of transport `ipc`: a page of counters in shared memory, and GPU memory: the model's own
-tensors, or two buffers for those that are gathered or cast.
-"""
+tensors, or two buffers for those that are gathered or cast."""
 
 import base64
 import mmap
@@ -285,8 +284,7 @@ class OpenedTensors:
 
 class LocalChunk:
     """A chunk from another GPU, brought by copy engines before it is read. A kernel that reads over the link
-    holds multiprocessors meanwhile (benchmarks/RESULTS.md, "A copy engine instead of NCCL").
-    """
+    holds multiprocessors meanwhile (benchmarks/RESULTS.md, "A copy engine instead of NCCL")."""
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
         self._memory = torch.empty(largest(chunks), dtype=torch.uint8, device=device)

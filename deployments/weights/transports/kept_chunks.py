@@ -38,8 +38,7 @@ class KeptChunks:
     def receive(self, index: int, chunk: Chunk, broadcast: Broadcast) -> tuple[torch.Tensor, int]:
         """A chunk's block, and how many bytes arrived; `broadcast` returns when they have. The next round
         overwrites the block unless something still refers to it. Raises TransferFailed if the difference is
-        from another chunk than the one kept here, or ValueError.
-        """
+        from another chunk than the one kept here, or ValueError."""
         base = self._blocks.pop(index, None)
         header = _header(0, 0)
         broadcast([header])

@@ -218,8 +218,7 @@ _WARM_UP_BYTES = 4 << 20
 
 class NcclGroup:
     """A communicator with its own stream, two buffers and abortable waits. Raises ValueError (NCCL does not
-    work) or TransferFailed (a member did not join).
-    """
+    work) or TransferFailed (a member did not join)."""
 
     is_async: ClassVar[bool] = True
     kept = None

@@ -104,8 +104,7 @@ class TrainerFacts:
 
 def backend(transport: str, staging: str, wire: str = OWN_WIRE) -> str:
     """The configured receiver's name in vLLM: ours, with staging "none" vLLM's own, with `VLLM_WIRE` one that
-    stages what vLLM's trainer engine sends. Raises ValueError.
-    """
+    stages what vLLM's trainer engine sends. Raises ValueError."""
     found = TRANSPORTS.get(transport)
     if found is None:
         raise ValueError(f"transport must be one of {sorted(TRANSPORTS)}, got {transport!r}")

@@ -61,8 +61,7 @@ class RollCall:
 
     def missing(self, started: int, check: Check = lambda: None) -> tuple[int, ...]:
         """Report a failure, wait for the others, and return the missing ranks; none without the store.
-        `started`: broadcasts so far, including the failed one.
-        """
+        `started`: broadcasts so far, including the failed one."""
         deadline = time.monotonic() + self._limit_s
         self._talk.ask(started, deadline)
         while not self._talk.answered.wait(_ANSWER_POLL_S) and time.monotonic() < deadline + self._limit_s:
@@ -143,8 +142,7 @@ def rendezvous(
     info: RendezvousInfo, rank: int, check: Check, payload: str = ""
 ) -> tuple[PrefixStore, list[str]]:
     """Wait until all members have joined. Returns their store and payloads, by rank. Raises TransferFailed
-    after `timeout_s`, naming the absent ones.
-    """
+    after `timeout_s`, naming the absent ones."""
     meeting = Meeting(info, rank, payload)
     return meet(meeting, check), meeting.payloads
 
@@ -233,8 +231,7 @@ def probe(info: RendezvousInfo) -> bool:
 
 def _listening(info: RendezvousInfo) -> int | None:
     """An IPv4 socket for the store, which looks up each peer's name: 5 s for ::ffff:127.0.0.1. None: the
-    store makes its own, for IPv6 and IPv4.
-    """
+    store makes its own, for IPv6 and IPv4."""
     try:
         ipaddress.IPv4Address(info.master_address)
     except ValueError:  # IPv6, or a name, which may be of both

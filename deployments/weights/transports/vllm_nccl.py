@@ -50,8 +50,7 @@ UNIQUE_ID = "broadcast_from/0/0"  # key of the first object of rank 0 in vLLM's 
 class VllmMeeting(Meeting):
     """Joins the group of vLLM's trainer engine (rank 0), which opens vLLM's store and leaves NCCL's unique id
     there. Workers also announce themselves to each other: NCCL would wait forever for a missing one.
-    `payloads` are the workers', from rank 1.
-    """
+    `payloads` are the workers', from rank 1."""
 
     unique_id = b""
     first_rank = 1

@@ -77,8 +77,7 @@ class ResidentSource(Protocol):
 class ChunkPacker:
     """A source's chunks, and their content in each round. For resident tensors, the model's own memory, a
     chunk's work is prepared once: a round is a few launches, without Python per tensor. Others are packed as
-    the source yields them. Raises ValueError if they differ from those declared.
-    """
+    the source yields them. Raises ValueError if they differ from those declared."""
 
     def __init__(self, source: WeightSource, chunk_bytes: int) -> None:
         self._source = source
@@ -108,8 +107,7 @@ class ChunkPacker:
 
     def pack(self, index: int, block: torch.Tensor) -> None:
         """Write the next chunk, with its digests, into a block (uint8 [chunk.size_bytes]). Raises ValueError
-        for an undeclared tensor.
-        """
+        for an undeclared tensor."""
         chunk = self.chunks[index]
         if self.resident is None:
             pack(chunk, self._pass, block)
@@ -170,8 +168,7 @@ class WeightSender(TrainerWeightTransferEngine[Init], Generic[Init]):
 
     def send_weights(self) -> None:
         """On every trainer rank. Raises TransferFailed (a peer is gone, or tensors have moved: connect again)
-        or ValueError (undeclared tensors).
-        """
+        or ValueError (undeclared tensors)."""
         self.packer.begin()
         self.prepare()
         if self.is_sender:

@@ -1,6 +1,5 @@
 """CUDA IPC handles of vLLM's `ipc` engines in JSON types, for processes that must not unpickle and do not
-import torch.
-"""
+import torch."""
 
 import base64
 from typing import Any
@@ -52,8 +51,7 @@ def _text(handle: bytes) -> str:
 
 def encode_handles(handles: Any, limit: int | None = None) -> Any:
     """vLLM's `ipc_handles` in JSON types: one {GPU UUID: handle}, or a list of one per tensor. Raises
-    ValueError, also for more than `limit` bytes can hold: a pickle can name one object many times.
-    """
+    ValueError, also for more than `limit` bytes can hold: a pickle can name one object many times."""
     parts = handles if isinstance(handles, list) else [handles]
     count = 0
     for part in parts:

@@ -1,6 +1,5 @@
 """Digests of tensors, computed where the bytes are: on the host here, on a GPU by `digest_cuda`, which queues
-the work and raises ValueError for tensors over 16 GiB.
-"""
+the work and raises ValueError for tensors over 16 GiB."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
