@@ -6,7 +6,7 @@
     recording   the lines as objects
     checker     what must hold; `test_checker` shows on forged recordings that each rule can fail
     faults      the cases as data
-    phases      how a phase of a round is hit on purpose
+    striking    how a phase of a round is hit on purpose
 
 The model (`marked_weights`) answers one token for ever, which its weights determine: a wrong label, mixed
 weights and a stale cache are seen in the answer.

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ START_S = 200.0  # of a publisher, which loads torch and vLLM beside a busy flee
 class Started:
     """A publisher's process, and what it says."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.publisher", url],
+            [sys.executable, "-m", "tests.chaos.publisher", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -73,12 +73,12 @@ class Publisher:
     that loads torch and vLLM starts in a minute or two.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, *arguments: str) -> None:
+        self._arguments = arguments
         self.digits = 1  # of the mark in a label
         self._mark = 0  # of the round begun last
-        self._now = Started(url).ready()
-        self._spare = Started(url)
+        self._now = Started(*arguments).ready()
+        self._spare = Started(*arguments)
 
     @property
     def process(self) -> subprocess.Popen[str]:
@@ -89,7 +89,7 @@ class Publisher:
         """Have one that runs."""
         if self.process.poll() is not None:
             self._now.close()
-            self._now, self._spare = self._spare, Started(self.url)
+            self._now, self._spare = self._spare, Started(*self._arguments)
             self._now.ready()
 
     def begin(self, mark: int, hold: str | None = None) -> None:
@@ -136,9 +136,16 @@ class Publisher:
 class Arena:
     """What the cases share."""
 
-    def __init__(self, launched: Launched, file: Path, clients: int = 4, replicas: int | None = None) -> None:
+    def __init__(
+        self,
+        launched: Launched,
+        file: Path,
+        clients: int = 4,
+        replicas: int | None = None,
+        addresses: Sequence[str] = (),  # of the publisher, for a fleet on several hosts
+    ) -> None:
         self.launched = launched
-        self.publisher = Publisher(launched.url)
+        self.publisher = Publisher(launched.url, *addresses)
         self.replicas = launched.replicas if replicas is None else replicas  # configured now
         self.refused: list[str] = []  # what publishers were told, newest last
         self._mark = 0

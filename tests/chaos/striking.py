@@ -37,7 +37,7 @@ def strike(arena: Arena, case: Case) -> float:
     with arena.quiet():
         until(arena.whole, 60, "a whole fleet before the fault")
         victims, brake = _victims(arena, case)
-        with _phase(arena, case, brake):
+        with in_phase(arena, case, brake):
             at = time.time()
             for victim in victims:
                 _hit(victim, case.action)
@@ -68,7 +68,7 @@ def _victims(arena: Arena, case: Case) -> tuple[list[psutil.Process], psutil.Pro
 
 
 @contextmanager
-def _phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
+def in_phase(arena: Arena, case: Case, brake: psutil.Process) -> Iterator[None]:
     """A round that is held in the case's phase, and then continues."""
     if case.phase is Phase.IDLE:
         yield
