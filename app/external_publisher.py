@@ -90,7 +90,7 @@ class Publisher:
         keeps its version, or did not respond; if the text says that the round may be committed, nothing
         answered for `timeout_s` after its last call was lost."""
         self._source.begin()
-        self._client.take_finishing()  # of a publish that Ctrl-C ended
+        self._client.take_finishing()  # left by a publish that Ctrl-C ended
         lost: FleetError | None = None
         try:
             self._engine.send_weights()

@@ -31,7 +31,7 @@ from trainers.step_metrics import Metrics
 
 _EMBEDDINGS = 0  # layers that they have passed
 _SUMS = ("loss", "agreed", "tokens")
-MAX_GRAD_NORM = 1.0  # of the drafter alone
+MAX_GRAD_NORM = 1.0  # the drafter's
 
 
 class TrainedDrafter:
@@ -76,7 +76,7 @@ class TrainedDrafter:
             ids = head.token_ids()
         self._own_output = self.head.lm_head if isinstance(self.head, Eagle3Head) else None
         self._models_output = model.get_output_embeddings()
-        self._recorded: dict[int, torch.Tensor] = {}  # by layers passed
+        self._recorded: dict[int, torch.Tensor] = {}  # keys: layers passed
         self._is_recording = False
         for passed in (_EMBEDDINGS, *self._layers):
             hooked[passed].register_forward_hook(self._record(passed))

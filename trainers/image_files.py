@@ -7,7 +7,7 @@ from PIL import Image as Pictures
 from PIL import ImageOps
 
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-MAX_PIXELS = 1 << 26  # of a file, before it is resized
+MAX_PIXELS = 1 << 26  # per file, before resizing
 
 
 def opened(content: bytes) -> Pictures.Image:

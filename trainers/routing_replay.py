@@ -96,7 +96,7 @@ class _Replaced(TorchFunctionMode):
         scores, own = args[0], result[1]
         tokens, top_k = self._chosen.shape
         if scores.ndim != 2 or scores.shape[1] != self._experts or own.shape[1] != top_k:
-            return result  # of groups of experts, or of attention
+            return result  # a `topk` over groups of experts, or in attention
         self.found = True
         if len(own) != tokens:  # the output head's probe
             return result

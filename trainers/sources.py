@@ -77,8 +77,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-DRAFTER = "drafter."  # of a drafter with a checkpoint of its own
-MTP = "mtp."  # of one in the model's
+DRAFTER = "drafter."  # a drafter's, with a checkpoint of its own
+MTP = "mtp."  # a drafter's, in the model's checkpoint
 DRAFTERS = (DRAFTER, MTP)
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 

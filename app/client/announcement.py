@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 QUIET_S = 10.0
-REDRAWN_S = 1.0  # in a terminal
-_CLEAR = "\r\x1b[2K"  # from the first column: Ctrl-C has printed ^C
+REDRAWN_S = 1.0  # terminals only
+_CLEAR = "\r\x1b[2K"  # first column: Ctrl-C has printed ^C
 
 
 def _redraws(out: TextIO) -> bool:

@@ -18,7 +18,7 @@ import httpx
 T = TypeVar("T")
 RETRY_PAUSE_S = 1.0
 POOL_SIZE = 4  # connections
-KEPT_S = 60.0  # for idle connections; Serve closes them after 90
+KEPT_S = 60.0  # idle connections; Serve closes them after 90
 MAX_SHOWN = 1000  # characters of a response in a message
 Reader = Callable[[bytes, Mapping[str, str]], T]  # takes a body or one event of a stream, and headers
 

@@ -44,7 +44,7 @@ from deployments.weights.store.versions import Store
 class ApplicationStatus:
     status: str
     message: str
-    deployments: Mapping[str, str] = field(default_factory=dict)  # for example "1 of 2 ready"
+    deployments: Mapping[str, str] = field(default_factory=dict)  # such as "1 of 2 ready"
 
 
 def read_status(details: Mapping[str, Any], application: str) -> ApplicationStatus:
@@ -95,7 +95,7 @@ def environment(config: AppConfig, inherited: Mapping[str, str]) -> dict[str, st
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
-    if config.security.token_file is not None:  # for jobs; Ray may display a path
+    if config.security.token_file is not None:  # jobs read it; Ray may display a path
         defaults["SLIPSTREAM_TOKEN_FILE"] = str(config.security.token_file)
     if is_offline(config.model):
         defaults["HF_HUB_OFFLINE"] = "1"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 CPU, GPU = "cpu", "gpu"
-BUILD_FILE = ".build"  # in the environment: names its packages
+BUILD_FILE = ".build"  # names an environment's packages
 MIN_DRIVER = "580.65.06"  # CUDA 13.0, for torch 2.14 and vLLM 0.33
 MIN_CAPABILITY = "7.5"  # the oldest for CUDA 13
 TIMEOUT_S = 30.0

@@ -145,7 +145,7 @@ class _Known:
 
 def _given(request: Request) -> str:
     if "authorization" not in request.headers:
-        return request.headers.get("x-api-key", "").strip()  # of Anthropic's clients
+        return request.headers.get("x-api-key", "").strip()  # Anthropic's clients
     scheme, _, text = request.headers["authorization"].partition(" ")
     match scheme.lower():
         case "bearer":

@@ -32,7 +32,7 @@ from deployments.weights.store.versions import Store
 
 DISK_S = 120.0
 DOWNLOAD_S = 1800.0
-INCOMING = "incoming"  # in the store
+INCOMING = "incoming"
 LOCK = ".lock"  # held while a directory is downloaded and published
 
 T = TypeVar("T")

@@ -47,7 +47,7 @@ PAGE_FILES = {
 NAMED = frozenset(name.encode() for name in NAMES)
 FREQUENT = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 logger = serve_logger()
-OWN = Routes()  # in the order in which the reference has them
+OWN = Routes()  # the reference's order
 
 
 @OWN("GET", "/openapi.json", access=Access.USER, include_in_schema=False)

@@ -86,7 +86,7 @@ async def reward(
 
 @routes("POST", "/rollouts/{rollout_id}/discard", access=Access.USER)
 async def discard(controller: Controller, rollout_id: RolloutId, request: Request, guard: OfGuard) -> Status:
-    """Discard a rollout: nobody learns from it. May be repeated."""
+    """Discard a rollout: no trainer learns from it. May be repeated."""
     await _call(controller, "discard", rollout_id, guard.owner(request))
     return Status(status="discarded")
 

@@ -21,7 +21,7 @@ from app.jobs.rewards import checked
 TOKEN = "SLIPSTREAM_JUDGE_TOKEN"
 AT_ONCE = 64  # requests, which its engine batches
 KEPT = 100_000  # rewards
-MAX_TOKENS = 1024  # of a chat model's reasons
+MAX_TOKENS = 1024  # limits a chat model's reasons
 SCHEMA = {
     "type": "object",
     "properties": {"reason": {"type": "string"}, "score": {"type": "number"}},
@@ -42,7 +42,7 @@ class Judge:
         self._rubric = rubric
         self._model: str | None = None
         self._free = asyncio.Semaphore(AT_ONCE)
-        self._rewards: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # by content
+        self._rewards: OrderedDict[str, asyncio.Task[float]] = OrderedDict()  # keys: content
 
     @classmethod
     def connect(cls, url: str, rubric: str | None, timeout_s: float) -> "Judge":

@@ -12,7 +12,7 @@ from app.client.connection import AsyncFleetClient, Call, FleetError
 from deployments.protocol.rollouts import GROUP_HEADER, ID_HEADER, REQUEST_HEADER
 
 ATTEMPTS = 3
-VERSION_TIMEOUT_S = "120"  # for a replica to reach a version
+VERSION_TIMEOUT_S = "120"
 # Log-probabilities must be the policy's. Everything is explicit: vLLM takes defaults from the model's
 # generation_config.json.
 DISTRIBUTION = {

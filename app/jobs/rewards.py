@@ -29,7 +29,7 @@ DETAILS = ("messages", "token_ids", "finish_reason")
 # (a line of the prompt file, the graded part of the answer, DETAILS by name) -> the reward
 Reward = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable[float]]
 TIMEOUT_S = 600.0
-EXIT_S = 1.0  # from the end of its pipe to its exit
+EXIT_S = 1.0  # limit between end of pipe and exit
 
 
 def load_reward(path: str, *, processes: int = 1, timeout_s: float = TIMEOUT_S) -> Reward:

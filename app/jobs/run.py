@@ -33,7 +33,7 @@ class Run:
     held_out: Environment
     policy: Policy
     path: Path
-    name: str  # in the ledger; the same after a restart
+    name: str  # the ledger's; survives a restart
     version: int
     output: Display
     started: float = field(default_factory=time.monotonic)
@@ -42,7 +42,7 @@ class Run:
     trained: int = 0
     refused: bool = False  # the last batch, by the trainer
     next_problem: int = 0
-    begun: deque[int] = field(default_factory=deque)  # in the ledger, without a producer
+    begun: deque[int] = field(default_factory=deque)  # known to the ledger, without a producer
     inherited: frozenset[int] = frozenset()  # begun by a killed job
     ready: int = 0
     waits: bool = True  # the newest step waits for groups, or has waited
@@ -50,7 +50,7 @@ class Run:
     stale: int = 0
     rows: Sequence[Row] = ()
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=10))
-    left_out: int = 0  # in a row
+    left_out: int = 0  # consecutive
     unanswered: int = 0
     generated_tokens: int = 0
     in_flight: int = 0

@@ -27,7 +27,7 @@ class ReasoningGymTask(Task):
     def __init__(
         self, name: str, settings: Mapping[str, Any], *, instruction: str, seed: int, extract: Extraction
     ) -> None:
-        with warnings.catch_warnings():  # of other people's syntax, while Python compiles it
+        with warnings.catch_warnings():  # foreign code's syntax warnings
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym
 

@@ -27,12 +27,12 @@ from trainers.trajectory import TeacherLogprobs, Trajectory
 
 T = TypeVar("T")
 AT_ONCE = 64  # requests
-TIMEOUT_S = 600.0  # of one request
+TIMEOUT_S = 600.0  # per request
 PATIENCE_S = 300.0  # it may be restarted
 TOKEN = "SLIPSTREAM_TEACHER_TOKEN"
 # Scripts, digits and spaces that tokenizers cut differently.
 PROBE = "def f(x):\n\treturn x ** 2  # 1234567890 naïve Grüße, Привет, 你好, مرحبا 😀"
-PLACEHOLDER = "<|image_pad|>"  # of the families whose images a trainer reads
+PLACEHOLDER = "<|image_pad|>"  # the only image families that a trainer reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Teacher:
         ids, prompt = [*each.prompt_token_ids, *each.token_ids], len(each.prompt_token_ids)
         asked: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": self.top_k}
         path, body = "/v1/completions", {"model": name, "prompt": ids, **asked}
-        if each.images:  # of which the teacher's processor makes as many tokens again
+        if each.images:  # the teacher's processor expands each again
             assert placeholder is not None
             path = "/inference/v1/generate"
             body = {

@@ -24,7 +24,7 @@ PATIENCE_S = 300.0  # limit of repeated calls: a replica may be replaced
 ATTEMPTS = 5
 POLL_S = 1.0
 BUSY_S = 3600.0  # above the trainer's STEP_TIMEOUT_S
-REFUSED = (400, 413, 422)  # of a batch
+REFUSED = (400, 413, 422)  # refused batch
 REPEATED = ("answer_lost", "other_step", "round_aborted")
 
 

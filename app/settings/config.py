@@ -174,7 +174,7 @@ RESERVED_ENGINE_ARGS = {
     "data_parallel_rank": "engine.data_parallel_size",
 }
 
-LOGPROBS_MODE = "processed_logprobs"  # of the distribution that is sampled from
+LOGPROBS_MODE = "processed_logprobs"  # the sampled distribution's
 
 # vLLM's defaults.
 VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1

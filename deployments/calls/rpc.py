@@ -46,7 +46,7 @@ IDLE_S = 3600.0  # the client closes idle connections first: a closing server ma
 BACKLOG = 4096  # a whole fleet registers with a new controller at once
 UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}  # the process may be alive
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # detects a host that is gone
-RESTART_WAIT_S = 120.0  # on a busy host a successor takes many seconds to start
+RESTART_WAIT_S = 120.0  # a successor takes many seconds to start on a busy host
 RETRY_S = 0.2
 
 Result = TypeVar("Result")

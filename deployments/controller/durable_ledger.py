@@ -35,7 +35,7 @@ from deployments.protocol.errors import FleetUnavailable
 
 DISK_S = 60.0  # per write; if the disk hangs, the next process may succeed
 LOCK_WAIT_S = 10.0
-LOOK_SHARE = 0.2  # of the event loop's time
+LOOK_SHARE = 0.2  # fraction of the event loop's time
 STALL_S = 2.0
 WAKE_AT_ONCE = 32  # waits; the loop serves others in between
 
@@ -139,7 +139,7 @@ class DurableLedger:
         journal.append(self._ledger.take_decisions())
         journal.reserve()
         self._waits = Waits()
-        self._journal = journal  # from here on only the thread uses it
+        self._journal = journal  # only the thread uses it from here on
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._no_space: str | None = None  # why a publisher's decisions cannot be written
         self._unwritten: list[Decision] = []

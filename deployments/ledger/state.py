@@ -87,7 +87,7 @@ class Member:
     leaving: bool = False
     drained: bool = False
     adapters: tuple[int, ...] = ()  # ids that it holds
-    adapters_number: int = 0  # of the `AdapterLoads` that it has carried out
+    adapters_number: int = 0  # the `AdapterLoads.number` that it has carried out
     fence_delivered: bool = False  # it knows that it is fenced; until then it may still take a request
 
     @property

@@ -71,7 +71,7 @@ class RoundConfig(BaseModel):
     `keep`: they keep it, and their next tokens attend to keys and values of the version before. The prefix
     cache is reset either way."""
     in_flight: InFlight = InFlight.KEEP
-    """Running requests at a commit. `keep`: they go on with the new weights. `wait`: the round waits for
+    """Running requests at a commit. `keep`: they continue with the new weights. `wait`: the round waits for
     their end. `abort`: they end with what they have."""
     min_replicas: PositiveInt = 1
     """A round is aborted if fewer take part."""

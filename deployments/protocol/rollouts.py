@@ -16,7 +16,7 @@ REQUEST_HEADER = "x-rollout-turn"
 GROUP_HEADER, SIZE_HEADER = "x-rollout-group", "x-rollout-group-size"
 CONTINUE_HEADER = "x-rollout-continue"  # "false": a stream whose replica is lost ends with an error
 NAMES = (ID_HEADER, REQUEST_HEADER, GROUP_HEADER, SIZE_HEADER, CONTINUE_HEADER)
-TURN_HEADER = b"x-slipstream-turn"  # from router to replica: a `RolloutRequest`
+TURN_HEADER = b"x-slipstream-turn"  # router to replica: a `RolloutRequest`
 # From router to replica: the client's body has so many bytes, followed by what was said already. In a
 # response: each chunk is a frame: events, END, lines that say what they are made of, END.
 SAID_HEADER = b"x-slipstream-said"
@@ -82,7 +82,7 @@ class RolloutRequest:
 class CapturedImage:
     """An image of a prompt."""
 
-    offset: int  # of its first token
+    offset: int  # position of its first token
     digest: str  # SHA-256 of the file, in hexadecimal
     content: bytes
 

@@ -38,7 +38,7 @@ class Piece:
     """What vLLM's CompletionOutput had between two events."""
 
     token_ids: list[int]
-    logprobs: list[list[Any]]  # for each token the fields of its `Logprob`s, after their token ids
+    logprobs: list[list[Any]]  # per token: its `Logprob`s' fields, after their token ids
     versions: list[tuple[str, int]]  # all so far, with the index of their first token
     finish_reason: str | None
     stop_reason: int | str | None

@@ -27,7 +27,7 @@ from deployments.replica.engine_core import PROOF
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.weights.wire.proof_sequences import ProofSequence, proof_sequences
 
-LIMIT_S = 60.0  # for all sequences
+LIMIT_S = 60.0  # limits all sequences
 OF_ADAPTER = 4  # sequences per live adapter
 
 logger = serve_logger()

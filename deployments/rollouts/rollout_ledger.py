@@ -33,9 +33,9 @@ from deployments.protocol.rollouts import Reward, RolloutLimits, RolloutRequest
 
 RUN_KEPT_S = 30 * 86400.0
 MAX_TOKENS = 1 << 20  # per rollout, with forks; an answer of `/rollouts/take` has about as many
-USER_SHARE = 1 / 4  # of `max_rollouts` and `max_gib`, for one user's token
+USER_SHARE = 1 / 4  # one user's part of `max_rollouts` and `max_gib`
 ALONE = "~"  # prefix for the group of a rollout without one; no id has it
-TOKEN_BYTES, TURN_BYTES = 40, 2048  # on disk, at most: with per-token rewards and ids of 128 letters
+TOKEN_BYTES, TURN_BYTES = 40, 2048  # most on disk: per-token rewards, ids of 128 letters
 
 
 class State(StrEnum):
@@ -56,7 +56,7 @@ class Rollout:
     state: State = State.OPEN
     turns: int = 0
     tokens: int = 0  # stored: prefixes shared between turns count once
-    routed_bytes: int = 0  # of a token's routed experts
+    routed_bytes: int = 0  # per token
     reward: Reward | None = None
 
 
@@ -69,8 +69,8 @@ class Turn:
     request: str
     attempt: int
     parent: int  # turn whose prompt and answer begin this prompt; -1: none
-    length: int  # of prompt and answer
-    digest: str  # of prompt and answer
+    length: int  # prompt and answer
+    digest: str  # prompt and answer
     stored: int  # not in the parent
     sampled: int
     policy: str  # the adapter's name; "": the base model

@@ -29,7 +29,7 @@ class TurnTokens:
     finish_reason: str | None
     sampling: Mapping[str, Any]
     images: Sequence[str] = ()  # digests, of the whole prompt
-    routed_experts: RoutedExperts | None = None  # of positions that the parent's answer lacks
+    routed_experts: RoutedExperts | None = None  # only positions that the parent's answer lacks
 
 
 def sequences(turns: Sequence[TurnTokens]) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ RETRY_AFTER_S = 1.0  # minimum that clients are told
 RETRY_PAUSE_S = 0.05
 LEAVES_S = 2.0  # a lost replica leaves the routing within this time
 WAITED_S = 0.1  # choosing takes less if a replica is free
-MAX_REFUSALS = 8  # for one request
+MAX_REFUSALS = 8  # per request
 CENSUS_TIMEOUT_S = 1.0  # no remote call: it returns at once, or no replica is admitted
 SILENCE_S = 30.0
 PROBE_TIMEOUT_S = 30.0  # tokenizing a long list of prompts takes seconds
@@ -47,7 +47,7 @@ logger = serve_logger()
 class RouterLimits:
     max_ongoing_requests: int  # a split request counts once
     max_body_bytes: int
-    request_timeout_s: float  # for finding a replica; the default of x-weight-timeout
+    request_timeout_s: float  # limits the search for a replica; default of x-weight-timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class _Live:
     version: int
     path: Path
     step: int | None  # None: others loaded the version
-    labels: Sequence[str]  # of its newest steps
+    labels: Sequence[str]  # newest steps'
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)  # empty until read
 
 
@@ -61,7 +61,7 @@ class AdapterWorker(TrainerRank):
         self._lora: LoraConfig = lora
         # Adapter names may have characters that file names may not.
         self._file_name = hashlib.sha256(lora.name.encode()).hexdigest()[:12]
-        self._directory = adapter_directory(spec.store_dir)  # of the files until the fleet has its copy
+        self._directory = adapter_directory(spec.store_dir)  # holds the files until the fleet has its copy
 
     @property
     def _adapter(self) -> LoraAdapter:

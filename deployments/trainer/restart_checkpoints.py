@@ -195,7 +195,7 @@ class RestartCheckpoints:
         """On failure earlier checkpoints stay and training continues."""
         try:
             partial.mkdir(parents=True, exist_ok=True)  # each rank's
-            with closing(DirectoryLock(partial)):  # for `Store.being_written`
+            with closing(DirectoryLock(partial)):  # `Store.being_written` sees it
                 tensors = staged.result()
                 with flushing(partial):
                     dcp.save(

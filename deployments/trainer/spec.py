@@ -7,7 +7,7 @@ from pathlib import Path
 from deployments.protocol.poll import InitialWeights
 from trainers.settings import TrainerConfig
 
-LABELS_KEPT = 100  # of steps
+LABELS_KEPT = 100  # steps
 PUBLISHER = "trainer"
 
 
@@ -47,7 +47,7 @@ class LoadedTrainer:
     version: int  # loaded weights; 0: the configured model
     missed: str | None = None  # why the fleet serves others, and what to do; None: it does not
     step: int
-    labels: Sequence[str] = ()  # of the newest steps
+    labels: Sequence[str] = ()  # newest steps'
     parameters: int  # trained, over all ranks
     untrained: Sequence[str] = ()  # what the model lacks of the checkpoint, in words
     adapter_version: int = 0  # the newest live one

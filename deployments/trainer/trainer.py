@@ -206,9 +206,11 @@ class Trainer:
         self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
         self._rounds = TrainerRounds(self._group, fleet, spec, self._loaded)
         self._step = self._loaded.step
-        self._made: dict[str, StepMetrics] = {}  # by label, the newest ones
+        self._made: dict[str, StepMetrics] = {}  # keys: label; the newest ones
         self._know(self._loaded.labels)
-        self._published: dict[str | None, RoundReport | AdapterReport] = {}  # by label, since the newest step
+        self._published: dict[
+            str | None, RoundReport | AdapterReport
+        ] = {}  # keys: label; since the newest step
         self._adapter_version = self._loaded.adapter_version
         self._proving: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 CHECKPOINTS_KEPT = 2  # the older one in case the newest is unreadable
 STORED_TIMEOUT_S = 60.0
-SEED = 0  # of an adapter's first weights, on all ranks
+SEED = 0  # an adapter's first weights are equal on all ranks
 logger = serve_logger()
 
 
@@ -71,7 +71,7 @@ class TrainerRank:
         self._store = Store(Path(spec.store_dir))
         self._stored = StoredWeights(self._store, rank)
         self._initial: InitialWeights | None = None
-        self._labels: tuple[str, ...] = ()  # of the newest steps in the weights
+        self._labels: tuple[str, ...] = ()  # the newest steps in the weights
 
     def rendezvous_address(self) -> tuple[str, int]:
         return own_address(), free_port()

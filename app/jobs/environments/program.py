@@ -16,7 +16,7 @@ from app.jobs.environments.verifiers_program import MARK, STOP_TIMEOUT_S, kill_m
 MAX_LINE_BYTES = 1 << 24
 LAST_WORDS_BYTES = 1 << 16
 GRACE_S = STOP_TIMEOUT_S + 5.0  # longer than its own limit
-LAST_WORDS_S = 1.0  # from the end of its output to its exit
+LAST_WORDS_S = 1.0  # limit between end of output and exit
 
 
 class Exited(Exception):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 MARK = "SLIPSTREAM_ROLLOUTS"
-STOP_TIMEOUT_S = 20.0  # for servers to stop
+STOP_TIMEOUT_S = 20.0  # limits the stop of servers
 KILL_TIMEOUT_S = 5.0
 
 

@@ -54,7 +54,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
 
     supports_draft_weight_update = False
     one_payload = True  # a version is one payload; False: one per chunk
-    share = 1.0  # of the device's time
+    share = 1.0  # fraction of the device's time
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ CONFIG = "config.json"
 CHANGED, REPLACED = "changed:", "replaced:"  # begin the names in DELTA, before a tensor's
 MAX_DELTAS = 100
 PIECE_BYTES = 16 << 20
-_WORD_BYTES = 8  # of which a delta's block is a multiple
+_WORD_BYTES = 8  # a delta's block is a multiple of it
 _CHECKED = ("ETag", "etag", "Last-Modified", "LastModified", "updated", "mtime", "created", "size")
 
 

@@ -87,7 +87,7 @@ class CommittedVersion:
 
     version: int
     label: str | None
-    tensors: Mapping[str, torch.Tensor]  # by checkpoint name, on the CPU
+    tensors: Mapping[str, torch.Tensor]  # keys: checkpoint names; CPU tensors
     fleet_id: str | None = None
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
@@ -115,7 +115,7 @@ class VersionWriter:
         self._writing = False
         self._reports = 0
         self._thread: threading.Thread | None = None
-        self.result: StoreResult | None = None  # of the last write
+        self.result: StoreResult | None = None  # the last write's
         self.newest: int | None = None
 
     def put(self, version: CommittedVersion, store: Store) -> None:

@@ -29,9 +29,7 @@ from deployments.weights.store.owner import check_owner
 
 MANIFEST = "manifest.json"
 DRAFTER = "drafter."  # begins the names of tensors of a drafter with a checkpoint of its own
-DRAFTER_DIRECTORY = (
-    "drafter"  # in a version's directory: the drafter's checkpoint, whose names have no prefix
-)
+DRAFTER_DIRECTORY = "drafter"  # a version's directory with the drafter's checkpoint, unprefixed
 
 _MTP = re.compile(r"(?:model\.|language_model\.)*(?:mtp[._]|layers\.(\d+)\.)")
 _NAME = re.compile(r"v(\d{8,})")

@@ -40,7 +40,7 @@ class Transport:
     native: bool = False  # vLLM has an engine of this name (`staging: none`, `wire: vllm`)
     same_gpu: SameGpu = SameGpu.NO_GPU
     rendezvous: bool = False  # all members form one group, which a lost member breaks
-    chunk_bytes: int = 64 << 20  # on a GPU each chunk interrupts decoding: use large ones
+    chunk_bytes: int = 64 << 20  # each chunk interrupts decoding on a GPU: use large ones
     # Pauses between chunks cost fewer tokens in all, and slow decoding by less than a tenth (RESULTS.md).
     staging_share: float = 1.0
 
