@@ -175,6 +175,7 @@ class NativeMember(EngineMember):
             raise RuntimeError("weights are a mixture of two versions ('staging: none' cannot undo)")
 
     async def _compare(self, part: FilePart) -> None:
+        """The engine keeps generating."""
         await self._check_reloadable()
         if any(Path(part.directory).glob(f"{MISTRAL}*.safetensors")):
             raise PayloadRejected(

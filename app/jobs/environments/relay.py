@@ -2,8 +2,8 @@
 
     agent ── http://127.0.0.1:PORT/SESSION/v1/chat/completions ──► Relay ── x-rollout-id ──► fleet
 
-Agents get the policy's distribution and version, but never see the fleet's token. Each session of an agent or
-judge is a rollout.
+The relay adds the policy's distribution and version, and the fleet's token, which no agent sees. Each session
+of an agent or judge is a rollout.
 """
 
 import json

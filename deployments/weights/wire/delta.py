@@ -19,8 +19,8 @@ Words = npt.NDArray[np.uint16]
 
 
 def encode_delta(block: Bytes, base: Bytes) -> Bytes | None:
-    """Turns `base` (uint8 [n], n a multiple of 8) into `block`, also in place. None: more than half of the
-    block."""
+    """Returns what turns `base` (uint8 [n], n a multiple of 8) into `block`, and overwrites `base` with
+    `block`. None: it is more than half of the block."""
     words, former = block.view(np.uint16), base.view(np.uint16)
     pieces, size = [], 0
     for start in range(0, len(words), PIECE_WORDS):
