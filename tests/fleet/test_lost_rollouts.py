@@ -96,11 +96,11 @@ def process_of(replica_id: str) -> psutil.Process:
 async def streams_of_every_route(
     fleet: Fleet, replicas: Mapping[str, psutil.Process]
 ) -> tuple[list[Stream], float]:
-    """The one of `replicas` that has the streams is killed under them, if it is one."""
+    """The one of `replicas` that has the streams is killed under them, if it is one. Not if a stream has
+    ended before the others began, as on busy cores: 0.0."""
     streams, lost_at = [Stream(*each) for each in BODIES], 0.0
     async with httpx.AsyncClient(base_url=fleet.url, timeout=300) as client, asyncio.TaskGroup() as group:
-        for stream in streams:
-            group.create_task(stream.read(client))
+        reading = [group.create_task(stream.read(client)) for stream in streams]
         while replicas and not all(len(stream.heard) > 4 for stream in streams):
             await asyncio.sleep(0.01)
         if replicas:
@@ -111,9 +111,10 @@ async def streams_of_every_route(
                 process.suspend()
             while max(stream.heard[-1] for stream in streams) > time.monotonic() - 0.3:
                 await asyncio.sleep(0.01)
-            lost_at = time.monotonic()  # all that it has made has arrived
+            if not any(task.done() for task in reading):
+                lost_at = time.monotonic()  # all that it has made has arrived
             for process in (victim, *engine):
-                process.kill()
+                process.kill() if lost_at else process.resume()
     return streams, lost_at
 
 
@@ -144,7 +145,8 @@ def check_streams_of_every_route(fleet: Fleet, logprob_tolerance: float = 1e-3) 
     with fleet.client() as client:
         before = members(client)
         replicas = {replica_id: process_of(replica_id) for replica_id in before}
-        cut, lost_at = asyncio.run(streams_of_every_route(fleet, replicas))
+        tries = (asyncio.run(streams_of_every_route(fleet, replicas)) for _ in range(5))
+        cut, lost_at = next((cut, lost_at) for cut, lost_at in tries if lost_at)
         for stream, unbroken in zip(cut, whole, strict=True):
             assert stream.text == unbroken.text and len(stream.text) > COUNT / 4, stream.path
             known = sum(at < lost_at for at in stream.heard)
