@@ -64,6 +64,8 @@ def test_every_route_is_captured_and_its_answer_shows_nothing_of_it(
     fleet: Fleet, path: str, stream: bool
 ) -> None:
     body = ROUTES[path] | ({"stream": True} if stream else {})
+    if "generate" not in path:
+        body["temperature"] = 0.0  # sampled, one of them may have no text, and then no "output"
     with fleet.client() as client:
         plain = succeeded(client.post(path, json=body))
         answer, sequence = captured(client, path, body)
