@@ -53,11 +53,15 @@ def flushing(directory: Path) -> Iterator[None]:
     written = threading.Event()
 
     def flush() -> None:
+        sizes: dict[Path, int] = {}
         while not written.wait(_FLUSH_EVERY_S):
             for parent, _, files in os.walk(directory):
-                for name in files:
+                for path in (Path(parent, name) for name in files):
                     with suppress(OSError):  # renamed meanwhile
-                        sync(Path(parent, name))
+                        size = path.stat().st_size
+                        if size != sizes.get(path):  # the fsync of an unchanged file still flushes the disk
+                            sizes[path] = size
+                            sync(path)
 
     thread = threading.Thread(target=flush, name="flush", daemon=True)
     thread.start()

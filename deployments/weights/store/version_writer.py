@@ -91,7 +91,7 @@ class CommittedVersion:
     fleet_id: str | None = None
     digest: str | None = None  # as committed; None: unknown
     trainer_step: int | None = None  # optimizer steps that made it
-    trainer_labels: tuple[str, ...] | None = None  # newest step's
+    trainer_labels: tuple[str, ...] | None = None  # the newest steps'
     drafter: _Retained | None = None
     mtp: Set[str] = frozenset()
     base: Path | None = None
