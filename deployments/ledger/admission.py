@@ -29,7 +29,7 @@ def on_report(state: State, report: Report) -> bool:
     """Returns whether something may follow. A heartbeat, or an acknowledgement that leaves others waiting,
     needs no look at all members."""
     known = state.find(report.replica_id, report.incarnation)
-    if known is not None and report.number < known.last_report:
+    if known is not None and (report.number < known.last_report or _is_of_before(state, known, report)):
         raise FleetUnavailable(f"a later report of {report.replica_id} overtook this one")
     quiet = known is not None and _says_nothing_new(known, report)
     epoch = state.epoch
@@ -54,6 +54,15 @@ def on_report(state: State, report: Report) -> bool:
     if report.ended:
         gone(state, member, "it was stopped, and ended before the fleet let it go")
     return follows or not quiet or state.epoch != epoch
+
+
+def _is_of_before(state: State, member: Member, report: Report) -> bool:
+    """The restart: its number cannot be compared. A member that served holds the committed version, or the
+    one before it until it swaps; one that left in order may be behind."""
+    if member.state is not MemberState.RETURNING or not member.was_serving:
+        return False
+    swaps = state.round is not None and member in state.round.commits
+    return report.version < state.committed_version - swaps and not (report.leaving and report.drained)
 
 
 def _says_nothing_new(member: Member, report: Report) -> bool:

@@ -181,6 +181,23 @@ def test_no_round_opens_after_a_restart_before_all_who_served_have_polled() -> N
     scene.ledger.open_round(scene.token, RoundOptions(), scene.now)
 
 
+def test_a_report_from_before_the_restart_that_comes_late_says_nothing_about_who_serves() -> None:
+    """It names an older version. Its replica serves the committed one, and no round may pass it over."""
+    scene = Scene(replicas=2)
+    late = scene.replicas[1].report()
+    scene.publish()
+    scene.restart()
+    scene.poll(1, only=scene.replicas[:1])
+    with pytest.raises(FleetUnavailable, match="overtook"):
+        scene.ledger.poll(late, scene.now)
+    scene.token = scene.ledger.acquire("trainer", scene.now).token
+    with pytest.raises(FleetUnavailable, match=r"replicas \['r1'\] have not polled yet"):
+        scene.ledger.open_round(scene.token, RoundOptions(), scene.now)
+    scene.poll(1)
+    assert report_of(scene.publish()).version == 2
+    assert all(each.admitted and each.version == 2 for each in scene.replicas)
+
+
 def test_a_fence_and_the_tokens_outlive_a_restart() -> None:
     scene = Scene(replicas=2)
     scene.replicas[0].outcomes[Verify] = Outcome.REPLICA_FAILED
