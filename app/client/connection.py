@@ -248,7 +248,7 @@ def bearer(token: str | None) -> dict[str, str]:
 
 def unreachable(url: object, error: httpx.TransportError) -> FleetError:
     reason = str(error) if str(error) else type(error).__name__
-    return FleetError(f"no fleet answers at {str(url).rstrip('/')} ({reason})")
+    return FleetError(f"no server answers at {str(url).rstrip('/')} ({reason})")
 
 
 def read(call: Call[T], answer: httpx.Response) -> T:

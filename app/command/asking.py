@@ -155,7 +155,7 @@ def connected(url: str, timeout_s: float | None) -> Iterator[FleetClient]:
 def explained(url: str, error: FleetError) -> str:
     """The fleet's message, and a remedy that the fleet cannot know."""
     if error.status is None:
-        return f"{error.message}: start one, or give its address with --url or SLIPSTREAM_URL"
+        return f"{error.message}: start a fleet, or give its address with --url or SLIPSTREAM_URL"
     if error.status == 503 and not error.type:  # what /health answers before a replica serves
         return f"the fleet at {without_credentials(url)[0]} is not ready: {error.message}"
     if not error.type or (error.status == 404 and error.type != NotFound.type):

@@ -125,17 +125,23 @@ def figures(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     }
 
 
+def learned(
+    groups: Sequence[Group], estimator: AdvantageEstimator, *, has_teacher: bool = False
+) -> list[tuple[Group, list[float]]]:
+    """With their rollouts' advantages. Groups of equal rewards are left out, unless advantages are relative
+    to the batch or there is a teacher."""
+    advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
+    whole = has_teacher or (estimator in OF_BATCHES and any(any(of_group) for of_group in advantages))
+    return [each for each in zip(groups, advantages, strict=True) if whole or any(each[1])]
+
+
 def trajectories(
     groups: Sequence[Group], estimator: AdvantageEstimator, *, has_teacher: bool = False
 ) -> list[Trajectory]:
-    """The trainer's batch. Groups of equal rewards are left out, unless advantages are relative to the batch
-    or there is a teacher."""
-    advantages = batch_advantages([group.shaped_rewards for group in groups], estimator)
-    whole = has_teacher or (estimator in OF_BATCHES and any(any(of_group) for of_group in advantages))
+    """The trainer's batch."""
     return [
         replace(trajectory, advantage=advantage)
-        for group, of_group in zip(groups, advantages, strict=True)
-        if whole or any(of_group)
+        for group, of_group in learned(groups, estimator, has_teacher=has_teacher)
         for rollout, advantage in zip(group.rollouts, of_group, strict=True)
         for trajectory in rollout.trajectories
     ]

@@ -16,7 +16,7 @@ from app.client import calls
 from app.client.connection import FleetError
 from app.jobs import metrics
 from app.jobs.evaluation import Evaluation, evaluate
-from app.jobs.groups import Group, figures, group_of, images_of, penalised, trajectories
+from app.jobs.groups import Group, figures, group_of, images_of, learned, penalised, trajectories
 from app.jobs.metrics import Row, StepRecord
 from app.jobs.policy import Moved, Unanswered
 from app.jobs.run import LEFT_OUT, Run
@@ -171,7 +171,7 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
         staleness_mean=fmean(staleness),
         staleness_max=max(staleness),
         groups=len(groups),
-        groups_with_signal=sum(run.teacher is not None or group.has_signal for group in groups),
+        groups_with_signal=len(learned(groups, run.options.advantage, has_teacher=run.teacher is not None)),
         groups_dropped=run.stale,
         groups_filtered=len(sampled) - len(groups),
         unanswered=run.unanswered,

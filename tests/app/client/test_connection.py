@@ -81,7 +81,9 @@ async def test_a_lost_connection_is_tried_again() -> None:
 async def test_a_call_that_may_have_been_carried_out_is_not_repeated(call: Call[Any]) -> None:
     async with patient(httpx.ReadError("gone"), without_router(), ok({})) as client:
         for reason in ("gone", "500: Internal Server Error"):
-            with pytest.raises(FleetError, match=rf"no fleet answers at http://fleet \({reason}\)") as caught:
+            with pytest.raises(
+                FleetError, match=rf"no server answers at http://fleet \({reason}\)"
+            ) as caught:
                 await client.send(call)
             assert caught.value.status is None
 
@@ -122,7 +124,7 @@ def test_an_answer_of_something_else_is_an_error(answer: httpx.Response) -> None
 def test_a_fleet_that_is_not_there_is_named_by_its_address() -> None:
     with pytest.raises(FleetError) as caught:
         blocking(httpx.ConnectError("refused")).send(calls.fleet())
-    assert str(caught.value) == "no fleet answers at http://fleet (refused)"
+    assert str(caught.value) == "no server answers at http://fleet (refused)"
     assert (caught.value.message, caught.value.status) == (str(caught.value), None)
 
 
@@ -148,7 +150,7 @@ def test_a_token_file_is_read_and_an_operators_token_goes_before_a_users(tmp_pat
 def test_a_token_in_the_address_is_carried_and_never_shown() -> None:
     with FleetClient.connect("http://x:s3cret@127.0.0.1:1/", "other") as client:
         assert client.http.headers["authorization"] == "Bearer s3cret"
-        with pytest.raises(FleetError, match=r"no fleet answers at http://127.0.0.1:1 ") as caught:
+        with pytest.raises(FleetError, match=r"no server answers at http://127.0.0.1:1 ") as caught:
             client.send(calls.fleet())
     assert "s3cret" not in str(caught.value) + caught.value.message
 
@@ -197,7 +199,7 @@ async def test_a_stream_that_is_refused_or_lost_is_an_error() -> None:
         with pytest.raises(FleetError, match="400: no such model"):
             await anext(client.stream(STREAM))
     async with patient(httpx.ReadError("gone")) as client:
-        with pytest.raises(FleetError, match=r"no fleet answers at http://fleet \(gone\)"):
+        with pytest.raises(FleetError, match=r"no server answers at http://fleet \(gone\)"):
             await anext(client.stream(STREAM))
 
 

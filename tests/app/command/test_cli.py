@@ -118,7 +118,7 @@ def test_watching_goes_on_while_the_fleet_restarts(url: str) -> None:
         shown = [str(frame) for frame in asking.frames(url, fleet, table, range(3))]
     assert shown == [
         "version 1",
-        "no fleet answers: start one, or give its address with --url or SLIPSTREAM_URL",
+        "no fleet answers: start a fleet, or give its address with --url or SLIPSTREAM_URL",
         "version 2",
     ]
 
@@ -160,7 +160,7 @@ def test_a_fleet_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = CliRunner().invoke(cli, ["status", "--url", url])
-    assert result.stderr.startswith(f"slipstream: no fleet answers at {url} (timed out): start one")
+    assert result.stderr.startswith(f"slipstream: no server answers at {url} (timed out): start a fleet")
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8o00", "localhost:8000"])
@@ -283,14 +283,14 @@ def test_a_refusal_is_the_fleets_own_explanation(url: str) -> None:
 def test_a_fleet_that_does_not_answer_is_named() -> None:
     result = CliRunner().invoke(cli, ["status", "--url", "http://127.0.0.1:1"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("slipstream: no fleet answers at http://127.0.0.1:1 (")
-    assert result.stderr.endswith("): start one, or give its address with --url or SLIPSTREAM_URL\n")
+    assert result.stderr.startswith("slipstream: no server answers at http://127.0.0.1:1 (")
+    assert result.stderr.endswith("): start a fleet, or give its address with --url or SLIPSTREAM_URL\n")
 
 
 def test_the_jobs_options_are_read_before_the_fleet_is_asked() -> None:
     environment = {"SLIPSTREAM_URL": "http://127.0.0.1:1"}
     result = CliRunner().invoke(cli, ["rl", "--steps", "3"], env=environment)
-    assert result.exit_code == 1 and "no fleet answers at http://127.0.0.1:1 (" in result.stderr
+    assert result.exit_code == 1 and "no server answers at http://127.0.0.1:1 (" in result.stderr
     result = CliRunner().invoke(cli, ["rl", "--no-such-option", "x"], env=environment)
     assert result.exit_code == 2 and "No such option: --no-such-option" in result.stderr
 

@@ -24,6 +24,7 @@ from app.jobs.policy import Policy
 from app.jobs.run import Run
 from app.jobs.run_display import Display
 from app.jobs.task_groups import all_of, run_beside
+from tests.app.fake_answers import chat_choice
 from tests.app.http.fake_trainer import STATUS, adapter_report
 from tests.app.jobs.fake_fleet import CountingTask, FakeFleet, run_job
 from trainers.trajectory import VersionSpan
@@ -208,6 +209,22 @@ async def test_groups_without_a_difference_are_counted_but_not_trained_on(tmp_pa
     (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1")
     assert fleet.batches == [] and fleet.labels == []
     assert record.groups_with_signal == 0 and record.version == 4
+
+
+class AnswersByProblem(FakeFleet):
+    """All answers to a problem are equal, and other problems have others."""
+
+    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+        length = 1 + int(request["messages"][0]["content"])
+        choice = chat_choice([7] * length, text="x" * length, version=self.version)
+        return {"choices": [choice] * request["n"]}
+
+
+async def test_equal_rewards_that_are_compared_over_the_batch_are_not_left_out(tmp_path: Path) -> None:
+    fleet = AnswersByProblem()
+    (record,) = await run_job(fleet, tmp_path / "m.jsonl", "--steps", "1", "--advantage", "reinforce_pp")
+    assert len(fleet.batches[0]) == 6
+    assert record.left_out["with equal rewards"] == 0
 
 
 async def test_a_problem_that_the_fleet_refuses_is_left_out(

@@ -47,7 +47,7 @@ def test_a_dry_run_shows_the_options_and_tries_the_users_own_reward_where_he_sta
     assert done.returncode == 0, done.stderr
     assert "steps = 9\n" in done.stdout and 'reward = "my_rewards:length"\n' in done.stdout
     assert "the first problem: user: Say it\nits reward for an empty answer: 0.25\n" in done.stdout
-    assert f"the fleet was not asked: no fleet answers at http://127.0.0.1:{port}" in done.stdout
+    assert f"the fleet was not asked: no server answers at http://127.0.0.1:{port}" in done.stdout
     assert {path.name for path in tmp_path.glob("*.*")} == {"my_rewards.py", "problems.jsonl", "run.toml"}
 
 

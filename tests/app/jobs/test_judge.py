@@ -81,10 +81,11 @@ async def test_rollouts_wait_for_a_judge_that_is_away() -> None:
 
 async def test_one_that_stays_away_is_an_error_and_no_reward() -> None:
     fake = FakeJudge()
-    fake.refuses = [refusal(500, "internal", "CUDA error")]
+    fake.refuses = [refusal(500, "internal", "CUDA error"), httpx.ConnectError("refused")]
     judge = fake.judge()
-    with pytest.raises(FleetError, match=r"the judge rm at http://fleet.*CUDA error. No rollout is lost"):
-        await judge({}, "", conversation("four"))
+    for reason in ("500: CUDA error", r"no server answers at http://fleet \(refused\)"):
+        with pytest.raises(FleetError, match=rf"the judge rm at http://fleet.*{reason}. No rollout is lost"):
+            await judge({}, "", conversation("four"))
     assert await judge({}, "", conversation("four")) == 4.0, "a failure is not kept"
 
 
