@@ -8,6 +8,7 @@ torch's own ways to form a group cannot be aborted; they are called after this, 
 store's calls block as long as its host hangs: threads make them.
 """
 
+import atexit
 import ipaddress
 import socket
 import threading
@@ -32,6 +33,29 @@ _FAILED = "failed"
 
 
 Check = Callable[[], None]  # raises to end a wait; called every few milliseconds
+_THREADS: dict[threading.Thread, Callable[[], None]] = {}  # those that call a store, and what ends them
+
+
+def _start(name: str, run: Callable[[], None], end: Callable[[], None]) -> None:
+    def until_over() -> None:
+        try:
+            run()
+        finally:
+            _THREADS.pop(threading.current_thread(), None)
+
+    thread = threading.Thread(target=until_over, name=name, daemon=True)
+    _THREADS[thread] = end
+    thread.start()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A call of torch's store that returns while the interpreter exits aborts the process."""
+    threads, deadline = dict(_THREADS), time.monotonic() + HOST_S
+    for end in threads.values():
+        end()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class RollCall:
@@ -46,7 +70,7 @@ class RollCall:
         self._talk = _Talk(store, rank, world_size)
         self._limit_s = HOST_S if rank == 0 else ROLL_CALL_S
         weakref.finalize(self, self._talk.close)
-        threading.Thread(target=self._talk.run, name="roll-call", daemon=True).start()
+        _start("roll-call", self._talk.run, self._talk.close)
 
     def is_called(self) -> bool:
         """Whether a member has failed. Call it while waiting for the others."""
@@ -148,14 +172,14 @@ def rendezvous(
 
 
 def meet(meeting: "Meeting", check: Check) -> PrefixStore:
-    threading.Thread(target=meeting.run, name="rendezvous", daemon=True).start()
+    _start("rendezvous", meeting.run, meeting.abandon)
     try:
         while not meeting.over.wait(_POLL_S):
             check()
             if time.monotonic() > meeting.deadline + HOST_S:
                 raise TransferFailed(f"{_expected(meeting.info)}: the rendezvous does not answer", (0,))
     finally:
-        meeting.abandoned = True
+        meeting.abandon()
     if meeting.failure is not None:
         raise meeting.failure
     assert meeting.store is not None
@@ -174,6 +198,9 @@ class Meeting:
         self.store: PrefixStore | None = None
         self.payloads: list[str] = []
         self.failure: TransferFailed | None = None
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
     def run(self) -> None:
         try:

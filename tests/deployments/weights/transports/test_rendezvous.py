@@ -4,6 +4,8 @@ import os
 import pickle
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -35,6 +37,32 @@ def test_every_member_receives_the_payload_of_every_other() -> None:
     assert [payloads for _, payloads in joined] == [["rank 0", "rank 1", "rank 2"]] * 3
     joined[2][0].set("key", "value")
     assert joined[1][0].get("key") == b"value"
+
+
+CALLS_AT_EXIT = """
+import time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from deployments.weights.transports.rendezvous import RollCall
+
+class Slow(TCPStore):
+    def check(self, keys):
+        ends = time.monotonic() + 1.0
+        while time.monotonic() < ends:
+            super().check(keys)
+        return False
+
+store = Slow("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+roll_call = RollCall(store, 0, 1)
+roll_call.is_called()
+time.sleep(0.1)
+"""
+
+
+def test_a_process_may_exit_while_a_thread_calls_the_store() -> None:
+    """Without a wait for that thread: 'terminate called without an active exception'."""
+    done = subprocess.run([sys.executable, "-c", CALLS_AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("address", "family"), [("127.0.0.1", "tcp"), ("::1", "tcp6")])
