@@ -169,7 +169,7 @@ def _drain(state: State, current: Round, member: Member) -> None:
 
     def ended(drain: PendingDrain) -> None:
         current.not_drained |= drain.late
-        if member.alive and member in current.commits[member].waiting:
+        if member in current.commits[member].waiting:
             _send_commit(state, current, member)
 
     membership.begin_drain(
@@ -223,11 +223,7 @@ def _release(state: State, current: Round) -> None:
         _finish(state, current)
         return
     enter(state, current, RoundPhase.RELEASING)
-    bodies = {
-        member: Release(round_id=current.round_id)
-        for member in current.participants
-        if member.alive and member.replica_id not in current.left_behind
-    }
+    bodies = {member: Release(round_id=current.round_id) for member in current.participants if member.alive}
     membership.send(
         state,
         Release.name,

@@ -2,6 +2,7 @@ import pytest
 
 from deployments.ledger.adapter_catalog import REMEMBERED, next_adapter, numbered
 from deployments.protocol.adapters import (
+    Adapter,
     AdapterCatalog,
     AdapterTimings,
     LoadAdapter,
@@ -108,6 +109,18 @@ def test_a_replica_that_fails_in_a_load_is_fenced_and_the_others_serve_the_adapt
     assert scene.replicas[1].fenced == "load_adapter: replica_failed here"
 
 
+def test_a_replica_that_says_it_has_loaded_an_adapter_and_does_not_hold_it_is_fenced() -> None:
+    scene = AdapterScene(2)
+    forgetful = scene.replicas[1]
+    forgetful.adapters.held = Forgetful()
+    assert ended(scene.load("math")) and live(scene.replicas[0]) == ["math@1"]
+    assert forgetful.fenced == "load_adapter: done, and it does not hold it"
+
+
+class Forgetful(dict[int, Adapter]):
+    def __setitem__(self, key: int, value: Adapter) -> None: ...
+
+
 def test_a_load_that_failed_is_answered_when_no_replica_has_the_adapter_any_more() -> None:
     scene = AdapterScene(2)
     scene.replicas[0].hangs_in = {SetAdapters}
@@ -207,8 +220,9 @@ def test_a_fleet_without_adapters_says_why() -> None:
     scene = AdapterScene(1)
     scene.limits = AdapterLimits(refusal="'engine.extra.enable_lora' is not set")
     scene.restart()
-    with pytest.raises(Conflict, match="enable_lora"):
-        scene.load("math")
+    for change in (scene.load, scene.unload):
+        with pytest.raises(Conflict, match="enable_lora"):
+            change("math")
 
 
 def test_files_that_could_not_be_copied_leave_nothing_behind() -> None:

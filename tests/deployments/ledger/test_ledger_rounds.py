@@ -3,7 +3,13 @@ import pytest
 from deployments.ledger.commit_phase import KEPT_TIMINGS, keep
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.engine_state import InFlight
-from deployments.protocol.errors import Conflict, InvalidRequest, RoundAborted, SlipstreamError
+from deployments.protocol.errors import (
+    Conflict,
+    FleetUnavailable,
+    InvalidRequest,
+    RoundAborted,
+    SlipstreamError,
+)
 from deployments.protocol.poll import Body, Check, Commit, CommitMode, Drop, KvCache, Outcome, Receive, Verify
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 from tests.deployments.ledger.ledger_scene import Scene, report_of
@@ -118,6 +124,29 @@ def test_rolling_takes_max_unavailable_at_a_time() -> None:
         scene.poll(2)
     assert report_of(task).phase == "committed"
     assert all("release" not in each.names() for each in scene.replicas)
+
+
+def test_rolling_goes_past_a_replica_that_has_not_heard_of_its_fence() -> None:
+    scene = Scene(replicas=3, commit=CommitMode.ROLLING, max_unavailable=1)
+    first, fenced, last = scene.replicas
+    first.hangs_in.add(Commit)
+    task = scene.publish()
+    fenced.failed = "its engine died"
+    scene.ledger.poll(fenced.report(), scene.now)  # the answer is lost
+    first.hangs_in.clear()
+    scene.poll(3, only=[first, last])
+    assert first.version == last.version == 1 and fenced.fenced is None
+    scene.poll(2)
+    assert report_of(task).fenced == {"r1": "its engine died"}
+
+
+def test_no_round_opens_with_fewer_replicas_than_must_remain() -> None:
+    scene = Scene(replicas=2, min_replicas=2)
+    scene.connect()
+    scene.replicas[1].failed = "its engine died"
+    scene.poll()
+    with pytest.raises(FleetUnavailable, match="a round needs at least 2 replicas, 1 are registered"):
+        scene.open()
 
 
 def test_a_replica_that_fails_after_the_decision_is_fenced_and_the_round_goes_on() -> None:
