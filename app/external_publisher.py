@@ -5,7 +5,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ from deployments.trainer.base_checkpoint import BaseCheckpoint
 from deployments.trainer.fleet_connection import free_port
 from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
-from deployments.weights.transports.registry import TrainerFacts, trainer_init_info
+from deployments.weights.transports.registry import KeepPublished, TrainerFacts, trainer_init_info
 from trainers.sources import ParameterSource
 
 
@@ -45,6 +45,8 @@ class Publisher:
             vLLM's own `ipc` and `nccl`. As the fleet's `weights.transport`.
         token: the fleet's; None: it has none.
         address: this host's, as replicas reach it. None: the one in the network that leads to the fleet.
+        keep_published: over `slipstream_nccl`: keep the last version on the `device`, or in the memory of the
+            `host`, to send only what has changed. None: send all.
         timeout_s: for each call to the fleet.
 
     Raises:
@@ -61,6 +63,7 @@ class Publisher:
         transport: str = "shm",
         token: str | None = None,
         address: str | None = None,
+        keep_published: Literal["device", "host"] | None = None,
         timeout_s: float = 300.0,
     ) -> None:
         register()
@@ -70,6 +73,7 @@ class Publisher:
             workers=self._fleet.send(calls.world_size()),
             master_address=address_towards(urlsplit(url).hostname or "") if address is None else address,
             master_port=free_port(),
+            keep_published=None if keep_published is None else KeepPublished(keep_published),
         )
         source = whole_source(model, None if checkpoint is None else Path(checkpoint))
         self._source = PublishSource(source, keep_copy=False)

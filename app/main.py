@@ -295,6 +295,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         transport=args.weights.transport,
         chunk_bytes=args.weights.effective_chunk_bytes,
         native=args.weights.staging is StagingMode.NONE,
+        keep_published=args.weights.keep_published,
         device=args.device.value,
         config=trainer,
         trust_remote_code=args.trust_remote_code,

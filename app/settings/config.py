@@ -220,6 +220,10 @@ def _device_rules(config: AppConfig) -> Iterator[str]:
     if weights.staging is StagingMode.NONE and not transport.native:
         reason = f"'none' selects vLLM's own engines, which are {_names(lambda other: other.native)}"
         yield expected("weights.staging", f"'host' with transport {transport.name!r}", "'none'", reason)
+    if weights.keep_published and (transport.name, weights.staging) != ("nccl", StagingMode.DEVICE):
+        reason = "workers restore the last version from their shadows"
+        wanted = "null without transport 'nccl' and staging 'device'"
+        yield expected("weights.keep_published", wanted, repr(weights.keep_published.value), reason)
     if weights.wire is Wire.VLLM:
         yield from _wire_rules(config)
     if weights.staging is StagingMode.DEVICE and config.engine.serves_adapters:

@@ -7,7 +7,13 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from deployments.protocol.ledger_config import LedgerConfig, RoundConfig
-from deployments.weights.transports.registry import OWN_WIRE, TRANSPORTS, VLLM_WIRE, Transport
+from deployments.weights.transports.registry import (
+    OWN_WIRE,
+    TRANSPORTS,
+    VLLM_WIRE,
+    KeepPublished,
+    Transport,
+)
 
 
 def quoted(names: list[str]) -> str:
@@ -59,6 +65,10 @@ class WeightsConfig(RoundConfig):
     staging_share: float | None = Field(default=None, gt=0.0, le=1.0)
     """The share of a GPU's time that staging may take while requests run. Below 1 it pauses between chunks:
     decoding stays fast, an update takes longer. None: the transport's default."""
+    keep_published: KeepPublished | None = None
+    """Over `nccl`, with staging `device`: where the trainer keeps the version that it last published, to send
+    only what has changed. `device`: a copy of the weights on its GPU. `host`: page-locked host memory, which
+    passes the bus in each round: for links slower than that. None: rounds are whole."""
     allow_pickled_ipc_over_http: bool = False
     """Accept vLLM's CUDA IPC handles over HTTP. They can only arrive pickled; a restricted unpickler reads
     them."""

@@ -131,6 +131,7 @@ class FleetConnection:
             master_address=own_address(),
             master_port=free_port(),
             chunk_bytes=self._spec.chunk_bytes,
+            keep_published=self._spec.keep_published,
             largest_tensor_bytes=max(spec.dtype.itemsize * prod(spec.shape) for spec in self._source.specs()),
         )
         if TRANSPORTS[self._spec.transport].rendezvous:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deployments.protocol.poll import InitialWeights
+from deployments.weights.transports.registry import KeepPublished
 from trainers.settings import TrainerConfig
 
 LABELS_KEPT = 100  # steps
@@ -35,6 +36,7 @@ class TrainerSpec:
     transport: str
     chunk_bytes: int
     native: bool
+    keep_published: KeepPublished | None = None
     trust_remote_code: bool = False
     revision: str | None = None
     publish_timeout_s: float = 900.0

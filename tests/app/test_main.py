@@ -24,6 +24,7 @@ from deployments.serve.placement import FREE_TIMEOUT_S
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import FLUSH_TIMEOUT_S
 from deployments.trainer.worker_group import resources
+from deployments.weights.transports.registry import KeepPublished
 from tests.app.settings.complaints import COLOCATED, SEPARATE
 from tests.tiny_models import save_tiny_llama
 
@@ -180,7 +181,14 @@ def test_without_staging_the_trainer_sends_with_vllms_own_engine() -> None:
     config = parse_config({"model": "m", **SEPARATE, "weights": weights})
     assert config.trainer is not None
     spec = trainer_spec(config, config.trainer, "/models/m")
-    assert (spec.native, spec.chunk_bytes) == (True, 1 << 20)
+    assert (spec.native, spec.chunk_bytes, spec.keep_published) == (True, 1 << 20, None)
+
+
+def test_the_trainer_keeps_what_it_published_where_that_is_configured() -> None:
+    weights = {"transport": "nccl", "staging": "device", "keep_published": "host"}
+    config = parse_config({"model": "m", **SEPARATE, "weights": weights})
+    assert config.trainer is not None
+    assert trainer_spec(config, config.trainer, "/models/m").keep_published is KeepPublished.HOST
 
 
 def test_the_trainer_begins_with_the_revision_that_the_replicas_load() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from vllm.config import VllmConfig
@@ -24,6 +24,18 @@ class Staging(ABC):
     def replay(self, received: ReceivedChunk) -> Findings | None:
         """False: the chunk is not known from an earlier round."""
         return None
+
+    def holds(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether all of them can be restored from what the last update left here."""
+        return False
+
+    def reopen(self) -> None:
+        """The update that began consists of differences from the last one."""
+        raise AssertionError("holds nothing")
+
+    def restore(self, chunk: Chunk, block: torch.Tensor) -> None:
+        """Write the tensors of the last update into a block (uint8 [chunk.size_bytes])."""
+        raise AssertionError("holds nothing")
 
     @abstractmethod
     def add(self, chunk: Chunk, tensors: Tensors) -> None:

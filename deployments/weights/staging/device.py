@@ -8,7 +8,7 @@ A swap copies tensor over tensor: addresses stay, and captured CUDA graphs stay 
 What a layer derives from its weights is swapped too, or the engine refuses to start (`derived`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -53,6 +53,7 @@ class DeviceStaging(Staging):
         self.load_plans = LoadPlans()
         self._received: set[Chunk] = set()
         self._open = False
+        self._holds_last = False  # the shadow, all of the last update
         self._live_written = torch.cuda.Event()
         torch.cuda.current_stream(device).synchronize()
 
@@ -67,6 +68,17 @@ class DeviceStaging(Staging):
         if found is not None:
             self._received.add(received.chunk)
         return found
+
+    def holds(self, chunks: Sequence[Chunk]) -> bool:
+        return self._holds_last and all(map(self.load_plans.can_restore, chunks))
+
+    def reopen(self) -> None:
+        """Without poison: what the last update filled this one does, by the same plans."""
+        self._open, self._holds_last = True, False
+        torch.cuda.current_stream().wait_event(self._live_written)
+
+    def restore(self, chunk: Chunk, block: torch.Tensor) -> None:
+        self.load_plans.restore(chunk, block)
 
     def add(self, chunk: Chunk, tensors: Tensors) -> None:
         if self._layerwise:
@@ -107,6 +119,7 @@ class DeviceStaging(Staging):
             self._start()
             self._load(checkpoint_tensors(self._vllm_config, self._shadow, path))
             unfilled = self._complete(complete=True)
+            self._holds_last = False
         if unfilled:
             self.drop()
             raise ValueError(f"{path} lacks weights of {join_reasons(unfilled)}")
@@ -124,7 +137,7 @@ class DeviceStaging(Staging):
         self.load_plans.release()
 
     def _start(self) -> None:
-        self._open = True
+        self._open, self._holds_last = True, False
         torch.cuda.current_stream().wait_event(self._live_written)  # the last swap reads the shadow
         if self._layerwise:
             with self._config():
@@ -139,7 +152,7 @@ class DeviceStaging(Staging):
         if not unfilled:
             self._pairs.check_tied()
             self._derived.collect()
-            self._open = False
+            self._open, self._holds_last = False, True
         return unfilled
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

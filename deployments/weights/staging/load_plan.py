@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deployments.weights.staging.base import Tensors
-from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk
-from deployments.weights.wire.digest import digest_tensor, prepare_inspection
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, view
+from deployments.weights.wire.digest import digest_tensor, prepare_copies, prepare_inspection
 from deployments.weights.wire.digest_definition import Copy, Findings
 
 _COPY = torch.ops.aten.copy_.default
@@ -32,7 +32,9 @@ class PlannedCopy:
     target: torch.Tensor
 
     def source(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        tensor = tensors[self.index]
+        return self.of(tensors[self.index])
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -40,7 +42,9 @@ class PlannedCopy:
 class _Plan:
     copies: list[PlannedCopy]
     digests: list[torch.Tensor]  # the sources' in the first round
+    is_whole: bool  # the targets have all of each tensor, in its dtype
     prepared: dict[int, Callable[[], Findings]] = field(default_factory=dict)  # keys: `memory_key`
+    restoring: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 class LoadPlans:
@@ -63,9 +67,24 @@ class LoadPlans:
             inspection = plan.prepared[received.memory_key] = prepare_inspection(tensors, copies)
         return inspection()
 
+    def can_restore(self, chunk: Chunk) -> bool:
+        """Not if another worker loads a part of a tensor."""
+        return chunk in self._plans and self._plans[chunk].is_whole
+
+    def restore(self, chunk: Chunk, block: torch.Tensor) -> None:
+        """Copy what the plan has filled back into a block."""
+        plan, key = self._plans[chunk], block.data_ptr()
+        restore = plan.restoring.get(key)
+        if restore is None:
+            tensors = [view(entry, block) for entry in chunk.entries]
+            copies = [Copy(index=c.index, source=c.target, target=c.source(tensors)) for c in plan.copies]
+            restore = plan.restoring[key] = prepare_copies(copies)
+        restore()
+
     def release(self) -> None:
         for plan in self._plans.values():
             plan.prepared.clear()
+            plan.restoring.clear()
 
     @contextmanager
     def record(self, chunk: Chunk, tensors: Tensors) -> Iterator[None]:
@@ -80,7 +99,8 @@ class LoadPlans:
             self.refused[chunk] = recorder.objection
             return
         digests = [_digest(c.source(sources).to(c.target.dtype)) for c in recorder.copies]
-        self._unconfirmed[chunk] = _Plan(recorder.copies, digests)
+        is_whole = all(_is_whole(i, source, recorder.copies) for i, source in enumerate(sources))
+        self._unconfirmed[chunk] = _Plan(recorder.copies, digests, is_whole)
 
     def confirm(self, chunks: set[Chunk]) -> None:
         for chunk, plan in self._unconfirmed.items():
@@ -156,6 +176,17 @@ class _Recorder(TorchDispatchMode):
 
     def _is_received(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self._storages
+
+
+def _is_whole(index: int, tensor: torch.Tensor, copies: Sequence[PlannedCopy]) -> bool:
+    """Whether the targets of a tensor's copies, put together, are all of it."""
+    end = 0
+    for copy in sorted((copy for copy in copies if copy.index == index), key=lambda copy: copy.offset):
+        part = copy.of(tensor)
+        is_range = part.numel() == tensor.numel() or part.is_contiguous()
+        if copy.target.dtype == tensor.dtype and is_range and copy.offset <= end:
+            end = max(end, copy.offset + part.numel())
+    return end == tensor.numel()
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:

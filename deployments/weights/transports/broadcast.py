@@ -11,7 +11,7 @@ Both sides fill a group's two buffers in turn. On GPUs events order its stream a
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,11 +26,12 @@ from vllm.distributed.weight_transfer.base import (
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
-from deployments.weights.transports.kept_chunks import KeptChunks
+from deployments.weights.transports.kept_chunks import KeptChunks, apply, header, read_header
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo
 from deployments.weights.transports.weight_sender import OnePayloadSender
 from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
+from deployments.weights.wire.digest import digest_tensor
 
 BUFFERS = 2
 
@@ -59,7 +60,7 @@ class BroadcastGroup(Protocol):
 
     @property
     def kept(self) -> KeptChunks | None:
-        """The chunks of the last round. None: all are sent whole, as always if `is_async`."""
+        """The chunks of the last round. None: all are sent whole, or (`nccl`) this is a worker."""
 
     def reserve(self, size_bytes: int) -> None:
         """Make the buffers at least this large."""
@@ -67,8 +68,12 @@ class BroadcastGroup(Protocol):
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         """The buffer of broadcast `index` (uint8 [size_bytes])."""
 
-    def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = ...) -> None:
-        """Broadcast parts of buffer `index`, ordered after the current stream."""
+    def agree(self, ready: bool, check: Check = ...) -> bool:
+        """Whether all members are ready for a round of differences."""
+
+    def start(self, index: int, parts: Iterable[torch.Tensor], check: Check = ...) -> None:
+        """Broadcast parts of buffer `index`, or others, ordered after the current stream. A part in host
+        memory has arrived when the next one is taken from `parts`."""
 
     def wait(self, index: int, check: Check = ...) -> None:
         """Afterwards the current stream may use the buffer."""
@@ -132,9 +137,11 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
 
     make_group: MakeGroup
     _chunks: tuple[Chunk, ...] = ()
+    _told = False  # a header comes before each chunk
+    _sent: torch.Tensor | None = None  # digests of the first chunk of the last round
 
     def join(self, init_info: RendezvousInfo, check: Check) -> BroadcastGroup:
-        self._chunks = init_info.chunks()
+        self._chunks, self._told, self._sent = init_info.chunks(), init_info.keeps, None
         return self.make_group(init_info, init_info.rank_offset + self.worker_index, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
@@ -142,24 +149,56 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         group.reserve(largest(self._chunks))
         finished = False
         try:
-            yield from self._whole(group) if group.kept is None else as_deltas(group, self._chunks)
+            yield from self._in_turn(group) if group.kept is None else as_deltas(group, self._chunks)
             group.finish()
             finished = True
         finally:
             if not finished:  # else peers wait in broadcasts that this worker will not join
                 self.abort()
 
-    def _whole(self, group: BroadcastGroup) -> Iterator[ReceivedChunk]:
+    def _in_turn(self, group: BroadcastGroup) -> Iterator[ReceivedChunk]:
+        if self._told and group.agree(self._has_last_round(group)):
+            self.staging.reopen()
+        differences: dict[int, torch.Tensor] = {}
         # One ahead: the current stream orders it after the loads of chunk i-1, from the same buffer. Not if
         # staging pauses between chunks: no broadcast may run in the pause.
         ahead = 1 if group.is_async and self.share == 1.0 else 0
         chunks, started = self._chunks, 0
         for index, chunk in enumerate(chunks):
             while started < min(index + 1 + ahead, len(chunks)):
-                group.start(started, [group.buffer(started, chunks[started].size_bytes)])
+                group.start(started, self._parts(group, started, differences))
                 started += 1
             group.wait(index)
-            yield packed_chunk(chunk, group.buffer(index, chunk.size_bytes))
+            block, difference = group.buffer(index, chunk.size_bytes), differences.pop(index, None)
+            if difference is not None:
+                self.staging.restore(chunk, block)
+                apply(difference, block)
+            received = packed_chunk(chunk, block)
+            if index == 0:
+                self._sent = received.sent
+            yield received if difference is None else replace(received, arrived_bytes=difference.numel())
+
+    def _parts(
+        self, group: BroadcastGroup, index: int, differences: dict[int, torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        chunk = self._chunks[index]
+        block = group.buffer(index, chunk.size_bytes)
+        if self._told:
+            told = header(0, 0)
+            yield told
+            size_bytes, _ = read_header(told, index, chunk)
+            if size_bytes < chunk.size_bytes:
+                block = differences[index] = torch.empty(size_bytes, dtype=torch.uint8, device=block.device)
+        yield block
+
+    def _has_last_round(self, group: BroadcastGroup) -> bool:
+        """By the first chunk: engines also load directories, and lose weights while they sleep."""
+        if self._sent is None or not self.staging.holds(self._chunks):
+            return False
+        first = self._chunks[0]
+        block = group.buffer(0, first.size_bytes)
+        self.staging.restore(first, block)
+        return torch.equal(digest_tensor(packed_chunk(first, block).read()), self._sent)
 
 
 def as_deltas(group: BroadcastGroup, chunks: Sequence[Chunk]) -> Iterator[ReceivedChunk]:
@@ -201,6 +240,7 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
             world_size=init_info.world_size,
             chunk_bytes=init_info.chunk_bytes,
             timeout_s=init_info.timeout_s,
+            keeps=self.keeps(init_info),
             **describe(self.packer.metadata),
         )
         calls = ThreadPoolExecutor(max_workers=1)
@@ -214,6 +254,10 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
             connecting.result()
         finally:
             calls.shutdown(wait=False)
+
+    def keeps(self, init_info: Init) -> bool:
+        """Whether chunks come as differences from those of the last round, which workers have staged."""
+        return False
 
     def is_current(self) -> bool:
         return self._group is not None or not self.is_sender
@@ -232,16 +276,18 @@ class BroadcastSender(OnePayloadSender[Init], Generic[Init]):
         if group is None:
             raise TransferFailed("the transfer group is gone: connect again")
         group.reserve(largest(chunks))
+        kept = group.kept
+        whole = kept is None or not group.agree(len(kept) == len(chunks), check)
         for index, chunk in enumerate(chunks):
             if index >= BUFFERS:
                 group.wait(index - BUFFERS, check)
             # On the caller's stream: the tensors' memory may be freed right afterwards.
             block = group.buffer(index, chunk.size_bytes)
             self.packer.pack(index, block)
-            if group.kept is None:
+            if kept is None:
                 group.start(index, [block], check)
             else:
-                group.kept.send(index, chunk, block, partial(group.start, index, check=check))
+                kept.send(index, chunk, block, partial(group.start, index, check=check), whole=whole)
         for index in range(max(len(chunks) - BUFFERS, 0), len(chunks)):
             group.wait(index, check)
         group.finish()

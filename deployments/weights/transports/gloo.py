@@ -11,7 +11,7 @@ differences (`kept_chunks`).
 import json
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,13 +85,16 @@ class GlooGroup:
             self._blocks = {index: torch.empty(size_bytes, dtype=torch.uint8)}
         return self._blocks[index]
 
-    def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
+    def agree(self, ready: bool, check: Check = lambda: None) -> bool:
+        return ready  # all members keep the same
+
+    def start(self, index: int, parts: Iterable[torch.Tensor], check: Check = lambda: None) -> None:
         self._passing[index] = self._thread.submit(self._pass, parts, check)
 
     def wait(self, index: int, check: Check = lambda: None) -> None:
         self._passing.pop(index).result()
 
-    def _pass(self, parts: Sequence[torch.Tensor], check: Check) -> None:
+    def _pass(self, parts: Iterable[torch.Tensor], check: Check) -> None:
         try:
             for part in parts:
                 self.broadcast(part, check)

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +34,10 @@ from deployments.weights.transports.broadcast import (
     BroadcastSender,
     BroadcastTrainerInitInfo,
 )
-from deployments.weights.transports.registry import TRANSPORTS
+from deployments.weights.transports.kept_chunks import KeptChunks
+from deployments.weights.transports.registry import TRANSPORTS, KeepPublished
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
+from deployments.weights.wire import delta_cuda
 
 MINIMUM_NCCL = (2, 29, 7)
 _CREATION_POLL_S = 0.01
@@ -212,6 +214,7 @@ def _version(path: str) -> str:
 _POLL_S = 0.0001
 _CALL_S = 0.2  # an abort waits this long for a call in progress
 _STARTED = "started"  # broadcasts that members have started, summed
+_READY = "ready"  # rounds of differences that members were ready for, summed
 _WATCH_S = 0.25
 _WARM_UP_BYTES = 4 << 20
 
@@ -221,13 +224,13 @@ class NcclGroup:
     work) or TransferFailed (a member did not join)."""
 
     is_async: ClassVar[bool] = True
-    kept = None
+    kept: KeptChunks | None = None
 
     def __init__(self, info: RendezvousInfo, rank: int, device: torch.device, check: Check) -> None:
         self._timeout_s = info.timeout_s
         self._device = device
-        self._world_size = info.world_size
-        self._started = 0
+        self._rank, self._world_size = rank, info.world_size
+        self._started = self._ready = self._told = 0
         self._store, create = self.meet(info, rank, device, check)
         self._roll_call = RollCall(self._store, rank, info.world_size)
         self._communicator: PyNcclCommunicator | None
@@ -236,11 +239,14 @@ class NcclGroup:
         # An allocation during a broadcast may make the driver wait for all streams.
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._done = [torch.cuda.Event() for _ in range(BUFFERS)]
+        self._passing: list[list[torch.Tensor]] = [[] for _ in range(BUFFERS)]
         self._calling = threading.Lock()
         self._call_deadline = math.inf
         # One for all calls: a thread takes as long to start as a call.
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
         self.warm_up()
+        if info.keeps:
+            delta_cuda.warm_up(device)
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Check
@@ -268,12 +274,23 @@ class NcclGroup:
     def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
         return self._buffers[index % BUFFERS][:size_bytes]
 
-    def start(self, index: int, parts: Sequence[torch.Tensor], check: Check = lambda: None) -> None:
+    def agree(self, ready: bool, check: Check = lambda: None) -> bool:
+        self._add(_READY, int(ready))
+        self._assemble(check)
+        before, self._ready = self._ready, self._add(_READY, 0)
+        return self._ready - before == self._world_size
+
+    def _assemble(self, check: Check) -> None:
+        """Wait until all members are here."""
         self._started += 1
         # One sum for all broadcasts: no member adds for the next before all have added for this one.
         needed = self._started * self.counted
-        if self._add_started(1) < needed:
-            self._wait_until(lambda: self._add_started(0) >= needed, check)
+        if self._add(_STARTED, 1) < needed:
+            self._wait_until(lambda: self._add(_STARTED, 0) >= needed, check)
+
+    def start(self, index: int, parts: Iterable[torch.Tensor], check: Check = lambda: None) -> None:
+        self._assemble(check)
+        passing = self._passing[index % BUFFERS] = []  # must not be allocated again meanwhile
         # NCCL may block on a dead peer: the watchdog ends that.
         self._call_deadline = time.monotonic() + self._timeout_s
         try:
@@ -283,7 +300,11 @@ class NcclGroup:
                     raise TransferFailed("the transfer group was aborted")
                 self._stream.wait_stream(torch.cuda.current_stream())
                 for part in parts:
-                    communicator.broadcast(part, src=0, stream=self._stream)
+                    passing.append(part)
+                    if part.is_cuda:
+                        communicator.broadcast(part, src=0, stream=self._stream)
+                    else:
+                        self._tell(part)
                 self._done[index % BUFFERS].record(self._stream)
         except RuntimeError as error:  # NCCL_CHECK has no finer class
             missing = self._roll_call.missing(self._started, check)
@@ -297,11 +318,21 @@ class NcclGroup:
         torch.cuda.current_stream().wait_event(done)
 
     def finish(self) -> None:
+        self._passing = [[] for _ in range(BUFFERS)]
         self._roll_call.finished(self._started)
 
-    def _add_started(self, more: int) -> int:
+    def _tell(self, part: torch.Tensor) -> None:
+        self._told += 1
+        if self._rank == 0:
+            self._store.set(f"told/{self._told}", part.numpy().tobytes().hex())
+            self._store.delete_key(f"told/{self._told - 1}")  # all have read it
+        else:
+            told = bytearray.fromhex(self._store.get(f"told/{self._told}").decode())
+            part.copy_(torch.frombuffer(told, dtype=torch.uint8))
+
+    def _add(self, key: str, more: int) -> int:
         try:
-            return self._store.add(_STARTED, more)
+            return self._store.add(key, more)
         except RuntimeError as error:  # torch has no finer class
             raise TransferFailed(f"the transfer group failed: its store is unreachable: {error}") from error
 
@@ -352,6 +383,7 @@ class NcclTrainerInitInfo(BroadcastTrainerInitInfo):
     backend: ClassVar[str] = "slipstream_nccl"
 
     chunk_bytes: int = TRANSPORTS["nccl"].chunk_bytes
+    keep_published: KeepPublished | None = None
 
 
 def on_current_device(info: RendezvousInfo, rank: int, check: Check) -> NcclGroup:
@@ -365,3 +397,12 @@ class NcclWeightTransferEngine(BroadcastReceiver):
 class NcclTrainerWeightTransferEngine(BroadcastSender[NcclTrainerInitInfo]):
     init_info_cls = NcclTrainerInitInfo
     make_group = staticmethod(on_current_device)
+
+    def keeps(self, init_info: NcclTrainerInitInfo) -> bool:
+        return init_info.keep_published is not None
+
+    def connect(self, init_info: NcclTrainerInitInfo) -> None:
+        super().connect(init_info)
+        if isinstance(self._group, NcclGroup) and self.keeps(init_info):
+            in_host_memory = init_info.keep_published is KeepPublished.HOST
+            self._group.kept = KeptChunks(in_host_memory=in_host_memory)

@@ -33,6 +33,13 @@ class SameGpu(StrEnum):
     IMPOSSIBLE = "impossible"
 
 
+class KeepPublished(StrEnum):
+    """Where a publisher over `nccl` keeps its last round, to send differences from it."""
+
+    DEVICE = "device"  # a copy of the weights on its GPU
+    HOST = "host"  # page-locked; each round moves it to the GPU and back
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     name: str  # also the module's and, capitalized, the prefix of its classes
@@ -96,6 +103,7 @@ class TrainerFacts:
     chunk_bytes: int | None = None  # None: the transport's or vLLM's default
     timeout_s: float = DEFAULT_TIMEOUT_S  # vLLM's own engines have no deadlines
     largest_tensor_bytes: int = 0
+    keep_published: KeepPublished | None = None  # None: rounds over `nccl` are whole
 
     @property
     def world_size(self) -> int:

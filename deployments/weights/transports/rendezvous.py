@@ -160,6 +160,7 @@ class RendezvousInfo(DescribedTensors, WeightTransferInitInfo):
     rank_offset: int  # the rank of a replica's first worker
     world_size: int
     timeout_s: float
+    keeps: bool = False  # the publisher, and sends differences from the last round (`nccl`)
 
 
 def rendezvous(

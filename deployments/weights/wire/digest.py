@@ -66,6 +66,10 @@ def prepare_digests(tensors: Sequence[torch.Tensor], copies: Sequence[Copy]) -> 
     return lambda: inspection().digests
 
 
+def prepare_copies(copies: Sequence[Copy]) -> Callable[[], None]:
+    return _after(copies, lambda: None)
+
+
 def warm_up(device: torch.device) -> None:
     """Compile the GPU kernels, which takes a second."""
     if device.type != "cuda":

@@ -29,6 +29,9 @@ weights: {wire: vllm}
 device: cuda, weights: {transport: nccl, wire: vllm}
   'weights.staging': expected 'device' or 'none' with wire 'vllm', got 'host' (with a GPU to receive on, a
   version is staged there)
+separate | weights: {transport: nccl, staging: host, keep_published: device}
+  'weights.keep_published': expected null without transport 'nccl' and staging 'device', got 'device' (workers
+  restore the last version from their shadows)
 separate | weights: {transport: nccl, staging: device, wire: vllm}
   'weights.wire': expected 'slipstream' with a trainer, got 'vllm' (the trainer deployment states digests,
   which vLLM's wire cannot carry)

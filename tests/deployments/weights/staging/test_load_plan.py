@@ -75,6 +75,38 @@ def test_from_the_second_round_on_the_plan_repeats_the_loader(chunk: Chunk) -> N
     assert all(map(torch.equal, planned.parameters(), loaded.parameters()))
 
 
+def test_a_plan_that_fills_whole_tensors_restores_the_last_round(chunk: Chunk) -> None:
+    def load(tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            kept[name].copy_(tensor.t())
+
+    kept = {name: torch.zeros_like(tensor.t()) for name, tensor in version(0)}
+    plans = LoadPlans()
+    assert not plans.can_restore(chunk)
+    for seed in (1, 2):
+        one_round(plans, chunk, seed, load)
+        assert plans.can_restore(chunk)
+        restored, sent = torch.zeros(chunk.size_bytes, dtype=torch.uint8), block_of(chunk, version(seed))
+        plans.restore(chunk, restored)
+        assert torch.equal(restored[: chunk.table_offset], sent[: chunk.table_offset])
+
+
+@pytest.mark.parametrize("changed", ["a shard", "a cast", "halves"])
+def test_a_plan_restores_only_what_it_has_filled(chunk: Chunk, changed: str) -> None:
+    def load(tensors: Tensors) -> None:
+        for name, tensor in tensors:
+            for part in (slice(0, 3), slice(3, None)):
+                if name != "k" or changed != "a shard" or part.start == 0:
+                    kept[name][part].copy_(tensor[part])
+
+    kept = {name: torch.zeros_like(tensor) for name, tensor in version(0)}
+    if changed == "a cast":
+        kept["q"] = kept["q"].float()
+    plans = LoadPlans()
+    one_round(plans, chunk, 1, load)
+    assert plans.can_restore(chunk) is (changed == "halves")
+
+
 def computes(model: Model, tensors: Tensors) -> None:
     model.load([(name, tensor * 2) for name, tensor in tensors])
 

@@ -1,44 +1,146 @@
-"""Rounds over one connection of `gloo`, sent as differences. Sender and receivers are the real engines."""
+"""Rounds over one connection, sent as differences. Sender and receivers are the real engines.
 
+`gloo` keeps chunks at both ends, `nccl` at the publisher: there the receivers' staging has the last round. So
+it is with `chain`, which moves bytes as `gloo` and needs no GPU.
+"""
+
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.transports.gloo import _fits
+from deployments.weights.transports.broadcast import BUFFERS, Check
+from deployments.weights.transports.gloo import (
+    GlooGroup,
+    GlooTrainerInitInfo,
+    GlooTrainerWeightTransferEngine,
+    GlooWeightTransferEngine,
+    _fits,
+)
 from deployments.weights.transports.kept_chunks import KeptChunks
+from deployments.weights.transports.registry import KeepPublished
 from deployments.weights.transports.rendezvous import RendezvousInfo
 from deployments.weights.wire.chunk_layout import plan_chunks, view
 from tests.deployments.weights.transports.transport_contract import (
     CHUNK_BYTES,
-    connect,
+    PATIENCE_S,
+    connect_with,
+    device_of,
     digest_of,
+    init_info,
+    kill,
     make_fleet,
     stop,
 )
 from tests.deployments.weights.transports.transport_fleet import (
     Fleet,
+    LastRound,
     ListSource,
     ProcessReceiver,
     Receiver,
     Rejected,
     Tensors,
+    worker_config,
     write_checkpoint,
 )
 
-GLOO = "gloo"
+GLOO, NCCL = "gloo", "nccl"
+CHAIN, PAGED = "chain", "nccl, kept in host memory"
+KEEP = {NCCL: KeepPublished.DEVICE, PAGED: KeepPublished.HOST}
+on_gpus = [pytest.param(name, marks=pytest.mark.gpu) for name in KEEP]
+every_way = pytest.mark.parametrize("way", [GLOO, CHAIN, *on_gpus])
+
+
+class Chain(GlooGroup):
+    """A group in which only the publisher keeps chunks, and broadcasts are queued ahead."""
+
+    is_async = True
+    votes: dict[int, "Votes"]  # by port; all members are threads of this process
+
+    def __init__(self, info: RendezvousInfo, rank: int, check: Check) -> None:
+        super().__init__(info, rank, check)
+        self.kept = KeptChunks() if rank == 0 else None
+        self._votes = self.votes.setdefault(info.master_port, Votes(info.world_size))
+
+    def reserve(self, size_bytes: int) -> None:
+        if not self._blocks:
+            self._blocks = {i: torch.empty(size_bytes, dtype=torch.uint8) for i in range(BUFFERS)}
+
+    def buffer(self, index: int, size_bytes: int) -> torch.Tensor:
+        return self._blocks[index % BUFFERS][:size_bytes]
+
+    def finish(self) -> None:
+        pass
+
+    def agree(self, ready: bool, check: Check = lambda: None) -> bool:
+        return self._votes.agree(ready)
+
+
+class Votes:
+    def __init__(self, members: int) -> None:
+        self._given: list[bool] = []
+        self._agreed = False
+        self._all = threading.Barrier(members, self._count, PATIENCE_S)
+
+    def agree(self, ready: bool) -> bool:
+        self._given.append(ready)
+        self._all.wait()
+        return self._agreed
+
+    def _count(self) -> None:
+        self._agreed, self._given = all(self._given), []
+
+
+class ChainReceiver(GlooWeightTransferEngine):
+    make_group = Chain
+
+
+class ChainSender(GlooTrainerWeightTransferEngine):
+    make_group = Chain
+
+    def keeps(self, init_info: GlooTrainerInitInfo) -> bool:
+        return True
+
+
+def chain_receiver(checkpoint: Path) -> Receiver:
+    receiver = Receiver(GLOO, str(checkpoint), "cpu")
+    config: Any = worker_config(str(checkpoint))
+    parts: Any = SimpleNamespace()
+    receiver.engine = ChainReceiver(parts, config, torch.device("cpu"), torch.nn.Module())
+    receiver.engine.staging = LastRound()
+    return receiver
+
+
+def fleet_of(way: str, checkpoint: Path) -> Fleet:
+    if way == CHAIN:
+        return Fleet([chain_receiver(checkpoint) for _ in range(2)])
+    return make_fleet(NCCL if way in KEEP else GLOO, checkpoint)
+
+
+def connect(way: str, fleet: Fleet, source: ListSource) -> Any:
+    info = init_info(NCCL if way in KEEP else GLOO, len(fleet.receivers), keep=KEEP.get(way))
+    if way != CHAIN:
+        return connect_with(info, fleet, source)
+    assert isinstance(info, GlooTrainerInitInfo)
+    Chain.votes = {}
+    return ChainSender.trainer_init(info, client=fleet, source=source)
 
 
 class Policy:
     """Float32 weights with AdamW, published in bfloat16."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         torch.manual_seed(0)
         shapes = {"embed.weight": (301, 128), "norm.weight": (128,), "layer.weight": (384, 128)}
-        self.weights = {name: (torch.randn(shape) / 10).requires_grad_() for name, shape in shapes.items()}
+        self.weights = {
+            name: (torch.randn(shape) / 10).to(device).requires_grad_() for name, shape in shapes.items()
+        }
         self._optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-6)
         self.source = ListSource(self._tensors(), self.sent())
 
@@ -61,19 +163,25 @@ class Policy:
 
 
 @pytest.fixture
-def policy() -> Policy:
-    return Policy()
+def way() -> str:
+    return GLOO
 
 
 @pytest.fixture
-def checkpoint(policy: Policy, tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path, policy.sent())
-    return tmp_path
+def policy(way: str) -> Policy:
+    return Policy(device_of(NCCL if way in KEEP else GLOO))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    write_checkpoint(directory, Policy().sent())
+    return directory
 
 
 @pytest.fixture
-def fleet(checkpoint: Path) -> Iterator[Fleet]:
-    made = make_fleet(GLOO, checkpoint)
+def fleet(way: str, checkpoint: Path) -> Iterator[Fleet]:
+    made = fleet_of(way, checkpoint)
     yield made
     for receiver in made.receivers:
         stop(receiver)
@@ -89,8 +197,9 @@ def arrived(fleet: Fleet, policy: Policy) -> int:
     return size_bytes
 
 
-def test_a_round_after_a_step_moves_what_has_changed(fleet: Fleet, policy: Policy) -> None:
-    engine = connect(GLOO, fleet, policy.source)
+@every_way
+def test_a_round_after_a_step_moves_what_has_changed(way: str, fleet: Fleet, policy: Policy) -> None:
+    engine = connect(way, fleet, policy.source)
     engine.send_weights()
     assert arrived(fleet, policy) == policy.size_bytes
     for _ in range(3):
@@ -101,6 +210,59 @@ def test_a_round_after_a_step_moves_what_has_changed(fleet: Fleet, policy: Polic
         weight.data *= 2.5
     engine.send_weights()
     assert arrived(fleet, policy) == policy.size_bytes, "most has changed"
+    policy.step()
+    policy.weights["layer.weight"].data *= 2.5
+    engine.send_weights()
+    assert 0.4 < arrived(fleet, policy) / policy.size_bytes < 0.7, "most of one chunk"
+    engine.shutdown()
+
+
+@every_way
+def test_after_an_aborted_round_the_next_one_is_whole(way: str, fleet: Fleet, policy: Policy) -> None:
+    def fail(index: int) -> None:
+        if index == 2:
+            raise OSError("out of disk")
+
+    engine = connect(way, fleet, policy.source)
+    engine.send_weights()
+    policy.step()
+    policy.source.before = fail
+    with pytest.raises(OSError, match=r"^out of disk$"):
+        engine.send_weights()
+    engine.shutdown()
+    fleet.drop()
+    policy.source.before = None
+    engine = connect(way, fleet, policy.source)
+    for expected in (policy.size_bytes, policy.size_bytes / 15):
+        engine.send_weights()
+        assert arrived(fleet, policy) <= expected
+        policy.step()
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("way", [CHAIN, *on_gpus])
+def test_a_worker_that_has_not_staged_the_last_round_gets_a_whole_one(
+    way: str, fleet: Fleet, policy: Policy
+) -> None:
+    """It has loaded a directory since, or slept."""
+    engine = connect(way, fleet, policy.source)
+    engine.send_weights()
+    policy.step()
+    fleet.receivers[-1].damage("embed.weight")
+    engine.send_weights()
+    assert arrived(fleet, policy) == policy.size_bytes
+    policy.step()
+    engine.send_weights()
+    assert arrived(fleet, policy) < policy.size_bytes / 15
+    fleet.receivers[-1].damage("layer.weight")  # in another chunk than is compared before
+    policy.step()
+    with pytest.raises(Rejected, match=r"^'layer\.weight' was sent with digest "):
+        engine.send_weights()
+    engine.shutdown()
+    fleet.drop()
+    engine = connect(way, fleet, policy.source)
+    engine.send_weights()
+    assert arrived(fleet, policy) == policy.size_bytes
     engine.shutdown()
 
 
@@ -185,20 +347,25 @@ def test_hosts_keep_chunks_if_all_have_memory_for_those_of_their_members() -> No
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", [GLOO, *on_gpus[:1]])
 def test_fifty_rounds_with_kills_between_and_within_leave_what_whole_rounds_would(
-    policy: Policy, checkpoint: Path
+    way: str, policy: Policy, checkpoint: Path
 ) -> None:
     """The receivers are processes."""
-    fleet = Fleet([ProcessReceiver(GLOO, str(checkpoint), "cpu") for _ in range(2)])
-    engine = connect(GLOO, fleet, policy.source)
+    if way == GLOO:
+        fleet = Fleet([ProcessReceiver(GLOO, str(checkpoint), "cpu") for _ in range(2)])
+    else:
+        fleet = fleet_of(way, checkpoint)
+    engine = connect(way, fleet, policy.source)
     sizes = []
     for number in range(50):
         policy.step()
-        victim = fleet.receivers[number % 2] if number % 12 in (5, 10) else None
+        place = number % len(fleet.receivers)
+        victim = fleet.receivers[place] if number % 12 in (5, 10) else None
         if victim is not None and number % 12 == 5:
-            victim.kill()
+            kill(victim)
         elif victim is not None:
-            policy.source.before = lambda index, victim=victim: victim.kill() if index == 1 else None
+            policy.source.before = lambda index, victim=victim: kill(victim) if index == 1 else None
         if victim is None:
             engine.send_weights()
         else:
@@ -206,9 +373,12 @@ def test_fifty_rounds_with_kills_between_and_within_leave_what_whole_rounds_woul
                 engine.send_weights()
             engine.shutdown()
             policy.source.before = None
-            fleet.receivers[number % 2] = ProcessReceiver(GLOO, str(checkpoint), "cpu")
+            if way == GLOO:
+                fleet.receivers[place] = ProcessReceiver(GLOO, str(checkpoint), "cpu")
+            else:
+                fleet = fleet_of(way, checkpoint)
             fleet.drop()
-            engine = connect(GLOO, fleet, policy.source)
+            engine = connect(way, fleet, policy.source)
             engine.send_weights()
         sizes.append(arrived(fleet, policy))
     whole = [number for number, size in enumerate(sizes) if size == policy.size_bytes]
@@ -216,4 +386,4 @@ def test_fifty_rounds_with_kills_between_and_within_leave_what_whole_rounds_woul
     assert all(size < policy.size_bytes / 15 for number, size in enumerate(sizes) if number not in whole)
     engine.shutdown()
     for receiver in fleet.receivers:
-        receiver.kill()
+        kill(receiver)

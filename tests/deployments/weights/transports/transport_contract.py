@@ -8,7 +8,12 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from deployments.weights.transports.registry import TRANSPORTS, TrainerFacts, trainer_init_info
+from deployments.weights.transports.registry import (
+    TRANSPORTS,
+    KeepPublished,
+    TrainerFacts,
+    trainer_init_info,
+)
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from tests.deployments.weights.transports.transport_fleet import (
@@ -116,7 +121,11 @@ def free_port() -> int:
 
 
 def init_info(
-    transport: str, workers: int, timeout_s: float | None = None, port: int | None = None
+    transport: str,
+    workers: int,
+    timeout_s: float | None = None,
+    port: int | None = None,
+    keep: KeepPublished | None = None,
 ) -> TrainerInitInfo:
     facts = TrainerFacts(
         rank=0,
@@ -125,6 +134,7 @@ def init_info(
         master_port=free_port() if port is None else port,
         chunk_bytes=CHUNK_BYTES,
         timeout_s=timeout_of(transport) if timeout_s is None else timeout_s,
+        keep_published=keep,
     )
     return trainer_init_info(TRANSPORTS[transport].backend, facts)
 

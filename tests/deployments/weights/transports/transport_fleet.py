@@ -7,7 +7,7 @@ process; CUDA IPC and NCCL need one process each.
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -22,10 +22,11 @@ from vllm.distributed.weight_transfer import ParamMeta
 
 from deployments.protocol.poll import Outcome
 from deployments.vllm_versions import Source
+from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.staging.worker_reports import StagingState
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
-from deployments.weights.wire.chunk_layout import ReceivedChunk
+from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, view
 from deployments.weights.wire.digest import digests
 from deployments.weights.wire.digest_definition import version_digest
 from tests.forked import started
@@ -117,8 +118,45 @@ class Receiver:
         tensors = self.engine.staging._tensors
         return version_digest(list(tensors), digests(list(tensors.values())))
 
+    def damage(self, name: str) -> None:
+        """Change a byte of a tensor that the staging keeps of the last round."""
+        staging = self.engine.staging
+        assert isinstance(staging, LastRound)
+        staging.last[name].view(-1).view(torch.uint8)[0] ^= 1
+
     def stop(self) -> None:
         self.engine.shutdown()
+
+
+class LastRound(HostStaging):
+    """Keeps the last update on its device, as a shadow does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Module(), None)
+        self.last: dict[str, torch.Tensor] = {}
+        self._is_open = False
+
+    def begin(self) -> None:
+        super().begin()
+        self._is_open = False
+
+    def holds(self, chunks: Sequence[Chunk]) -> bool:
+        return all(name in self.last for chunk in chunks for name in chunk.offered)
+
+    def reopen(self) -> None:
+        self._is_open = True
+
+    def restore(self, chunk: Chunk, block: torch.Tensor) -> None:
+        for entry in chunk.entries:
+            view(entry, block).copy_(self.last[entry.name])
+
+    def add(self, chunk: Chunk, tensors: Tensors) -> None:
+        if not self._is_open:  # as poison
+            self.last = {}
+        self._is_open = True
+        copies = [(name, tensor.clone()) for name, tensor in tensors]
+        super().add(chunk, copies)
+        self.last |= dict(copies)
 
 
 class ProcessReceiver:
@@ -240,7 +278,11 @@ def _engine(transport: str, directory: str, device: torch.device, corrupt: bool)
     if staged:
         module, name = f"{PACKAGE}.vllm_{record.name}", f"Staged{classes}Engine"
     kind = getattr(import_module(module), name)
-    return (_corrupting(kind) if corrupt else kind)(SimpleNamespace(), config, device, torch.nn.Module())
+    engine: Engine
+    engine = (_corrupting(kind) if corrupt else kind)(SimpleNamespace(), config, device, torch.nn.Module())
+    if transport == "nccl":
+        engine.staging = LastRound()
+    return engine
 
 
 def _corrupting(kind: type[Engine]) -> type[Engine]:
