@@ -8,6 +8,7 @@ ready, time jumps to the next timer. One loop runs one schedule; the same seed r
 import asyncio
 import contextvars
 import heapq
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -204,11 +205,14 @@ class Loop(asyncio.AbstractEventLoop):
         self._closed = True
         self._ready.clear()
         self._timers.clear()
-        for task in self._tasks:
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            if not task.done():
-                with suppress(RuntimeError):  # it waits again in its `finally`
-                    task.get_coro().close()
+        with warnings.catch_warnings():
+            # A call that a `finally` begins here, without a running loop, is not awaited.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            for task in self._tasks:
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                if not task.done():
+                    with suppress(RuntimeError):  # it waits again in its `finally`
+                        task.get_coro().close()
         self._tasks.clear()
 
     def _next_timer(self, limit_s: float) -> bool:
