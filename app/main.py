@@ -17,16 +17,16 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from app.http.auth import listening_address
 from app.http.ingress import Ingress
+from app.settings.actor_options import NO_CPU, ROLLOUT, THREADS_BIND, UNBOUND, engine_options
 from app.settings.config import LOGPROBS_MODE, AppConfig
 from app.settings.engine import OWN_SETTINGS, check_engine_args
-from app.settings.gpus import check_gpus, replica_gpus
+from app.settings.gpus import check_gpus
 from app.settings.models import model_name, resolve_model
 from app.settings.section import ConfigError, Device, Placement
 from app.settings.security import Tokens
 from app.settings.weights import StagingMode
 from deployments.controller.controller import Controller
 from deployments.controller.ray_cluster import ServeReplicas
-from deployments.host.fork_server.use import forked_worker
 from deployments.replica.graceful_shutdown import RELEASE_S, WRITE_S
 from deployments.replica.replica import Replica
 from deployments.replica.server_arguments import EngineSpec
@@ -41,8 +41,6 @@ from deployments.trainer.trainer import Trainer
 from deployments.weights.transports.registry import backend
 from trainers.settings import TrainerConfig
 
-# A replica reserves one CPU by default; without a free one its requests hang silently.
-NO_CPU = {"num_cpus": 0}
 # One event loop instead of three saves two thread switches per streamed token. The router never blocks it.
 ROUTER_OPTIONS = {
     "num_cpus": 0,
@@ -61,11 +59,8 @@ SCALING_PERIOD_S = 1.0  # between replicas' reports to the scaling policy
 # places an actor without requests on any host, others on hosts in turn.
 REPLICAS_PER_HOST = 100
 STOP_TIMEOUT_S = 10.0  # an engine's, after its last request
-ROLLOUT = "rollout"
 # A replica without contact to the controller stops taking requests before the fleet moves on.
 SELF_FENCE_FRACTION = 2 / 3
-THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-UNBOUND = "nobind"
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 AUTOMATIC_STAGING = "automatic"  # 'device' if the engine's CPU allows it, else 'host'
 
@@ -153,13 +148,14 @@ def slot_plan(args: AppConfig) -> SlotPlan | None:
 
 
 def _rollout(args: AppConfig, model: str, controller: Application, slots: Application | None) -> Application:
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     return serve.deployment(
         Replica,
         name=ROLLOUT,
         **_size(args),
         max_ongoing_requests=UNLIMITED,
         max_replicas_per_node=REPLICAS_PER_HOST,
-        ray_actor_options=_engine_resources(args),
+        ray_actor_options=engine_options(args, job),
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=args.engine.drain_timeout_s + max(RELEASE_S, WRITE_S) + STOP_TIMEOUT_S,
         request_router_config=RequestRouterConfig(
@@ -302,24 +298,3 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
         revision=args.engine.extra.get("revision"),  # as replicas: version 0 is the same everywhere
         proof_sequences=args.weights.proof.sequences,
     )
-
-
-def _engine_resources(args: AppConfig) -> dict[str, object]:
-    """Must not depend on the number of replicas: a change restarts all of them."""
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_API_KEY": "",  # routers check tokens; the operator's would lock them out
-        # Routers limit lists; a replica's part depends on the load.
-        "VLLM_MAX_COMPLETION_PROMPTS": str((1 << 31) - 1),
-    }
-    if args.device is Device.CPU:
-        environment |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            THREADS_BIND: UNBOUND,  # vLLM would bind every engine to the same cores
-        }
-    return {
-        **NO_CPU,
-        "num_gpus": replica_gpus(args),
-        "runtime_env": {"env_vars": environment | args.engine.env, **forked_worker()},
-    }

@@ -16,6 +16,7 @@ import yaml
 
 from app.command.cluster import APPLICATIONS, dashboard_client
 from app.command.shell import reported
+from app.settings.actor_options import ROLLOUT, completed
 from app.settings.config import AppConfig, parse_config
 from app.settings.section import ConfigError
 from deployments.host.network import host_port
@@ -110,6 +111,9 @@ def divide(application: Mapping[str, Any], config: AppConfig) -> dict[str, Any]:
         own.setdefault(DEPLOYMENTS[section], {"name": DEPLOYMENTS[section]})["user_config"] = values
         if section in args:
             args[section] = {name: value for name, value in args[section].items() if name not in names}
+    if isinstance(options := own.get(ROLLOUT, {}).get("ray_actor_options"), dict):
+        job = application.get("runtime_env") or {}
+        own[ROLLOUT]["ray_actor_options"] = completed(options, config, job)
     own["router"]["num_replicas"] = config.router.num_replicas
     if "router" in args:
         args["router"].pop("num_replicas", None)
@@ -148,10 +152,18 @@ def deploy(config: Path, dashboard: str) -> None:
             raise ConfigError(f"no fleet answers at {dashboard} ({error})") from error
         if answer.is_error:
             raise ConfigError(f"Serve refused the configuration: {answer.text[-2000:].strip()}")
-    deployed = running.get("deployed_app_config") or {}
-    names = restarting(deployed.get("args") or {}, file.document["applications"][0]["args"])
-    because = f"the fleet restarts, replica after replica, because of: {', '.join(names)}"
-    print(f"Deployed; {because if names else 'nothing restarts'}")
+    deployed, wanted = running.get("deployed_app_config") or {}, file.document["applications"][0]
+    what = "nothing restarts"
+    if names := restarting(_actor_options(deployed), _actor_options(wanted)):
+        what = f"processes restart, one after another, because of: {', '.join(names)}"
+    if names := restarting(deployed.get("args") or {}, wanted["args"]):
+        what = f"the fleet restarts, replica after replica, because of: {', '.join(names)}"
+    print(f"Deployed; {what}")
+
+
+def _actor_options(application: Mapping[str, Any]) -> dict[str, Any]:
+    options = {each["name"]: each.get("ray_actor_options") for each in application.get("deployments") or ()}
+    return {f"{name}.ray_actor_options": each for name, each in options.items() if each}
 
 
 # -- `slipstream config` ---------------------------------------------------------------------------

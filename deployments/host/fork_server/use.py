@@ -4,9 +4,9 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-
-import ray
+from typing import Any
 
 from deployments.host.fork_server.client import REASON
 
@@ -15,12 +15,12 @@ CLIENT = Path(__file__).with_name("client.py")
 _OTHER_PYTHONS = ("py_executable", "pip", "uv", "conda", "container", "image_uri")
 
 
-def forked_worker() -> dict[str, str]:
-    """The `runtime_env` that makes an actor's process a fork; empty if the job chose a Python.
+def forked_worker(environment: Mapping[str, Any]) -> dict[str, str]:
+    """The `runtime_env` that makes an actor's process a fork; empty if `environment`, that of its job or its
+    own, has chosen a Python.
 
     A host without this Python and these files at these paths starts workers as usual.
     """
-    environment = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}
     if any(environment.get(name) for name in _OTHER_PYTHONS):
         return {}
     python, client = shlex.quote(sys.executable), shlex.quote(str(CLIENT))

@@ -106,6 +106,22 @@ def test_deploy_names_the_settings_that_restart_the_fleet(
     )
 
 
+def test_deploy_says_that_only_the_replicas_restart(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Dashboard.deployed = read_serve_file(file(tmp_path)).document["applications"][0]
+    path = file(tmp_path)
+    document = yaml.safe_load(path.read_text())
+    options = {"runtime_env": {"env_vars": {"PYTHONPATH": "/opt/other"}}}
+    document["applications"][0]["deployments"] = [{"name": "rollout", "ray_actor_options": options}]
+    path.write_text(yaml.safe_dump(document))
+    for because in ("rollout.ray_actor_options", None):
+        deploy(path, url)
+        restart = f"processes restart, one after another, because of: {because}"
+        said = restart if because else "nothing restarts"
+        assert capsys.readouterr().out == f"Deployed; {said}\n"
+
+
 def test_there_must_be_a_fleet(tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit, match="1"):
         deploy(file(tmp_path), url)

@@ -18,9 +18,10 @@ from app.settings.config import parse_config
 from tests.tiny_models import save_tiny_llama
 
 
-def schema(directory: Path, **settings: Any) -> ServeApplicationSchema:
+def schema(directory: Path, *deployments: dict[str, Any], **settings: Any) -> ServeApplicationSchema:
     args = {"model": str(directory / "model"), "state_dir": str(directory), **settings}
     application = {"name": "slipstream", "route_prefix": "/", "import_path": "app.main:build", "args": args}
+    application["deployments"] = [*deployments]
     path = directory / "serve_config.yaml"
     path.write_text(yaml.safe_dump({"applications": [application]}))
     return ServeDeploySchema.model_validate(read_serve_file(path).document).applications[0]
@@ -73,3 +74,24 @@ def test_live_settings_restart_nothing(
 def test_any_other_setting_restarts_the_fleet(directory: Path) -> None:
     before, after = versions(schema(directory)), versions(schema(directory, engine={"max_num_seqs": 1}))
     assert all(before[name].requires_actor_restart(after[name]) for name in after)
+
+
+@pytest.mark.slow
+def test_options_of_the_replicas_process_restart_the_replicas_alone_and_keep_the_other_options(
+    directory: Path,
+) -> None:
+    """Serve takes them in place of the application's own."""
+    own = {"num_cpus": 1, "runtime_env": {"env_vars": {"PYTHONPATH": "/opt/vllm"}}}
+    before = versions(schema(directory))
+    after = versions(schema(directory, {"name": "rollout", "ray_actor_options": own}))
+    assert [name for name in after if before[name].requires_actor_restart(after[name])] == ["rollout"]
+    options, kept = after["rollout"].ray_actor_options, before["rollout"].ray_actor_options
+    variables = {**kept["runtime_env"]["env_vars"], "PYTHONPATH": "/opt/vllm"}
+    assert options == {
+        **kept,
+        "num_cpus": 1,
+        "runtime_env": {**kept["runtime_env"], "env_vars": variables},
+    }
+    own["runtime_env"]["py_executable"] = "/opt/vllm/bin/python"
+    other = versions(schema(directory, {"name": "rollout", "ray_actor_options": own}))
+    assert other["rollout"].ray_actor_options["runtime_env"]["py_executable"] == "/opt/vllm/bin/python"
