@@ -15,6 +15,7 @@ import torch
 
 from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
+from deployments.trainer.weight_publisher import PublishSource
 from deployments.weights.transports.broadcast import BUFFERS, Check
 from deployments.weights.transports.gloo import (
     GlooGroup,
@@ -49,6 +50,12 @@ from tests.deployments.weights.transports.transport_fleet import (
     worker_config,
     write_checkpoint,
 )
+from tests.tiny_models import save_tiny_family
+from tests.trainers.learning import ANSWERS, on_policy, with_changes
+from trainers.learner import Learner
+from trainers.settings import OptimizerConfig
+from trainers.sources import ParameterSource
+from trainers.trained_policy import TrainedPolicy
 
 GLOO, NCCL = "gloo", "nccl"
 CHAIN, PAGED = "chain", "nccl, kept in host memory"
@@ -264,6 +271,35 @@ def test_a_worker_that_has_not_staged_the_last_round_gets_a_whole_one(
     engine.send_weights()
     assert arrived(fleet, policy) == policy.size_bytes
     engine.shutdown()
+
+
+@pytest.mark.slow
+def test_a_vision_tower_that_does_not_learn_travels_once_for_a_connection(tmp_path: Path) -> None:
+    """Each version is complete: all receivers check the digests of all tensors."""
+    checkpoint = save_tiny_family(tmp_path / "model", "qwen3_vl")
+    policy = TrainedPolicy.load(checkpoint)
+    tower = policy.model.get_encoder("image")
+    source = PublishSource(ParameterSource(policy.model), keep_copy=False)
+    fleet = make_fleet(GLOO, checkpoint, count=1)
+    engine = connect(GLOO, fleet, source)
+
+    def size_of_round() -> int:
+        engine.send_weights()
+        (state,) = fleet.verify()
+        assert state.digest == digest_of([*ParameterSource(policy.model)])
+        return state.size_bytes
+
+    whole = size_of_round()
+    sees = sum(parameter.nbytes for parameter in tower.parameters())
+    learned = with_changes(optimizer=OptimizerConfig(learning_rate=1e-2))
+    Learner(policy, learned).step(on_policy(policy, ANSWERS))
+    assert 0.8 * (whole - sees) < size_of_round() < 1.05 * (whole - sees)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    assert 0.95 * sees < size_of_round() < 1.05 * sees
+    engine.shutdown()
+    stop(fleet.receivers[0])
 
 
 def damage(receiver: Receiver, place: int) -> None:
