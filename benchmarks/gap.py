@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import swap_times
 from benchmarks.gap_figures import print_table, round_figures, tokens_between
 from deployments.protocol.poll import KvCache
 
@@ -91,6 +92,8 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         **spread,
     )
     link = Native(engine) if mode == "native" else Ours(engine, states_digests=mode in OURS)
+    if arguments.swaps:
+        await engine.workers(swap_times.watch)
     waiting = True
     choices = {
         **{name: list(product(arguments.chunk_mb, arguments.share)) for name in OURS},
@@ -154,12 +157,15 @@ async def measure_under_load(
     arrivals: list[list[float]] = [[] for _ in range(count)]
     load = asyncio.create_task(streams(engine, count, 3900, arrivals))
     await asyncio.sleep(LEAD_S)
-    rounds = []
+    rounds, swaps = [], []
     for _ in range(arguments.rounds):
         await trainer.send(link)
         times = link.times
         await asyncio.sleep(SPACING_S)
         rounds.append(round_figures(arrivals, times, trainer.size_bytes))
+        if arguments.swaps:
+            for worker in await engine.workers(swap_times.last):
+                swaps.append([round(1e3 * (each - times.staged), 2) for each in worker])
     steps = [b - a for stream in arrivals for a, b in pairwise(stream) if b < times.begin]
     load.cancel()
     await asyncio.gather(load, return_exceptions=True)
@@ -169,6 +175,7 @@ async def measure_under_load(
         "kv_cache": link.kv_cache.value,
         "step_ms": round(1e3 * median(steps), 2),
         "rounds": rounds,
+        "swaps_ms": swaps,
         "timeline": [round(t - times.begin, 5) for t in arrivals[0] if abs(t - times.begin) < 0.6],
     }
 
@@ -285,6 +292,11 @@ def main() -> None:
     parser.add_argument("--soak", type=int, default=0, help="ours: this many rounds back to back under load")
     parser.add_argument("--soak-s", type=float, default=60.0)
     parser.add_argument("--proof", type=int, default=0, help="ours; sequences of a proof of policy")
+    parser.add_argument(
+        "--swaps",
+        action="store_true",
+        help="print when each worker swaps, on its host and on its GPU, after the commit",
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)

@@ -70,3 +70,6 @@ def print_table(found: list[dict[str, Any]]) -> None:
             values = [r[column] for r in entry["rounds"]]
             cells.append(f"{min(values):.3g} to {max(values):.3g}")
         print("| " + " | ".join([*(str(entry[name]) for name in setting), *cells]) + " |")
+    for entry in found:
+        for swap in entry.get("swaps_ms", ()):
+            print("swap of a worker, ms after the commit: host {} to {}, GPU {} to {}".format(*swap))

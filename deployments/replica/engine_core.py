@@ -7,6 +7,8 @@ each further call is a round trip.
     core is idle    the step's tokens are out, labelled with the old version: caches are reset, the new
                     version is set, and the scheduler resumes while the device still copies
 
+Data-parallel ranks with spread experts swap before the same step: each computes with the experts of all.
+
 Caches that depend on weights:
 
     KV cache blocks    Their hash starts with the version at which their request started; a request without
@@ -51,18 +53,12 @@ def install() -> None:
 
 
 def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[float] | float":
-    """Returns the seconds of the workers' swap.
-
-    Not for data-parallel ranks: they step until all are idle, and a step uses experts of the other ranks.
-    """
-    from vllm.v1.core.sched.interface import PauseState
+    """Returns the seconds of the workers' swap."""
     from vllm.v1.engine import EngineCoreRequestType
 
-    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    begin = time.perf_counter()
-    # Workers run calls in order: this one follows the step in flight.
-    core.model_executor.collective_rpc("finish_weight_update")
-    swap_s = time.perf_counter() - begin
+    if hasattr(core, "dp_group"):
+        return _commit_before_same_step(core, version, recompute, resume)
+    swap_s = _swap(core)
 
     def finish(core: Any) -> float:
         reset_caches(core, recompute)
@@ -84,6 +80,66 @@ def commit(core: Any, version: str, recompute: bool, resume: bool) -> "Future[fl
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     core._idle_state_callbacks.append(when_idle)
+    return done
+
+
+def _swap(core: Any) -> float:
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    begin = time.perf_counter()
+    # Workers run calls in order: this one follows the step in flight.
+    core.model_executor.collective_rpc("finish_weight_update")
+    return time.perf_counter() - begin
+
+
+def _commit_before_same_step(core: Any, version: str, recompute: bool, resume: bool) -> "Future[float]":
+    """For one of several data-parallel ranks.
+
+    vLLM's ranks agree every `dp_sync_interval` steps whether all of them pause. The commit is agreed upon in
+    the same way, but requests are scheduled until then. An idle group agrees after one dummy step.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+    from vllm.v1.engine.core import EngineCoreProc
+
+    if core.pending_pause:  # the ranks could agree on the one or on the other
+        raise RuntimeError("the scheduler is being paused")
+    done: Future[float] = Future()
+
+    def agree(has_unfinished: bool) -> bool:
+        """Takes the place of vLLM's method; called by all ranks after the same step."""
+        running: bool = type(core)._has_global_unfinished_reqs(core, has_unfinished)
+        if core.pending_pause:
+            return running
+        del core._has_global_unfinished_reqs
+        swap_s, failure = 0.0, None
+        try:
+            swap_s = _swap(core)
+            while core.batch_queue:  # the last step's tokens are the old version's
+                core._process_engine_step()
+            reset_caches(core, recompute)
+            core.set_weight_version(version)
+            if resume:
+                EngineCoreProc.resume_scheduler(core)
+        except Exception as error:  # the caller decides
+            failure = error
+        running, all_swapped = core.vllm_config.parallel_config.sync_dp_state(
+            core.dp_group,
+            has_unfinished=core.scheduler.has_unfinished_requests(),
+            pending_pause=failure is None,
+        )
+        if not all_swapped:  # no step may use experts of both versions
+            core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            failure = failure or RuntimeError("another data-parallel rank did not swap")
+        core.ignore_start_dp_wave = not (resume and all_swapped)
+        if failure is None:
+            done.set_result(swap_s)
+        else:
+            done.set_exception(failure)
+        return running and all_swapped
+
+    core._has_global_unfinished_reqs = agree
+    core.pending_pause = core.engines_running = True
     return done
 
 

@@ -309,24 +309,21 @@ class ReplicaEngine:
         begin = time.perf_counter()
         recompute = args.kv_cache is KvCache.RECOMPUTE
         self.held = args.hold
-        one_rank = self.llm.vllm_config.parallel_config.data_parallel_size == 1
         self.drains.end(drain_of_round(args.round_id))
         resume = self.may_resume
-        if one_rank and args.in_flight is not InFlight.ABORT:
-            core: Any = self.llm.engine_core
-            swap_s = await core.call_utility_async(COMMIT, str(args.version), recompute, resume)
+        if args.in_flight is InFlight.ABORT:
+            swap_s = await self._commit_aborting(args, recompute, resume)
         else:
-            swap_s = await self._commit_by_calls(args, recompute, resume)
+            swap_s = max(await self._ask_cores(COMMIT, str(args.version), recompute, resume))
         self.version = args.version
         await self._resume_drained()
         return Swapped(swap_s=swap_s, gap_s=time.perf_counter() - begin)
 
-    async def _commit_by_calls(self, args: Commit, recompute: bool, resume: bool) -> float:
+    async def _commit_aborting(self, args: Commit, recompute: bool, resume: bool) -> float:
         core = self.llm.engine_core
         # Not llm.pause_generation: it sleeps 20 ms for tidy logs. Await the pause: else a step in flight
         # would be labelled with the new version.
-        mode = InFlight.ABORT if args.in_flight is InFlight.ABORT else InFlight.KEEP
-        await core.pause_scheduler_async(mode=mode.value, clear_cache=False)
+        await core.pause_scheduler_async(mode="abort", clear_cache=False)
         paused = time.perf_counter()
         calls: list[Any] = [
             self.workers("finish_weight_update"),

@@ -13,6 +13,10 @@ from deployments.host import tracing
 from deployments.protocol.poll import InitialWeights
 from deployments.vllm_versions import server_parser
 
+# Data-parallel ranks agree upon a commit at every so many steps (vLLM's default: 16). An agreement is a
+# collective of two integers on the host; each step has one of its own.
+DP_SYNC_STEPS = 4
+
 WORKER_EXTENSION = "deployments.replica.worker_extension.WorkerExtension"
 
 
@@ -68,6 +72,7 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate; `passed_routes` filters the rest
         "log_error_stack": False,
+        "dp_sync_interval": DP_SYNC_STEPS,
         **tracing.engine_arguments(),
         **spec.arguments,
     }

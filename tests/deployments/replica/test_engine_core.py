@@ -1,114 +1,15 @@
 """vLLM's own scheduler and request code around a version's change and a drain; only the model is missing."""
 
-import queue
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
-import torch
-from vllm import SamplingParams
-from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
-from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCoreProc
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.structured_output import StructuredOutputManager
 
 from deployments.replica import engine_core
-from deployments.replica.continuation import TOKENS
 from deployments.vllm_versions import OLD
-from tests.tiny_models import save_tiny_llama
-
-BLOCK = 16
-PROMPT = list(range(2, 2 + 4 * BLOCK))
-
-
-class Executor:
-    """Records what the workers are asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def collective_rpc(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        self.asked.append(method)
-        return [None]
-
-    def reset_encoder_cache(self) -> None:
-        self.asked.append("reset_encoder_cache")
-
-
-class Core:
-    """An `EngineCoreProc` with its scheduler and without its processes."""
-
-    def __init__(self, config: VllmConfig) -> None:
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=32, dtype=torch.float32)
-        groups = [KVCacheGroupSpec(["layer"], spec)]
-        core: Any = object.__new__(EngineCoreProc)
-        structured = StructuredOutputManager(config)
-        cache = KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups)
-        core.scheduler = Scheduler(config, cache, structured, BLOCK)
-        core.structured_output_manager = structured
-        core.mm_receiver_cache = None
-        hash_fn = get_hash_fn_by_name("sha256")
-        init_none_hash(hash_fn)
-        core.request_block_hasher = get_request_block_hasher(BLOCK, hash_fn)
-        core._weight_version = "7"
-        core.model_executor = Executor()
-        core.input_queue = queue.Queue()
-        core.batch_queue = None
-        core.engines_running = False
-        core._idle_state_callbacks = []
-        self.core = core
-
-    @property
-    def scheduler(self) -> Any:
-        return self.core.scheduler
-
-    def receive(self, name: str, prompt: list[int] = PROMPT, *, salt: str | None = None, **more: Any) -> Any:
-        """What the thread that receives requests does; the busy loop adds them later."""
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=more.get("mm_features"),
-            sampling_params=SamplingParams(
-                max_tokens=32, ignore_eos=True, extra_args={TOKENS: more.get("said", [])}
-            ),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=salt,
-            data_parallel_rank=None,
-        )
-        return self.core.preprocess_add_request(request)[0]
-
-    def add(self, name: str, prompt: list[int] = PROMPT, **options: Any) -> Any:
-        request = self.receive(name, prompt, **options)
-        self.core.add_request(request)
-        return request
-
-    def step(self) -> None:
-        """One step; each running request that is past its prompt gets a token."""
-        output = self.scheduler.schedule()
-        names = list(output.num_scheduled_tokens)
-        requests = [self.scheduler.requests[name] for name in names]
-        sampled = [[5] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
-        indices = {name: index for index, name in enumerate(names)}
-        self.scheduler.update_from_output(
-            output, ModelRunnerOutput(req_ids=names, req_id_to_index=indices, sampled_token_ids=sampled)
-        )
-
-    def commit(self, version: str, *, recompute: bool) -> None:
-        """A COMMIT between two steps."""
-        done = engine_core.commit(self.core, version, recompute, True)
-        if isinstance(done, Future):
-            self.core._notify_idle_state_callbacks()
-            done.result(timeout=0)
+from tests.deployments.replica.bare_core import BLOCK, PROMPT, Core, config_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,21 +19,7 @@ def utilities() -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    checkpoint = save_tiny_llama(tmp_path_factory.mktemp("model"), 1)
-    arguments = EngineArgs(
-        model=str(checkpoint),
-        dtype="float32",
-        max_model_len=512,
-        max_num_batched_tokens=64,
-        max_num_seqs=2,
-        block_size=BLOCK,
-        enforce_eager=True,
-        async_scheduling=False,
-    )
-    created = arguments.create_engine_config()
-    created.cache_config.num_gpu_blocks = 64
-    created.device_config = DeviceConfig("cpu")
-    return created
+    return config_of(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
