@@ -1,4 +1,4 @@
-"""What a round of differences takes over a slow link beside a whole one, with Gloo.
+"""What a round of differences takes over a slow link beside a whole one, with Gloo (NCCL: `deltas_nccl`).
 
     python -m benchmarks.deltas [--rate 1gbit] [--mib 512] [--changed 0.01 0.03 0.05]
 
@@ -10,7 +10,7 @@ drop what arrives. Whole rounds and rounds of differences take turns.
 import argparse
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 from typing import Any, cast
@@ -39,26 +39,28 @@ class Weights(Source):
     """Random numbers, as a trainer's own memory.
 
     Args:
-        names: of its tensors.
+        shapes: of its tensors, by name.
     """
 
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-        self._tensors = [torch.randn(TENSOR).bfloat16() for _ in names]
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> None:
+        self._tensors = {
+            name: torch.randn(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()
+        }
+        self._resident = list(self._tensors.values())
 
     def specs(self) -> list[ParamMeta]:
-        return [ParamMeta(name, torch.bfloat16, TENSOR) for name in self._names]
+        return [ParamMeta(name, each.dtype, tuple(each.shape)) for name, each in self._tensors.items()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(zip(self._names, self._tensors, strict=True))
+        return iter(self._tensors.items())
 
     def resident(self) -> list[torch.Tensor]:
-        return self._tensors
+        return self._resident
 
     def change(self, share: float) -> None:
         """Move this share of the elements to a neighbouring number."""
-        for each in self._tensors:
-            each.view(torch.int16)[torch.rand(TENSOR) < share] ^= 1
+        for each in self._resident:
+            each.view(torch.int16).bitwise_xor_(torch.rand(each.shape, device=each.device) < share)
 
 
 def member(pid: int, rank: int, info: RendezvousInfo, plan: Plan) -> list[Figures]:
@@ -67,7 +69,7 @@ def member(pid: int, rank: int, info: RendezvousInfo, plan: Plan) -> list[Figure
     torch.set_num_threads(1)
     group = GlooGroup(info, rank, lambda: None)
     barrier = Barrier(group)
-    weights = Weights(info.names if rank == 0 else [])
+    weights = Weights(dict.fromkeys(info.names if rank == 0 else [], TENSOR))
     sender = GlooTrainerWeightTransferEngine(
         client=cast(Any, None), source=weights, is_sender=True, chunk_bytes=CHUNK_BYTES
     )

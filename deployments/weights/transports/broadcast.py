@@ -30,7 +30,14 @@ from deployments.weights.transports.kept_chunks import KeptChunks, apply, header
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
 from deployments.weights.transports.rendezvous import Check, RendezvousInfo
 from deployments.weights.transports.weight_sender import OnePayloadSender
-from deployments.weights.wire.chunk_layout import Chunk, ReceivedChunk, describe, largest, packed_chunk
+from deployments.weights.wire.chunk_layout import (
+    Chunk,
+    ReceivedChunk,
+    describe,
+    largest,
+    packed_chunk,
+    write_digests,
+)
 from deployments.weights.wire.digest import digest_tensor
 
 BUFFERS = 2
@@ -138,10 +145,10 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
     make_group: MakeGroup
     _chunks: tuple[Chunk, ...] = ()
     _told = False  # a header comes before each chunk
-    _sent: torch.Tensor | None = None  # digests of the first chunk of the last round
+    _sent: dict[int, torch.Tensor]  # digests of the last round's chunks
 
     def join(self, init_info: RendezvousInfo, check: Check) -> BroadcastGroup:
-        self._chunks, self._told, self._sent = init_info.chunks(), init_info.keeps, None
+        self._chunks, self._told, self._sent = init_info.chunks(), init_info.keeps, {}
         return self.make_group(init_info, init_info.rank_offset + self.worker_index, check)
 
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
@@ -172,10 +179,11 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
             block, difference = group.buffer(index, chunk.size_bytes), differences.pop(index, None)
             if difference is not None:
                 self.staging.restore(chunk, block)
+                write_digests(chunk, self._sent[index], block)
                 apply(difference, block)
             received = packed_chunk(chunk, block)
-            if index == 0:
-                self._sent = received.sent
+            if self._told and received.sent is not None:
+                self._sent[index] = received.sent
             yield received if difference is None else replace(received, arrived_bytes=difference.numel())
 
     def _parts(
@@ -193,12 +201,12 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
 
     def _has_last_round(self, group: BroadcastGroup) -> bool:
         """By the first chunk: engines also load directories, and lose weights while they sleep."""
-        if self._sent is None or not self.staging.holds(self._chunks):
+        if not self._sent or not self.staging.holds(self._chunks):
             return False
         first = self._chunks[0]
         block = group.buffer(0, first.size_bytes)
         self.staging.restore(first, block)
-        return torch.equal(digest_tensor(packed_chunk(first, block).read()), self._sent)
+        return torch.equal(digest_tensor(packed_chunk(first, block).read()), self._sent[0])
 
 
 def as_deltas(group: BroadcastGroup, chunks: Sequence[Chunk]) -> Iterator[ReceivedChunk]:

@@ -89,7 +89,7 @@ _ALONE = _uses(torch.empty(1))  # neither staging nor the store's writer has a t
 
 def header(size_bytes: int, identity: int) -> torch.Tensor:
     """The size of what follows, and the base's identity; uint8 [16]."""
-    return torch.tensor([size_bytes, identity]).view(torch.uint8)
+    return torch.tensor([size_bytes, identity], device="cpu").view(torch.uint8)
 
 
 def read_header(told: torch.Tensor, index: int, chunk: Chunk) -> tuple[int, int]:

@@ -140,15 +140,22 @@ def connect(way: str, fleet: Fleet, source: ListSource) -> Any:
 
 
 class Policy:
-    """Float32 weights with AdamW, published in bfloat16."""
+    """Float32 weights with AdamW, published in bfloat16. A bias is not trained."""
 
     def __init__(self, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        shapes = {"embed.weight": (301, 128), "norm.weight": (128,), "layer.weight": (384, 128)}
+        shapes = {
+            "embed.weight": (301, 128),
+            "norm.weight": (128,),
+            "norm.bias": (128,),
+            "layer.weight": (384, 128),
+            "head.weight": (301, 128),
+        }
         self.weights = {
             name: (torch.randn(shape) / 10).to(device).requires_grad_() for name, shape in shapes.items()
         }
-        self._optimizer = torch.optim.AdamW(self.weights.values(), lr=1e-6)
+        trained = [weight for name, weight in self.weights.items() if name != "norm.bias"]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-6)
         self.source = ListSource(self._tensors(), self.sent())
 
     def step(self) -> None:
@@ -220,7 +227,7 @@ def test_a_round_after_a_step_moves_what_has_changed(way: str, fleet: Fleet, pol
     policy.step()
     policy.weights["layer.weight"].data *= 2.5
     engine.send_weights()
-    assert 0.4 < arrived(fleet, policy) / policy.size_bytes < 0.7, "most of one chunk"
+    assert 0.3 < arrived(fleet, policy) / policy.size_bytes < 0.6, "most of one chunk"
     engine.shutdown()
 
 
