@@ -2,8 +2,9 @@
 
     python -m benchmarks.recovery [--kills 3] [--config serve_config.yaml] [--only forked|spawned]
 
-The fleet of a configuration, idle. `SLIPSTREAM_FORK_SERVER=off` starts every process in an interpreter of its
-own, as the fleet did before it had the server.
+The fleet of a configuration, idle, after one publish: successors start from a stored version, as they do in a
+run. `SLIPSTREAM_FORK_SERVER=off` starts every process in an interpreter of its own, as the fleet did before
+it had the server.
 """
 
 import argparse
@@ -23,9 +24,11 @@ import httpx
 import psutil
 import yaml
 
+from app.settings.models import resolve_model
 from benchmarks.rl_loss import SERVE_CONFIG
 from benchmarks.servers import running
 from deployments.host.fork_server.client import SWITCH
+from slipstream import FleetClient, calls
 
 PORT = 8465
 LIMIT_S = 240.0
@@ -83,13 +86,20 @@ def fleet(file: Path, mark: str, *, forked: bool) -> Iterator[tuple[httpx.Client
         tempfile.TemporaryDirectory() as root,
         mock.patch.dict(os.environ, marked(mark) | ({} if forked else {SWITCH: "off"})),
     ):
-        arguments["state_dir"] = f"{root}/state"
+        arguments |= {"state_dir": f"{root}/state", "security": {"checkpoint_roots": [root]}}
         begin = time.monotonic()
         with (
             running(config, Path(root), replicas=replicas, trainer="trainer" in arguments) as url,
             httpx.Client(base_url=url, timeout=10) as client,
         ):
-            yield client, time.monotonic() - begin
+            start_s = time.monotonic() - begin
+            published = Path(root, "published")
+            published.mkdir()
+            for each in Path(resolve_model(arguments["model"])).iterdir():
+                published.joinpath(each.name).symlink_to(each)
+            with FleetClient.connect(url) as publisher:
+                publisher.send(calls.publish_directory(str(published), None))
+            yield client, start_s
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ engine cores, and in workers what continued answers and CPU sampling need.
 """
 
 from deployments.host.parent_death import follow_owner
-from deployments.replica import continuation, cpu_sampling, engine_core
+from deployments.replica import compile_cache, continuation, cpu_sampling, engine_core
 from deployments.weights.staging import drafted_model
 from deployments.weights.transports.registry import PACKAGE, TRANSPORTS
 
@@ -14,6 +14,7 @@ def register() -> None:
     """May run more than once."""
     follow_owner()
     engine_core.install()
+    compile_cache.install()
     cpu_sampling.install()
     continuation.install()
     drafted_model.install()

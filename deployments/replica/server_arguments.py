@@ -68,7 +68,12 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         "model": spec.model,
         "served_model_name": [spec.served_model_name],
         "weight_transfer_config": {"backend": spec.backend},
-        "additional_config": {"staging": spec.staging, "checkpoint": spec.checkpoint or spec.model},
+        "additional_config": {
+            "staging": spec.staging,
+            "checkpoint": spec.checkpoint or spec.model,
+            # vLLM's startup plan is else kept when it changes.
+            "gpu_memory_utilization": str(spec.arguments.get("gpu_memory_utilization")),
+        },
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate; `passed_routes` filters the rest
         "log_error_stack": False,

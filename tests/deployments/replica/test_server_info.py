@@ -97,7 +97,6 @@ def test_late_joiner_shows_the_initial_checkpoint(
 ) -> None:
     args = server_arguments(spec.at(str(save_tiny_llama(tmp_path / "v00000007", seed=2))))
     joined = configured(args)
-    assert joined.compute_hash() != config.compute_hash(), "vLLM hashes the directory"
     for mode, begin in (("full", "vllm-"), ("hash", "vllm-"), ("custom", "mine"), ("none", "None")):
         args.fingerprint_mode, args.fingerprint_value = mode, "mine"
         assert fleet_fingerprint(joined, args) == fleet_fingerprint(config, args)
