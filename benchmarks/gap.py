@@ -2,6 +2,7 @@
 
     python -m benchmarks.gap --size 8b --transport ipc --streams 16 64
     python -m benchmarks.gap --size 8b --transport nccl --tp 2 --streams 16      (trainer on GPU 0)
+    python -m benchmarks.gap --size 8b --transport nccl --modes ours --keep device --changed 0.03
     python -m benchmarks.gap --size 30b-a3b --transport nccl --dp 2 --one-engine --kv-gib 4
 
 Slipstream ("ours": staged while decoding, then committed by `ReplicaEngine.commit`; "wire": the same, sent by
@@ -31,6 +32,7 @@ from typing import Any
 from benchmarks import swap_times
 from benchmarks.gap_figures import print_table, round_figures, tokens_between
 from deployments.protocol.poll import KvCache
+from deployments.weights.transports.registry import KeepPublished
 
 LEAD_S = 1.2
 SPACING_S = 0.8
@@ -106,12 +108,12 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
         wire = _wire(arguments, mode)
         await trainer.connect(link, sender, workers, chunk_bytes=chunk_bytes, wire=wire)
         for _ in range(3):  # the first one is loaded by vLLM and recorded
-            await trainer.send(link)
+            await trainer.send(link, changed=arguments.changed)
         if waiting:  # until the other engine has been measured
             print("GAP ready", flush=True)
             await asyncio.to_thread(sys.stdin.readline)
             waiting = False
-        await measure_idle(mode, trainer, link, chunk_mb)
+        await measure_idle(mode, trainer, link, chunk_mb, arguments.changed)
         for count in arguments.streams:
             await streams(engine, count, 64, [[] for _ in range(count)])
             for kv_cache in arguments.kv_cache:
@@ -127,9 +129,9 @@ async def measure(arguments: argparse.Namespace, mode: str) -> None:
 
 
 def _wire(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """What vLLM's trainer engine is told, over the registry's choice for it."""
+    """What the trainer engine is told, over the registry's choice for it."""
     if mode in OURS:
-        return {}
+        return {"keep_published": arguments.keep} if arguments.keep else {}
     wire = {} if arguments.packed is None else {"packed": arguments.packed}
     if arguments.packed and arguments.transport == "ipc":
         wire["packed_buffer_size_bytes"] = 2 << 30  # the embeddings of 8B need more than vLLM's default
@@ -139,10 +141,10 @@ def _wire(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:
     return wire
 
 
-async def measure_idle(mode: str, trainer: Any, link: Any, chunk_mb: int) -> None:
+async def measure_idle(mode: str, trainer: Any, link: Any, chunk_mb: int, changed: float) -> None:
     idle = []
     for _ in range(4):
-        seconds = await trainer.send(link)
+        seconds = await trainer.send(link, changed=changed)
         staged = link.times.staged - link.times.begin
         commit_ms = 1e3 * (link.times.live - link.times.staged)
         idle.append(
@@ -159,7 +161,7 @@ async def measure_under_load(
     await asyncio.sleep(LEAD_S)
     rounds, swaps = [], []
     for _ in range(arguments.rounds):
-        await trainer.send(link)
+        await trainer.send(link, changed=arguments.changed)
         times = link.times
         await asyncio.sleep(SPACING_S)
         rounds.append(round_figures(arrivals, times, trainer.size_bytes))
@@ -297,6 +299,8 @@ def main() -> None:
         action="store_true",
         help="print when each worker swaps, on its host and on its GPU, after the commit",
     )
+    parser.add_argument("--keep", type=KeepPublished, help="ours over nccl: send differences")
+    parser.add_argument("--changed", type=float, default=0.0, help="share of the numbers, between rounds")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--memory", type=float, default=0.3, help="gpu_memory_utilization of each engine")
     parser.add_argument("--kv-gib", type=int, default=16)

@@ -59,9 +59,14 @@ class TrainerProcess:
         """
         return float(await self._command(link, ("connect", backend, workers, chunk_bytes, wire or {})))
 
-    async def send(self, link: Any, seed: int | None = None) -> float:
-        """One round, with other weights if a seed is given; seconds, measured by the trainer."""
-        return float(await self._command(link, ("send", seed)))
+    async def send(self, link: Any, seed: int | None = None, *, changed: float = 0.0) -> float:
+        """One round; seconds, measured by the trainer.
+
+        Args:
+            seed: of other weights.
+            changed: move this share of the numbers, in bfloat16, to neighbouring ones.
+        """
+        return float(await self._command(link, ("send", seed, changed)))
 
     def stop(self) -> None:
         self._process.kill()
@@ -156,8 +161,10 @@ def _train(pipe: Any, size: str, seed: int, gpu: int, tied: bool, dtype: str, dr
                         for old, other in zip(model.parameters(), new.parameters(), strict=True):
                             old.copy_(other)
                     del new
-                    torch.cuda.synchronize()
-                    start = time.perf_counter()
+                for each in model.parameters() if rest[1] else ():
+                    each.data.view(torch.int16).bitwise_xor_(torch.rand(each.shape, device="cuda") < rest[1])
+                torch.cuda.synchronize()
+                start = time.perf_counter()
                 engine.send_weights()
             pipe.send(("done", time.perf_counter() - start))
         except Exception as error:  # the benchmark's process raises it

@@ -56,6 +56,7 @@ class Ours:
         self.kv_cache = kv_cache
         self.version = engine.version
         self.times = Times()
+        self.arrived_bytes = 0  # in the last round
 
     async def init_weight_transfer_engine(self, info: Mapping[str, JsonValue]) -> None:
         await self._run(Connect(init_info=info))
@@ -77,6 +78,7 @@ class Ours:
         assert isinstance(staged, Staged)
         assert (Check.DIGESTS in staged.checks) is self._states_digests, "digests differ or were not compared"
         self.times.staged = time.perf_counter()
+        self.arrived_bytes = staged.size_bytes
         self.version += 1
         commit = Commit(
             round_id=self.version,

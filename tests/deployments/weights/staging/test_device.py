@@ -90,6 +90,52 @@ def test_three_rounds_leave_what_a_fresh_engine_would_compute(
     asyncio.run(three_rounds(tmp_path, size, tied, dict(arguments)))
 
 
+async def rounds_of_differences(tmp_path: Path, gpus: list[str]) -> None:
+    from benchmarks.trainer_process import TrainerProcess
+    from benchmarks.weight_sync import Ours, start_engine
+    from deployments.weights.transports.registry import KeepPublished
+
+    write_config("0.6b", tmp_path)
+    engine = await start_engine(
+        str(tmp_path),
+        "slipstream_nccl",
+        "device",
+        load_format="dummy",
+        enforce_eager=True,
+        gpu_memory_utilization=0.15,
+        kv_cache_memory_bytes=2 << 30,
+    )
+    trainer = TrainerProcess("0.6b", 1, gpu=int(gpus[0]))
+    link = Ours(engine)
+    keep = {"keep_published": KeepPublished.DEVICE}
+    await trainer.connect(link, "slipstream_nccl", 1, chunk_bytes=64 << 20, wire=keep)
+    live, sizes = [], []
+    for changed in (0.0, 0.03, 0.03, 0.03):
+        await trainer.send(link, changed=changed)
+        sizes.append(link.arrived_bytes / trainer.size_bytes)
+        live.append(str(await engine.llm.compute_weight_checksums()))
+    assert sizes[0] >= 1 and max(sizes[1:]) < 1 / 15
+    assert len(set(live)) == 4
+    await trainer.connect(link, "slipstream_nccl", 1)
+    await trainer.send(link)
+    assert link.arrived_bytes >= trainer.size_bytes
+    assert live[-1] == str(await engine.llm.compute_weight_checksums())
+    await engine.stop()
+    trainer.stop()
+
+
+def test_rounds_of_differences_leave_what_a_whole_round_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    if len(gpus) < 2 or torch.cuda.device_count() < 2:
+        pytest.skip("NCCL needs one GPU per rank")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus[1])  # the engine's
+    asyncio.run(rounds_of_differences(tmp_path, gpus))
+
+
 def test_a_shadow_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     import torch
 
