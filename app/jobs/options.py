@@ -192,6 +192,12 @@ class JobOptions:
             raise ValueError(
                 f"--overlong-buffer must be at most {self.longest} tokens, got {self.overlong_buffer}"
             )
+        compares_all = self.advantage is AdvantageEstimator.REINFORCE_PP
+        if self.dynamic_sampling and (self.teacher is not None or compares_all):
+            raise ValueError(
+                "--dynamic-sampling leaves out groups of equal rewards, from which a step learns too with "
+                + ("--advantage reinforce_pp" if compares_all else "--teacher")
+            )
         if self.environment is not None and (self.prompts is not None or self.reward is not None):
             raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
         if self.reward is not None and self.prompts is None:

@@ -46,6 +46,11 @@ def verifiers(**settings: object) -> list[str]:
         (["--teacher", "math@1", "--loss", "jsd", "--teacher-kl", "1"], "which read no advantages"),
         (["--task-settings", "[]"], "--task-settings: expected a JSON object"),
         (["--keep-best", "/x"], "needs --eval-every"),
+        (["--dynamic-sampling", "--advantage", "reinforce_pp"], "learns too with --advantage reinforce_pp"),
+        (
+            ["--dynamic-sampling", "--teacher", "math@1", "--teacher-kl", "1"],
+            "learns too with --teacher",
+        ),
         (["--overlong-buffer", "17"], "at most 16 tokens, got 17"),
         (
             ["--metrics", "lr-0.1"],
