@@ -30,8 +30,6 @@ from app.jobs.task_groups import all_of
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 START_TIMEOUT_S = 600.0  # includes downloads of data sets
 MAX_FAILURES = 20  # consecutive failed problems
-# Environments run foreign code, and code of a model: only the relay has the fleet's token.
-SECRETS = ("SLIPSTREAM_TOKEN", "SLIPSTREAM_TOKEN_FILE", "SLIPSTREAM_USER_TOKEN")
 NO_PROXY = ("no_proxy", "NO_PROXY")  # the relay is on this host
 
 
@@ -67,6 +65,12 @@ class VerifiersSettings(BaseModel):
         if self.eval_command is None:
             raise ValueError("--eval-every with verifiers needs 'eval_command' in --environment-settings")
         return self.model_copy(update={"command": self.eval_command})
+
+
+def is_secret(name: str) -> bool:
+    """Environments run foreign code, and code of a model: the fleet's, a teacher's and a judge's tokens stay
+    with the job."""
+    return name.startswith("SLIPSTREAM_") and "TOKEN" in name
 
 
 class Failed(Exception):
@@ -172,6 +176,6 @@ class Verifiers(Environment):
             return self._program
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
+        kept = {name: value for name, value in os.environ.items() if not is_secret(name)}
         direct = {name: ",".join(filter(None, (kept.get(name), "127.0.0.1"))) for name in NO_PROXY}
         return {**kept, **direct, "PYTHONPATH": "", **self.settings.variables}

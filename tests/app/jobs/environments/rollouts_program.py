@@ -60,7 +60,9 @@ class FakeRunner:
             await self.turn(asked, session, 2)
         except urllib.error.HTTPError as error:
             return {"error": f"ProviderError: {error.code}", "sessions": [session]}
-        text = json.dumps({name: os.environ.get(name) for name in ("SLIPSTREAM_TOKEN", "NO_PROXY", "COLOUR")})
+        seen = {name: os.environ.get(name) for name in ("NO_PROXY", "COLOUR", "HF_TOKEN")}
+        secrets = [name for name in os.environ if name.startswith("SLIPSTREAM_") and "TOKEN" in name]
+        text = json.dumps({**seen, **dict.fromkeys(secrets, "seen")})
         return {"reward": float(asked["task"]), "sessions": [session], "text": text}
 
     def first(self, what: str) -> bool:

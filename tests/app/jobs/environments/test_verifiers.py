@@ -87,13 +87,19 @@ async def test_the_rollout_of_the_agent_is_rewarded_and_its_judges_is_not(tmp_pa
 async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_without_a_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    for name in ("SLIPSTREAM_TOKEN", "SLIPSTREAM_TEACHER_TOKEN", "SLIPSTREAM_JUDGE_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("HF_TOKEN", "the environment's own")
     monkeypatch.setenv("NO_PROXY", "example.org")
     made = environment("plays", tmp_path)
     async with TwoTurnFleet().policy() as policy, made.running():
         (rollout,) = await made.rollouts(0, 1, policy)
     seen = json.loads(rollout.text)
-    assert seen == {"SLIPSTREAM_TOKEN": None, "NO_PROXY": "example.org,127.0.0.1", "COLOUR": "blue"}
+    assert seen == {
+        "NO_PROXY": "example.org,127.0.0.1",
+        "COLOUR": "blue",
+        "HF_TOKEN": "the environment's own",
+    }
 
 
 @pytest.mark.parametrize("how", ["raises once", "dies once", "reads"])
