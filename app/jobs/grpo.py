@@ -20,9 +20,10 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from app.client import calls
 from app.client.announcement import announced
@@ -176,14 +177,19 @@ def connected(options: JobOptions, out: Display) -> AsyncFleetClient:
     )
 
 
-def configured(run: Run) -> Configuration:
-    options = asdict(run.options)
+def shown(options: JobOptions) -> dict[str, Any]:
+    """As JSON has them, and without the tokens in URLs."""
+    given = asdict(options)
     for name in ("url", "teacher", "reward"):
-        if "://" in str(options[name]):
-            options[name], _ = without_credentials(options[name])
+        if "://" in str(given[name]):
+            given[name], _ = without_credentials(given[name])
+    return {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
+
+
+def configured(run: Run) -> Configuration:
     prompts = run.options.prompts
     return Configuration(
-        options={name: str(value) if isinstance(value, Path) else value for name, value in options.items()},
+        options=shown(run.options),
         model=run.policy.model,
         version=run.version,
         began=time.time(),
@@ -222,10 +228,9 @@ async def try_out(
     client: AsyncFleetClient, options: JobOptions, environment: Environment, out: Display
 ) -> None:
     """Changes nothing."""
-    for each in fields(options):
-        value = getattr(options, each.name)
-        if value is not None and each.name not in ("url", "dry_run"):
-            out.line(f"{each.name} = {json.dumps(str(value) if isinstance(value, Path) else value)}")
+    for name, value in shown(options).items():
+        if value is not None and name not in ("url", "dry_run"):
+            out.line(f"{name} = {json.dumps(value)}")
     out.line(await environment.sample())
     try:
         model = await client.send(calls.model(), patient=False)

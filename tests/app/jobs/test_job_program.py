@@ -42,9 +42,11 @@ def test_a_dry_run_shows_the_options_and_tries_the_users_own_reward_where_he_sta
     )
     (port,) = free_ports(1)
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd()), "SLIPSTREAM_URL": f"http://127.0.0.1:{port}"}
-    command = [*JOB, "@", "run.toml", "--steps", "9", "--dry-run"]
+    teacher = ["--teacher", "http://name:secret@127.0.0.1:1/v1", "--loss", "jsd"]
+    command = [*JOB, "@", "run.toml", "--steps", "9", *teacher, "--dry-run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
+    assert 'teacher = "http://127.0.0.1:1/v1"\n' in done.stdout
     assert "steps = 9\n" in done.stdout and 'reward = "my_rewards:length"\n' in done.stdout
     assert "the first problem: user: Say it\nits reward for an empty answer: 0.25\n" in done.stdout
     assert f"the fleet was not asked: no server answers at http://127.0.0.1:{port}" in done.stdout
