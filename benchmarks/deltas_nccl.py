@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -183,6 +183,7 @@ def _publisher(
     def one_round() -> int:
         sender.packer.begin()
         sender.send(None)
+        assert sender.is_current(), "the round failed"
         return 0
 
     return one_round
@@ -273,6 +274,13 @@ def measured(
             pool.submit(member, rank, infos, plans, keep, shapes, environments[rank])
             for rank, pool in enumerate(pools)
         ]
+        try:
+            for each in as_completed(members):
+                each.result()
+        except BaseException:  # the other one would wait for it
+            for process in (process for pool in pools for process in pool._processes.values()):
+                process.kill()
+            raise
         (_, first), (rounds, second) = (each.result() for each in members)
         return rounds, [first, second]
 
