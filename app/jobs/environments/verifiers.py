@@ -30,6 +30,9 @@ from app.jobs.task_groups import all_of
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 START_TIMEOUT_S = 600.0  # includes downloads of data sets
 MAX_FAILURES = 20  # consecutive failed problems
+# Environments run foreign code, and code of a model: tokens of the fleet, a teacher and a judge, and an
+# address that has one, stay with the job.
+OURS = "SLIPSTREAM_"
 NO_PROXY = ("no_proxy", "NO_PROXY")  # the relay is on this host
 
 
@@ -65,12 +68,6 @@ class VerifiersSettings(BaseModel):
         if self.eval_command is None:
             raise ValueError("--eval-every with verifiers needs 'eval_command' in --environment-settings")
         return self.model_copy(update={"command": self.eval_command})
-
-
-def is_secret(name: str) -> bool:
-    """Environments run foreign code, and code of a model: the fleet's, a teacher's and a judge's tokens stay
-    with the job."""
-    return name.startswith("SLIPSTREAM_") and "TOKEN" in name
 
 
 class Failed(Exception):
@@ -176,6 +173,6 @@ class Verifiers(Environment):
             return self._program
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if not is_secret(name)}
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         direct = {name: ",".join(filter(None, (kept.get(name), "127.0.0.1"))) for name in NO_PROXY}
         return {**kept, **direct, "PYTHONPATH": "", **self.settings.variables}

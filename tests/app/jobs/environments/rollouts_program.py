@@ -61,8 +61,8 @@ class FakeRunner:
         except urllib.error.HTTPError as error:
             return {"error": f"ProviderError: {error.code}", "sessions": [session]}
         seen = {name: os.environ.get(name) for name in ("NO_PROXY", "COLOUR", "HF_TOKEN")}
-        secrets = [name for name in os.environ if name.startswith("SLIPSTREAM_") and "TOKEN" in name]
-        text = json.dumps({**seen, **dict.fromkeys(secrets, "seen")})
+        seen |= {name: value for name, value in os.environ.items() if "secret" in value}
+        text = json.dumps(seen)
         return {"reward": float(asked["task"]), "sessions": [session], "text": text}
 
     def first(self, what: str) -> bool:

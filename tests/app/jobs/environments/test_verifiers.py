@@ -89,6 +89,7 @@ async def test_the_program_does_not_get_the_fleets_token_and_reaches_the_relay_w
 ) -> None:
     for name in ("SLIPSTREAM_TOKEN", "SLIPSTREAM_TEACHER_TOKEN", "SLIPSTREAM_JUDGE_TOKEN"):
         monkeypatch.setenv(name, "secret")
+    monkeypatch.setenv("SLIPSTREAM_URL", "http://name:secret@fleet")
     monkeypatch.setenv("HF_TOKEN", "the environment's own")
     monkeypatch.setenv("NO_PROXY", "example.org")
     made = environment("plays", tmp_path)
