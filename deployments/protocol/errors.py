@@ -3,28 +3,25 @@
 Clients retry a POST on 500, 502 and 503. So 503 means: send the same call again; one that failed for good, or
 may have been carried out, is 409.
 
-SlipstreamError               a response to a caller, with an HTTP status ├── InvalidRequest            fix
-the call: what was expected and what came        400 │   ├── PayloadTooLarge       send less
-413 │   ├── OverQuota             wait, or end what you have                           429 │   ├── BodyTooSlow
-send it faster                                       408 │   ├── NotFound              name something that
-exists                           404 │   └── MethodNotAllowed      another method
-405 ├── Conflict                  another caller's turn, or a call out of order        409 │   ├──
-StalePublisher        take a new lease                                     409 │   └── OtherStep
-learn from the batch again                           409 ├── RoundAborted              the fleet still serves
-the old version; try again    409 │   └── TransferAborted       the transfer failed, the replicas are intact:
-connect and send again   409 ├── DeadlyRequest             do not send this again: replicas were lost under it
-422 ├── ReplicaUnavailable        send the request to another replica                  503 ├──
-FleetUnavailable          wait (Retry-After), then try again                   503 └── AnswerLost
-check whether it was done before you try again       409
+    SlipstreamError               a response to a caller, with an HTTP status
+    ├── InvalidRequest            fix the call: what was expected and what came        400
+    │   ├── PayloadTooLarge       send less                                            413
+    │   ├── OverQuota             wait, or end what you have                           429
+    │   ├── BodyTooSlow           send it faster                                       408
+    │   ├── NotFound              name something that exists                           404
+    │   └── MethodNotAllowed      another method                                       405
+    ├── Conflict                  another caller's turn, or a call out of order        409
+    │   ├── StalePublisher        take a new lease                                     409
+    │   └── OtherStep             learn from the batch again                           409
+    ├── RoundAborted              the fleet still serves the old version; try again    409
+    │   └── TransferAborted       replicas are intact: connect and send again          409
+    ├── DeadlyRequest             replicas were lost under it: do not send it again    422
+    ├── ReplicaUnavailable        send the request to another replica                  503
+    ├── FleetUnavailable          wait (Retry-After), then try again                   503
+    └── AnswerLost                check whether it was done before you try again       409
 
-Inside a replica and a publisher, never sent over HTTP:
-
-PayloadRejected               the publisher's payload is wrong, the replica is intact TransferFailed
-a peer of the transfer is gone, the replica is intact: send again
-
-On the terminal, when a fleet starts:
-
-JournalError                  do what the message says
+Inside a replica and a publisher, never sent over HTTP: `PayloadRejected`, `TransferFailed`. On the terminal,
+when a fleet starts: `JournalError`.
 """
 
 from typing import Any

@@ -27,6 +27,7 @@ from deployments.host.parent_death import disown_engine, own_engine
 from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import JoinAnswer, Unloadable
 from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
+from deployments.replica.engine_load import watch_load
 from deployments.replica.follower import Follower
 from deployments.replica.graceful_shutdown import shut_down
 from deployments.replica.host_store import HostStore, require_version
@@ -35,7 +36,7 @@ from deployments.replica.native_member import member_of
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.request_admission import RequestAdmission
 from deployments.replica.server_arguments import EngineSpec
-from deployments.replica.server_info import add_server_info, watch_load
+from deployments.replica.server_info import add_server_info
 from deployments.serve.placement import take_slot, use_gpus
 from deployments.serve.scaling import ScalingStats
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
@@ -129,7 +130,7 @@ class Replica:
         if answer.path is None and (changed := await asyncio.to_thread(initial.changed)) is not None:
             raise RuntimeError(changed)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
-        self._load = watch_load(self._engine.llm)
+        self._load = watch_load(self._engine.llm, lambda: self._engine.version)
         self._member = member_of(self._engine, spec)
         self._member.initial = answer.initial
         self._member.store = host_store = HostStore(Path(store[0]), keep=store[1])

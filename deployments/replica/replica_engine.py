@@ -42,7 +42,6 @@ from deployments.protocol.engine_state import (
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_of_round
 from deployments.replica.continuation import TOKENS
-from deployments.replica.draft_counts import DraftCounts
 from deployments.replica.engine_adapters import EngineAdapters, Uses
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING
 from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
@@ -246,18 +245,12 @@ class ReplicaEngine:
 
     @classmethod
     async def start(cls, spec: EngineSpec, *, version: int) -> "ReplicaEngine":
-        engine: ReplicaEngine | None = None
-
-        def count_drafts(*_: Any) -> DraftCounts:
-            return DraftCounts(lambda: version if engine is None else engine.version)
-
         args = server_arguments(spec)
         engine_args = FleetEngineArgs.from_cli_args(args)
         with kept_log_file():
             config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
             llm = RecordingLLM.from_vllm_config(
                 vllm_config=config,
-                stat_loggers=[count_drafts] if config.speculative_config is not None else None,
                 usage_context=UsageContext.OPENAI_API_SERVER,
                 enable_log_requests=engine_args.enable_log_requests,
                 disable_log_stats=engine_args.disable_log_stats,

@@ -1,4 +1,4 @@
-"""`/server_info` as vLLM prints it, as if the fleet were one server; and the engine's load.
+"""`/server_info` as vLLM prints it, as if the fleet were one server.
 
 `data_parallel_size` is 1, and the model is the initial checkpoint, even for late joiners, so all replicas
 have the same `system_fingerprint`. Withheld: the environment, values under names that look secret, free-form
@@ -11,16 +11,12 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query
 from vllm.config import VllmConfig
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm.entrypoints.serve.utils.fingerprint import build_system_fingerprint
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 WITHHELD = "***"
 STAGED = "staged_"  # prefix of backends that stage vLLM's own wire; trainers look for vLLM's name
@@ -104,50 +100,3 @@ def _hidden(value: Any, secrets: Sequence[str], name: str = "", *, free_form: bo
     for secret in secrets:
         value = value.replace(secret, WITHHELD)
     return _IN_ADDRESS.sub(WITHHELD, value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    running: int
-    waiting: int
-    places: int  # sum of `max_num_seqs` over all ranks
-    kv_use: float  # share of KV cache blocks in use of the fullest rank, 0 to 1
-
-
-class LoadLogger(AggregateStatLoggerBase):
-    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self._newest = {index: SchedulerStats() for index in engine_indexes}
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,
-        engine_idx: int = 0,
-    ) -> None:
-        if scheduler_stats is not None:
-            self._newest[engine_idx] = scheduler_stats
-
-    def log_engine_initialized(self) -> None:
-        pass
-
-    @property
-    def load(self) -> EngineLoad:
-        ranks = list(self._newest.values())
-        return EngineLoad(
-            running=sum(rank.num_running_reqs for rank in ranks),
-            waiting=sum(rank.num_waiting_reqs + rank.num_skipped_waiting_reqs for rank in ranks),
-            places=self._max_num_seqs * len(ranks),
-            kv_use=max(rank.kv_cache_usage for rank in ranks),
-        )
-
-
-def watch_load(llm: AsyncLLM) -> LoadLogger:
-    """All zero if statistics are disabled."""
-    ranks = list(range(llm.vllm_config.parallel_config.data_parallel_size))
-    if llm.logger_manager is None:
-        return LoadLogger(llm.vllm_config, ranks)
-    watching = LoadLogger(llm.vllm_config, llm.logger_manager.engine_indexes)
-    llm.logger_manager.stat_loggers.append(watching)
-    return watching

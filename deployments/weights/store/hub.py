@@ -1,7 +1,6 @@
 """A model's files on this host, also of a Hugging Face id, and their tensors.
 
-downloaded   a trainer's: all that a checkpoint needs cached       an engine's: vLLM has downloaded what it
-loads
+`downloaded` has all that a trainer's checkpoint needs; `cached` what vLLM has downloaded for an engine.
 """
 
 from collections.abc import Mapping, Sequence
