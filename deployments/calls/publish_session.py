@@ -19,15 +19,7 @@ from pydantic import JsonValue
 
 from deployments.calls.rpc import CallHandle, bounded, is_lost, retried
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import (
-    AnswerLost,
-    Conflict,
-    FleetUnavailable,
-    RoundAborted,
-    SlipstreamError,
-    StalePublisher,
-    TransferAborted,
-)
+from deployments.protocol import errors
 from deployments.protocol.poll import FilePart
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
 from deployments.protocol.responses import FleetStatus
@@ -50,10 +42,12 @@ def outcome(
             if report.round_id == round_id and report.phase == "committed":
                 return report
             if report.round_id == round_id:
-                raise RoundAborted(f"round {round_id} was aborted: {report.reason}", {"round_id": round_id})
+                raise errors.RoundAborted(
+                    f"round {round_id} was aborted: {report.reason}", {"round_id": round_id}
+                )
         if fleet.round is not None and fleet.round.round_id == round_id:
             return None
-    raise Conflict(
+    raise errors.Conflict(
         f"whether round {round_id} of fleet {fleet_id} was committed is not known: fleet {fleet.fleet_id}, "
         f"which has no record of it, is at version {fleet.committed_version}",
         {"round_id": round_id, "version": fleet.committed_version},
@@ -113,8 +107,8 @@ class PublishSession:
             report: RoundReport = await retried(
                 self._controller, "close_round", token, round_id, label, limit_s=CALL_TIMEOUT_S
             )
-        except FleetUnavailable as error:
-            raise AnswerLost(
+        except errors.FleetUnavailable as error:
+            raise errors.AnswerLost(
                 f"round {round_id} may be committed, see /fleet/rounds: {error.message}",
                 {"round_id": round_id},
             ) from error
@@ -147,10 +141,10 @@ class PublishSession:
     async def _renew(self, lease: Lease) -> None:
         try:
             await bounded(self._controller.renew.remote(lease.token), "renew", lease.duration_s / 3)
-        except StalePublisher:
+        except errors.StalePublisher:
             raise
         except Exception as error:  # the call that it is for reports the loss
-            if not (is_lost(error) or isinstance(error, SlipstreamError)):
+            if not (is_lost(error) or isinstance(error, errors.SlipstreamError)):
                 raise
             logger.warning("the lease of %r is not renewed: %s", self._publisher, error)
 
@@ -162,11 +156,11 @@ class PublishSession:
             return await bounded(self.renewing(call), method, CALL_TIMEOUT_S)
         except Exception as error:
             lost = is_lost(error)
-            if lost or isinstance(error, StalePublisher):
+            if lost or isinstance(error, errors.StalePublisher):
                 self._lease = self.round_id = None
             if not lost:
                 raise
-            raise TransferAborted(
+            raise errors.TransferAborted(
                 f"the controller was lost during {method!r}, and the round with it; connect and send again",
                 {"send_again": True},
             ) from error
@@ -175,7 +169,7 @@ class PublishSession:
         try:
             await bounded(call, what, CLEAN_UP_TIMEOUT_S)
         except Exception as error:
-            if not (is_lost(error) or isinstance(error, SlipstreamError)):
+            if not (is_lost(error) or isinstance(error, errors.SlipstreamError)):
                 raise
             logger.info("%s by %r failed; the lease expires: %s", what, self._publisher, error)
 

@@ -18,13 +18,7 @@ from deployments.host.logs import serve_logger
 from deployments.ledger.ledger import Ledger
 from deployments.protocol.adapters import AdapterFiles
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, JournalError, NotFound
-from deployments.weights.store.adapter_store import (
-    LAG_S,
-    AdapterStore,
-    CannotWrite,
-    Incomplete,
-    until_complete,
-)
+from deployments.weights.store import adapter_store
 from deployments.weights.store.owner import OWNER, check_owner, claim, has_owner, hold
 from deployments.weights.store.versions import Store, VersionManifest
 
@@ -61,7 +55,7 @@ class StoreKeeper:
         hold_claim: Callable[[Path], int | None] = hold_claim,
         *,
         adapter_roots: Sequence[Path] = (),
-        lag_s: float = LAG_S,
+        lag_s: float = adapter_store.LAG_S,
         clock: Callable[[], float] = time.monotonic,
         disk_s: float = DISK_S,
     ) -> None:
@@ -70,7 +64,7 @@ class StoreKeeper:
         self._ledger = ledger
         self._hold_claim = hold_claim
         self._held: int | None = None
-        self._adapters = AdapterStore(store.directory / ADAPTERS)
+        self._adapters = adapter_store.AdapterStore(store.directory / ADAPTERS)
         self._pass: asyncio.Task[None] | None = None
         self._problem: OSError | None = None
         self._keep = keep
@@ -212,12 +206,14 @@ class StoreKeeper:
         except OSError as error:
             raise Conflict(str(error)) from error
         try:
-            return await until_complete(lambda: self._on_disk(copying, path), self._lag_s, self._clock)
-        except Incomplete as error:
+            return await adapter_store.until_complete(
+                lambda: self._on_disk(copying, path), self._lag_s, self._clock
+            )
+        except adapter_store.Incomplete as error:
             there = await self._on_disk(Path(path).is_dir, path)
             kind = InvalidRequest if there else NotFound
             raise kind(f"lora_path: {error}") from error
-        except CannotWrite as error:
+        except adapter_store.CannotWrite as error:
             raise _no_space(error) from error
         except (OSError, ValueError) as error:
             raise InvalidRequest(str(error)) from error
@@ -226,7 +222,7 @@ class StoreKeeper:
         """Make the copy durable. Raises FleetUnavailable, or Conflict as `copy_adapter`."""
         try:
             await self._on_disk(partial(self._adapters.complete, adapter_id), str(self._adapters.directory))
-        except CannotWrite as error:
+        except adapter_store.CannotWrite as error:
             raise _no_space(error) from error
 
     async def _on_disk(self, work: Callable[[], T], what: str) -> T:
@@ -237,7 +233,7 @@ class StoreKeeper:
             raise Conflict(f"{what}: the disk has not answered within {self._disk_s:g} s") from error
 
 
-def _no_space(error: CannotWrite) -> FleetUnavailable:
+def _no_space(error: adapter_store.CannotWrite) -> FleetUnavailable:
     return FleetUnavailable(
         f"the fleet cannot copy an adapter: {error}. Serving continues. Free space on the disk of "
         "'store.path'",

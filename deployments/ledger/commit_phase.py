@@ -22,18 +22,9 @@ from deployments.ledger.state import (
     State,
     classify,
 )
+from deployments.protocol import poll
 from deployments.protocol.engine_state import InFlight, intact
 from deployments.protocol.errors import Conflict, RoundAborted, SlipstreamError, TransferAborted
-from deployments.protocol.poll import (
-    Acknowledgement,
-    Commit,
-    CommitMode,
-    Outcome,
-    Release,
-    Report,
-    WriteVersion,
-    drain_of_round,
-)
 from deployments.protocol.publishing import ReplicaTimings, RoundReport
 
 CONTROLLER_RESTARTED = "the controller restarted"
@@ -91,7 +82,7 @@ def resume(state: State, decision: Committed) -> None:
     _begin(state, current)
 
 
-def on_return(state: State, member: Member, report: Report) -> None:
+def on_return(state: State, member: Member, report: poll.Report) -> None:
     """A member from before a restart: it has swapped, can swap, or starts over."""
     current = state.round
     member.world_size = report.world_size
@@ -102,7 +93,7 @@ def on_return(state: State, member: Member, report: Report) -> None:
         return
     call = current.commits[member]
     if report.version == current.version:
-        call.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
+        call.answers[member.replica_id] = poll.Acknowledgement(seq=0, outcome=poll.Outcome.DONE)
         call.stop_waiting_for(member)
     elif report.staged_round != current.round_id:
         reason = "lost its staging while the controller restarted"
@@ -124,12 +115,12 @@ def _begin(state: State, current: Round) -> None:
 
 
 def _expect_commit(state: State, current: Round, member: Member) -> None:
-    together = current.commit is CommitMode.TOGETHER  # nothing follows before the last has swapped
+    together = current.commit is poll.CommitMode.TOGETHER  # nothing follows before the last has swapped
     if together:
         current.swapping.add(member)
     current.commits[member] = membership.expect(
         state,
-        Commit.name,
+        poll.Commit.name,
         [member],
         on_complete=partial(_swapped, current=current, member=member),
         round_id=current.round_id,
@@ -144,7 +135,7 @@ def advance(state: State) -> bool:
     current = state.round
     if current is None or current.phase is not RoundPhase.COMMITTING:
         return False
-    together = current.commit is CommitMode.TOGETHER
+    together = current.commit is poll.CommitMode.TOGETHER
     limit = len(current.participants) if together else state.config.max_unavailable
     busy = [member for member in current.ordered if not current.commits[member].done]
     ready = [
@@ -174,7 +165,7 @@ def _drain(state: State, current: Round, member: Member) -> None:
 
     membership.begin_drain(
         state,
-        drain_of_round(current.round_id),
+        poll.drain_of_round(current.round_id),
         [member],
         what=f"round {current.round_id}",
         then="keep",
@@ -185,13 +176,13 @@ def _drain(state: State, current: Round, member: Member) -> None:
 def _send_commit(state: State, current: Round, member: Member) -> None:
     keep = None
     if state.retains(current):
-        keep = WriteVersion(
+        keep = poll.WriteVersion(
             version=current.version,
             label=current.label,
             fleet_id=state.fleet_id,
             digest=current.digest,
         )
-    body = Commit(
+    body = poll.Commit(
         round_id=current.round_id,
         version=current.version,
         hold=current.hold,
@@ -223,10 +214,12 @@ def _release(state: State, current: Round) -> None:
         _finish(state, current)
         return
     enter(state, current, RoundPhase.RELEASING)
-    bodies = {member: Release(round_id=current.round_id) for member in current.participants if member.alive}
+    bodies = {
+        member: poll.Release(round_id=current.round_id) for member in current.participants if member.alive
+    }
     membership.send(
         state,
-        Release.name,
+        poll.Release.name,
         bodies,
         on_complete=partial(_released, current=current),
         round_id=current.round_id,
@@ -235,12 +228,12 @@ def _release(state: State, current: Round) -> None:
 
 def _released(state: State, call: PendingCall, *, current: Round) -> None:
     current.record(call)
-    membership.fence_each(state, classify(call).not_done, Release.name)
+    membership.fence_each(state, classify(call).not_done, poll.Release.name)
     _finish(state, current)
 
 
 def _finish(state: State, current: Round) -> None:
-    membership.forget_drain(state, drain_of_round(current.round_id))
+    membership.forget_drain(state, poll.drain_of_round(current.round_id))
     weights_replaced(state)
     report = _end(state, current, RoundPhase.COMMITTED, "")
     # Its holder releases it now or was lost; others must not wait its whole duration.

@@ -30,6 +30,7 @@ from deployments.ledger import (
 )
 from deployments.ledger.decisions import Decision, Labelled, Scaled
 from deployments.ledger.state import Member, MemberState, PendingCall, State
+from deployments.protocol import responses
 from deployments.protocol.adapters import Adapter, AdapterFiles, AdapterStatus, LoadRequest
 from deployments.protocol.engine_state import Disconnect, Operation, Sleep
 from deployments.protocol.errors import RoundAborted, SlipstreamError
@@ -44,15 +45,6 @@ from deployments.protocol.poll import (
     Unloadable,
 )
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions, RoundReport
-from deployments.protocol.responses import (
-    Event,
-    FleetStatus,
-    Health,
-    LeaseStatus,
-    MemberStatus,
-    RoundStatus,
-    SizeStatus,
-)
 
 
 class Ledger:
@@ -238,7 +230,7 @@ class Ledger:
         state.decide(Labelled(version=state.committed_version, label=label))
         state.record("label", version=state.committed_version, label=label)
 
-    def scale(self, wanted: int | None, now: float) -> SizeStatus:
+    def scale(self, wanted: int | None, now: float) -> responses.SizeStatus:
         state = self._at(now)
         state.size_limits.check(wanted)
         state.desired = DesiredReplicas(wanted=wanted, number=state.desired.number + 1)
@@ -330,24 +322,24 @@ class Ledger:
     def history(self, after: int = 0) -> list[RoundReport]:
         return [report for report in self.state.history if report.round_id > after]
 
-    def events_since(self, event_id: int) -> list[Event]:
+    def events_since(self, event_id: int) -> list[responses.Event]:
         newer = takewhile(lambda event: event.event_id > event_id, reversed(self.state.events))
         return list(newer)[::-1]
 
-    def health(self) -> Health:
+    def health(self) -> responses.Health:
         members = self.state.members.values()
         serving = sum(each.state is MemberState.SERVING and not each.leaving for each in members)
-        return Health(
+        return responses.Health(
             status="ok" if serving else "starting",
             serving=serving,
             members=len(members),
             weight_version=self.state.committed_version,
         )
 
-    def status(self, now: float) -> FleetStatus:
+    def status(self, now: float) -> responses.FleetStatus:
         state = self._at(now)
         undecided = state.round is not None and not state.round.decided
-        return FleetStatus(
+        return responses.FleetStatus(
             fleet_id=state.fleet_id,
             committed_version=state.committed_version,
             drafter=state.drafter,
@@ -389,8 +381,8 @@ class Ledger:
             stored_versions.advance_refusals(state)
 
 
-def _member(member: Member, now: float) -> MemberStatus:
-    return MemberStatus(
+def _member(member: Member, now: float) -> responses.MemberStatus:
+    return responses.MemberStatus(
         replica_id=member.replica_id,
         incarnation=member.incarnation,
         state="leaving" if member.leaving and member.alive else member.state.value,
@@ -405,7 +397,7 @@ def _member(member: Member, now: float) -> MemberStatus:
     )
 
 
-def _size(state: State) -> SizeStatus:
+def _size(state: State) -> responses.SizeStatus:
     alive = [each for each in state.members.values() if each.alive]
     staying = [each for each in alive if not each.leaving]
     running = sum(each.state is MemberState.SERVING for each in staying)
@@ -417,7 +409,7 @@ def _size(state: State) -> SizeStatus:
         problem = "; ".join(f"{each.replica_id} is refused: {each.reason}" for each in refused)
     elif missing > 0:
         problem = f"{missing} of {wanted} replicas have not registered yet: they start, or wait for free GPUs"
-    return SizeStatus(
+    return responses.SizeStatus(
         wanted=wanted,
         least=limits.least,
         most=limits.most,
@@ -428,11 +420,11 @@ def _size(state: State) -> SizeStatus:
     )
 
 
-def _round(state: State) -> RoundStatus | None:
+def _round(state: State) -> responses.RoundStatus | None:
     current = state.round
     if current is None:
         return None
-    return RoundStatus(
+    return responses.RoundStatus(
         round_id=current.round_id,
         version=current.version,
         label=current.label,
@@ -444,9 +436,9 @@ def _round(state: State) -> RoundStatus | None:
     )
 
 
-def _lease(state: State) -> LeaseStatus | None:
+def _lease(state: State) -> responses.LeaseStatus | None:
     lease = state.publisher.lease
     if lease is None or publisher_session.gives_way(state):
         return None
     left_s = round(publisher_session.remaining_s(state), 3)
-    return LeaseStatus(publisher=lease.publisher, remaining_s=left_s)
+    return responses.LeaseStatus(publisher=lease.publisher, remaining_s=left_s)

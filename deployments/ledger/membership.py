@@ -24,23 +24,7 @@ from deployments.ledger.state import (
     Verdict,
     classify,
 )
-from deployments.protocol.poll import (
-    Acknowledgement,
-    Body,
-    CatchUp,
-    Commit,
-    Connect,
-    Drain,
-    Drop,
-    EndDrain,
-    Instruction,
-    Outcome,
-    Receive,
-    Release,
-    Report,
-    Verify,
-    drain_of_round,
-)
+from deployments.protocol import poll
 
 MAX_FAILED_TRANSFERS = 3
 
@@ -48,7 +32,7 @@ MAX_FAILED_TRANSFERS = 3
 def send(
     state: State,
     name: str,
-    bodies: Mapping[Member, Body],
+    bodies: Mapping[Member, poll.Body],
     *,
     on_complete: OnComplete | None = None,
     round_id: int | None = None,
@@ -59,7 +43,7 @@ def send(
     return call
 
 
-def send_or_fence(state: State, member: Member, body: Body) -> None:
+def send_or_fence(state: State, member: Member, body: poll.Body) -> None:
     send(state, body.name, {member: body}, on_complete=_fence_not_done)
 
 
@@ -89,24 +73,24 @@ def expect(
     return call
 
 
-def queue(state: State, member: Member, body: Body, call: PendingCall | None = None) -> None:
+def queue(state: State, member: Member, body: poll.Body, call: PendingCall | None = None) -> None:
     config = state.config
     match body:  # how long a replica may take over it, from the end of the one before it
-        case Commit() | Release():
+        case poll.Commit() | poll.Release():
             deadline_s = config.commit_timeout_s
-        case CatchUp():
+        case poll.CatchUp():
             deadline_s = config.catch_up_timeout_s
-        case Connect() | Receive() | Verify() | Drop():
+        case poll.Connect() | poll.Receive() | poll.Verify() | poll.Drop():
             deadline_s = config.stage_timeout_s
         case _:
             deadline_s = config.call_timeout_s
-    instruction = Instruction(seq=state.next_seq, body=body, deadline_s=deadline_s)
+    instruction = poll.Instruction(seq=state.next_seq, body=body, deadline_s=deadline_s)
     state.next_seq += 1
     member.queue.append(QueuedInstruction(instruction=instruction, call=call))
     _start_deadline(state, member)
 
 
-def withdraw(member: Member, matches: Callable[[Body], bool], *, delivered: bool) -> bool:
+def withdraw(member: Member, matches: Callable[[poll.Body], bool], *, delivered: bool) -> bool:
     """Returns whether a delivered matching instruction remains; `delivered` removes those too."""
     remains = False
     for queued in [each for each in member.queue if matches(each.body)]:
@@ -125,7 +109,9 @@ def forget(state: State, call: PendingCall) -> None:
         state.pending.remove(call)
 
 
-def on_acknowledgements(state: State, member: Member, acknowledgements: Iterable[Acknowledgement]) -> bool:
+def on_acknowledgements(
+    state: State, member: Member, acknowledgements: Iterable[poll.Acknowledgement]
+) -> bool:
     """Returns whether an instruction failed, or no other member is waited for."""
     follows = False
     by_seq = {queued.instruction.seq: queued for queued in member.queue}
@@ -134,7 +120,7 @@ def on_acknowledgements(state: State, member: Member, acknowledgements: Iterable
         if queued is None:
             continue
         member.queue.remove(queued)
-        follows = follows or acknowledgement.outcome is not Outcome.DONE
+        follows = follows or acknowledgement.outcome is not poll.Outcome.DONE
         call = queued.call
         if call is not None:
             call.answers[member.replica_id] = acknowledgement
@@ -167,7 +153,7 @@ def _start_deadline(state: State, member: Member) -> None:
         first.due = state.now + first.instruction.deadline_s + state.config.grace_s
 
 
-def register(state: State, report: Report) -> Member | None:
+def register(state: State, report: poll.Report) -> Member | None:
     member = state.members.get(report.replica_id)
     if member is not None and member.incarnation == report.incarnation:
         return member
@@ -329,12 +315,12 @@ def begin_drain(
             state.record("drain_expired", what=what, running=dict(drain.late), timeout_s=timeout_s, then=then)
         on_end(drain)
 
-    call = expect(state, Drain.name, members, on_complete=ended)
+    call = expect(state, poll.Drain.name, members, on_complete=ended)
     drain = PendingDrain(drain_id=drain_id, call=call, due=state.now + timeout_s)
     state.drains.append(drain)
     state.kept_drains.add(drain_id)
-    bodies = {member: Drain(drain_id=drain_id) for member in members}
-    send(state, Drain.name, bodies, on_complete=_fence_not_done)
+    bodies = {member: poll.Drain(drain_id=drain_id) for member in members}
+    send(state, poll.Drain.name, bodies, on_complete=_fence_not_done)
 
 
 def forget_drain(state: State, drain_id: str) -> None:
@@ -344,7 +330,7 @@ def forget_drain(state: State, drain_id: str) -> None:
         state.drains.remove(drain)
         forget(state, drain.call)
     for member in state.members.values():
-        withdraw(member, lambda body: body == Drain(drain_id=drain_id), delivered=False)
+        withdraw(member, lambda body: body == poll.Drain(drain_id=drain_id), delivered=False)
 
 
 def on_draining(state: State, member: Member) -> None:
@@ -354,7 +340,7 @@ def on_draining(state: State, member: Member) -> None:
             continue
         if member in drain.call.waiting:
             drain.call.waiting.discard(member)
-            drain.call.answers[member.replica_id] = Acknowledgement(seq=0, outcome=Outcome.DONE)
+            drain.call.answers[member.replica_id] = poll.Acknowledgement(seq=0, outcome=poll.Outcome.DONE)
 
 
 def end_drains(state: State) -> None:
@@ -362,10 +348,13 @@ def end_drains(state: State) -> None:
         if state.now > drain.due:
             drain.late = {member.replica_id: _running(member) for member in drain.call.waiting}
             drain.call.waiting.clear()
-    known = {*state.kept_drains, *([] if state.round is None else [drain_of_round(state.round.round_id)])}
+    known = {
+        *state.kept_drains,
+        *([] if state.round is None else [poll.drain_of_round(state.round.round_id)]),
+    }
     for member in state.live():
         for drain_id in () if member.draining is None else set(member.draining.drain_ids) - known:
-            body = EndDrain(drain_id=drain_id)
+            body = poll.EndDrain(drain_id=drain_id)
             if not any(queued.body == body for queued in member.queue):
                 send_or_fence(state, member, body)
 

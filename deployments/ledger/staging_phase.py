@@ -26,25 +26,7 @@ from deployments.ledger.state import (
     first_ranks,
     join_reasons,
 )
-from deployments.protocol.errors import (
-    Conflict,
-    FleetUnavailable,
-    InvalidRequest,
-    RoundAborted,
-    SlipstreamError,
-    TransferAborted,
-)
-from deployments.protocol.poll import (
-    CatchUp,
-    Check,
-    CommitMode,
-    Drop,
-    FilePart,
-    Receive,
-    Staged,
-    Verify,
-    drain_of_round,
-)
+from deployments.protocol import errors, poll
 from deployments.protocol.publishing import RoundOptions
 
 
@@ -77,7 +59,7 @@ def open_round(state: State, publisher: str, options: RoundOptions) -> int:
     )
     commit_phase.enter(state, state.round, RoundPhase.OPEN)
     for member in members:
-        membership.withdraw(member, lambda body: isinstance(body, CatchUp), delivered=False)
+        membership.withdraw(member, lambda body: isinstance(body, poll.CatchUp), delivered=False)
     return state.last_round_id
 
 
@@ -85,7 +67,7 @@ def _check_after(state: State, after: int | None) -> None:
     """These weights would undo a version that their publisher has not seen."""
     committed = state.committed_version
     if after not in (None, committed):
-        raise Conflict(
+        raise errors.Conflict(
             f"version {committed} is committed, and these weights continue from version {after}: nothing is "
             f'published. Go back to one of them (POST /fleet/rollback), or publish with "after": {committed} '
             "to replace it",
@@ -96,36 +78,36 @@ def _check_after(state: State, after: int | None) -> None:
 def _eligible(state: State) -> list[Member]:
     if state.round is not None:
         current = state.round
-        raise Conflict(
+        raise errors.Conflict(
             f"round {current.round_id} is {current.phase}: close or abort it before opening another",
             {"round_id": current.round_id, "phase": current.phase.value},
         )
     if absent := [member.replica_id for member in state.returning()]:  # the round would leave them behind
-        raise FleetUnavailable(
+        raise errors.FleetUnavailable(
             f"the controller restarted and replicas {absent} have not polled yet; try again",
             {"replicas": absent},
         )
     members, needed = state.for_round(), state.needed
     if len(members) < needed:
-        raise FleetUnavailable(
+        raise errors.FleetUnavailable(
             f"a round needs at least {needed} replicas, {len(members)} are registered",
             {"expected": needed, "actual": len(members)},
         )
     return members
 
 
-def send(state: State, round_id: int, payload: JsonValue | FilePart) -> PendingCall:
+def send(state: State, round_id: int, payload: JsonValue | poll.FilePart) -> PendingCall:
     current = _open_round(state, round_id)
     parts = _split(payload, current.participants)
     current.go_on(RoundPart.STAGE, state.now)
-    current.sent_bytes += payload.size_bytes if isinstance(payload, FilePart) else 0
+    current.sent_bytes += payload.size_bytes if isinstance(payload, poll.FilePart) else 0
     members = current.remaining()
-    call = membership.expect(state, Receive.name, members, on_complete=_answered, round_id=round_id)
+    call = membership.expect(state, poll.Receive.name, members, on_complete=_answered, round_id=round_id)
 
     def queue() -> None:
         for member in current.remaining():
             if member in call.waiting:
-                body = Receive(
+                body = poll.Receive(
                     round_id=round_id,
                     payload=parts[member],
                     retain_version=current.version if state.retains(current) else None,
@@ -144,24 +126,26 @@ def close(state: State, round_id: int, label: str | None) -> PendingCall:
     current = _open_round(state, round_id)
     current.label, current.close = label, PendingCall(name="close_round", round_id=round_id)
     commit_phase.enter(state, current, RoundPhase.VERIFYING)
-    bodies = {member: Verify(round_id=round_id) for member in current.remaining()}
-    membership.send(state, Verify.name, bodies, on_complete=_answered, round_id=round_id)
+    bodies = {member: poll.Verify(round_id=round_id) for member in current.remaining()}
+    membership.send(state, poll.Verify.name, bodies, on_complete=_answered, round_id=round_id)
     return current.close
 
 
 def _open_round(state: State, round_id: int) -> Round:
     current = commit_phase.undecided(state, round_id)
     if current.phase is not RoundPhase.OPEN:
-        raise Conflict(f"round {round_id} is {current.phase}, expected open", {"round_id": round_id})
+        raise errors.Conflict(f"round {round_id} is {current.phase}, expected open", {"round_id": round_id})
     return current
 
 
-def _split(payload: JsonValue | FilePart, members: Sequence[Member]) -> dict[Member, JsonValue | FilePart]:
+def _split(
+    payload: JsonValue | poll.FilePart, members: Sequence[Member]
+) -> dict[Member, JsonValue | poll.FilePart]:
     if not isinstance(payload, list):
         return dict.fromkeys(members, payload)
     workers = sum(member.world_size for member in members)
     if len(payload) != workers:
-        raise InvalidRequest(
+        raise errors.InvalidRequest(
             f"payload: expected one entry for each of {workers} workers, got {len(payload)}",
             {"expected": workers, "actual": len(payload)},
         )
@@ -171,31 +155,33 @@ def _split(payload: JsonValue | FilePart, members: Sequence[Member]) -> dict[Mem
     }
 
 
-def abort(state: State, current: Round, error: SlipstreamError) -> None:
+def abort(state: State, current: Round, error: errors.SlipstreamError) -> None:
     commit_phase.abort(state, current, error)
     for member in current.remaining():
-        membership.withdraw(member, lambda body: isinstance(body, Receive | Verify), delivered=True)
+        membership.withdraw(member, lambda body: isinstance(body, poll.Receive | poll.Verify), delivered=True)
         drop(state, member, current.round_id)
     in_place = any(member.updates_in_place for member in current.participants)
     if current.file_bytes is None and not in_place:
         publisher_session.break_connection(state, current.connection, current.round_id)
     for call in _receives(state, current):
         call.waiting.clear()
-    membership.forget_drain(state, drain_of_round(current.round_id))
+    membership.forget_drain(state, poll.drain_of_round(current.round_id))
 
 
 def abandon(state: State, why: str) -> None:
     publisher_session.cancel_rendezvous(state)
     current = state.round
     if current is not None and not current.decided:
-        error = RoundAborted(f"round {current.round_id} aborted: {why}", {"round_id": current.round_id})
+        error = errors.RoundAborted(
+            f"round {current.round_id} aborted: {why}", {"round_id": current.round_id}
+        )
         abort(state, current, error)
 
 
 def drop(state: State, member: Member, round_id: int) -> None:
     """A member that cannot confirm unchanged weights is fenced."""
-    if not member.has_queued(Drop):
-        membership.send_or_fence(state, member, Drop(round_id=round_id))
+    if not member.has_queued(poll.Drop):
+        membership.send_or_fence(state, member, poll.Drop(round_id=round_id))
 
 
 def advance(state: State) -> None:
@@ -211,11 +197,11 @@ def _check_quorum(state: State, current: Round) -> None:
     collective = current.connection is not None and current.connection.collective
     receiving = next(iter(_receives(state, current)), None) if collective else None
     if receiving is not None:  # not only after the last answer: the others wait for the failed one
-        membership.fence_each(state, classify(receiving).replica_failed, Receive.name)
+        membership.fence_each(state, classify(receiving).replica_failed, poll.Receive.name)
     remaining, needed = current.remaining(), state.needed
     out = {member.replica_id: member.reason for member in current.participants if member.out}
     if len(remaining) < needed:
-        error = RoundAborted(
+        error = errors.RoundAborted(
             f"round {current.round_id} aborted: {len(remaining)} of {len(current.participants)} replicas "
             f"remain, at least {needed} must: {join_reasons(out)}",
             {
@@ -231,13 +217,15 @@ def _check_quorum(state: State, current: Round) -> None:
 
 
 def _receives(state: State, current: Round) -> list[PendingCall]:
-    return [call for call in state.pending if call.name == Receive.name and call.round_id == current.round_id]
+    return [
+        call for call in state.pending if call.name == poll.Receive.name and call.round_id == current.round_id
+    ]
 
 
 def _decide(state: State, current: Round) -> None:
     """With `together` no replica may serve the old version without consent: every fence is
     delivered first."""
-    together = current.commit is CommitMode.TOGETHER
+    together = current.commit is poll.CommitMode.TOGETHER
     if together and state.uncertain():
         return
     if not together or not current.must_drain:
@@ -259,7 +247,7 @@ def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
 
     membership.begin_drain(
         state,
-        drain_of_round(current.round_id),
+        poll.drain_of_round(current.round_id),
         current.remaining(),
         what=f"round {current.round_id}",
         then="abort",
@@ -267,9 +255,9 @@ def _drain(state: State, current: Round, drained: Callable[[], None]) -> None:
     )
 
 
-def _not_drained(current: Round, timeout_s: float) -> RoundAborted:
+def _not_drained(current: Round, timeout_s: float) -> errors.RoundAborted:
     running = membership.still_running(current.not_drained)
-    return RoundAborted(
+    return errors.RoundAborted(
         f"round {current.round_id} aborted: 'in_flight' is 'wait', and requests still ran after "
         f"drain_timeout_s = {timeout_s:g} s ({running}); try again, raise 'weights.drain_timeout_s', or set "
         "'weights.in_flight' to 'keep'",
@@ -285,7 +273,7 @@ def _answered(state: State, call: PendingCall) -> None:
     if current.part is RoundPart.STAGE and not _receives(state, current):
         current.go_on(RoundPart.SEND, state.now)
     verdict = classify(call)
-    error: SlipstreamError
+    error: errors.SlipstreamError
     if current.file_bytes is not None and (verdict.rejected or verdict.transfer_failed):
         membership.fence_each(state, verdict.replica_failed, call.name)
         error = _files_refused(current, verdict)
@@ -295,14 +283,14 @@ def _answered(state: State, call: PendingCall) -> None:
         membership.count_failed_transfers(state, verdict, call.name, missing)
         if verdict.publisher_at_fault:
             rejected = dict(verdict.rejected)
-            error = InvalidRequest(
+            error = errors.InvalidRequest(
                 f"round {current.round_id} aborted: every replica rejected {call.name}: "
                 f"{join_reasons(rejected)}",
                 {"round_id": current.round_id, "phase": call.name, "replicas": rejected},
             )
         elif verdict.transfer_failed:
             error = _transfer_failed(current, {**call.absent, **verdict.transfer_failed})
-        elif call.name == Verify.name:
+        elif call.name == poll.Verify.name:
             _compare(state, current, call)
             return
         else:
@@ -323,14 +311,14 @@ def _compare(state: State, current: Round, call: PendingCall) -> None:
     counts = Counter(digests.values()).most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         reason = f"round {current.round_id} aborted: replicas disagree, no majority: {join_reasons(digests)}"
-        abort(state, current, RoundAborted(reason, {"replicas": digests}))
+        abort(state, current, errors.RoundAborted(reason, {"replicas": digests}))
         return
     minority = {
         replica_id: f"its digest {digest} differs from the others' {counts[0][0]}"
         for replica_id, digest in digests.items()
         if digest != counts[0][0]
     }
-    membership.fence_each(state, minority, Verify.name)
+    membership.fence_each(state, minority, poll.Verify.name)
     agreed = [each for replica_id, each in staged.items() if replica_id not in minority]
     _record_checks(current, agreed, among=len(staged))
     if any(each.drafter is not None for each in agreed):
@@ -338,32 +326,32 @@ def _compare(state: State, current: Round, call: PendingCall) -> None:
     commit_phase.enter(state, current, RoundPhase.VERIFIED)
 
 
-def _record_checks(current: Round, agreed: Sequence[Staged], *, among: int) -> None:
-    current.checks = tuple(check for check in Check if all(check in each.checks for each in agreed))
+def _record_checks(current: Round, agreed: Sequence[poll.Staged], *, among: int) -> None:
+    current.checks = tuple(check for check in poll.Check if all(check in each.checks for each in agreed))
     if among > 1:
-        current.checks += (Check.REPLICAS,)
+        current.checks += (poll.Check.REPLICAS,)
     # A model that loads in place digests its live parameters, not the tensors that arrived.
     if agreed and not any(each.updates_in_place for each in current.remaining()):
         current.digest = agreed[0].digest
 
 
-def _files_refused(current: Round, verdict: Verdict) -> InvalidRequest | RoundAborted:
+def _files_refused(current: Round, verdict: Verdict) -> errors.InvalidRequest | errors.RoundAborted:
     """Wrong files, or files that differ between hosts, are no replica's fault."""
     refused = {**verdict.rejected, **verdict.transfer_failed}
     detail = {"round_id": current.round_id, "replicas": refused}
     if verdict.done:
         reasons = join_reasons(refused)
-        return RoundAborted(
+        return errors.RoundAborted(
             f"round {current.round_id} aborted: not every replica read the same: {reasons}", detail
         )
     reason = refused[min(refused)]  # the others' is the same, except for what cannot be read anywhere
-    return InvalidRequest(
+    return errors.InvalidRequest(
         f"round {current.round_id} aborted: no replica takes this checkpoint: {reason}", detail
     )
 
 
-def _transfer_failed(current: Round, replicas: dict[str, str]) -> TransferAborted:
-    return TransferAborted(
+def _transfer_failed(current: Round, replicas: dict[str, str]) -> errors.TransferAborted:
+    return errors.TransferAborted(
         f"round {current.round_id} aborted: the transfer failed; connect again, and send the round again: "
         f"{join_reasons(replicas)}",
         {"round_id": current.round_id, "send_again": True, "replicas": replicas},

@@ -14,27 +14,11 @@ from typing import Any
 from pydantic import JsonValue
 
 from deployments.ledger.decisions import KEPT_ROUNDS, Decision, Fenced, Founded, Participant, Stored
+from deployments.protocol import poll
 from deployments.protocol.adapters import Adapter, AdapterCatalog, AdapterTimings
 from deployments.protocol.engine_state import EngineState, InFlight, Operation
 from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.ledger_config import AdapterLimits, LedgerConfig, SizeLimits
-from deployments.protocol.poll import (
-    Acknowledgement,
-    Body,
-    CatchUp,
-    Check,
-    CommitMode,
-    Connect,
-    DesiredReplicas,
-    Draining,
-    InitialWeights,
-    Instruction,
-    KvCache,
-    Outcome,
-    Staged,
-    StoreResult,
-    Swapped,
-)
 from deployments.protocol.publishing import Lease, RoundReport
 from deployments.protocol.responses import Event
 from deployments.protocol.routing import ReplicaEndpoint
@@ -58,7 +42,7 @@ class Delivered:
     state: MemberState
     last_seq: int
     may_leave: bool
-    desired: DesiredReplicas
+    desired: poll.DesiredReplicas
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,15 +59,15 @@ class Member:
     was_serving: bool = False
     engine_state: EngineState = ()
     retained_version: int | None = None  # it retains these tensors for the store
-    store_result: StoreResult | None = None
+    store_result: poll.StoreResult | None = None
     endpoint: ReplicaEndpoint | None = None
-    initial: InitialWeights | None = None  # what it loaded as version 0
+    initial: poll.InitialWeights | None = None  # what it loaded as version 0
     loading_version: int | None = None  # reported; an earlier controller may have told it to
     patience_s: float = FIRST_PATIENCE_S  # waits so long for a round, then loads from the store
     last_report: int = 0
     failed_transfers: int = 0  # consecutive failures while others received
     updates_in_place: bool = False  # RECEIVE changes its live weights
-    draining: Draining | None = None
+    draining: poll.Draining | None = None
     leaving: bool = False
     drained: bool = False
     adapters: tuple[int, ...] = ()  # ids that it holds
@@ -100,7 +84,7 @@ class Member:
 
     @property
     def loading(self) -> bool:
-        told = any(each.delivered and isinstance(each.body, CatchUp) for each in self.queue)
+        told = any(each.delivered and isinstance(each.body, poll.CatchUp) for each in self.queue)
         return told or self.loading_version is not None
 
     @property
@@ -113,7 +97,7 @@ class Member:
             replica_id=self.replica_id, incarnation=self.incarnation, world_size=self.world_size
         )
 
-    def has_queued(self, *kinds: type[Body]) -> bool:
+    def has_queued(self, *kinds: type[poll.Body]) -> bool:
         return any(isinstance(queued.body, kinds) for queued in self.queue)
 
 
@@ -134,7 +118,7 @@ class PendingCall:
     certain: bool = False
     batch: set[Member] | None = None
     round_id: int | None = None
-    answers: dict[str, Acknowledgement] = field(default_factory=dict)
+    answers: dict[str, poll.Acknowledgement] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)  # replica id -> why it did not answer
     done: bool = False
     error: SlipstreamError | None = None
@@ -152,13 +136,13 @@ class PendingCall:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class QueuedInstruction:
-    instruction: Instruction
+    instruction: poll.Instruction
     call: PendingCall | None
     due: float | None = None
     delivered: bool = False
 
     @property
-    def body(self) -> Body:
+    def body(self) -> poll.Body:
         return self.instruction.body
 
 
@@ -183,14 +167,14 @@ class Verdict:
 
 
 def classify(call: PendingCall) -> Verdict:
-    reasons: dict[Outcome, dict[str, str]] = {outcome: {} for outcome in Outcome}
+    reasons: dict[poll.Outcome, dict[str, str]] = {outcome: {} for outcome in poll.Outcome}
     for replica_id, answer in call.answers.items():
         reasons[answer.outcome][replica_id] = answer.message or f"{call.name} {answer.outcome.value}"
     return Verdict(
-        done=frozenset(reasons[Outcome.DONE]),
-        rejected=reasons[Outcome.REJECTED],
-        transfer_failed=reasons[Outcome.TRANSFER_FAILED],
-        replica_failed=reasons[Outcome.REPLICA_FAILED],
+        done=frozenset(reasons[poll.Outcome.DONE]),
+        rejected=reasons[poll.Outcome.REJECTED],
+        transfer_failed=reasons[poll.Outcome.TRANSFER_FAILED],
+        replica_failed=reasons[poll.Outcome.REPLICA_FAILED],
     )
 
 
@@ -228,11 +212,11 @@ class Connection:
     def collective(self) -> bool:
         return self.rank_offset is not None
 
-    def connect_body(self, member: Member) -> Connect:
+    def connect_body(self, member: Member) -> poll.Connect:
         if self.rank_offset is None:
-            return Connect(init_info=self.init_info)
+            return poll.Connect(init_info=self.init_info)
         first = first_ranks(self.members)[self.members.index(member)]
-        return Connect(init_info={**self.init_info, "rank_offset": self.rank_offset + first})
+        return poll.Connect(init_info={**self.init_info, "rank_offset": self.rank_offset + first})
 
     def missing(self, call: PendingCall) -> dict[str, str]:
         """By id: members that did not answer peers in a failed transfer, and their accusers."""
@@ -283,22 +267,22 @@ class Round:
     opened_at: float
     participants: tuple[Member, ...]
     connection: Connection | None
-    commit: CommitMode
-    kv_cache: KvCache
+    commit: poll.CommitMode
+    kv_cache: poll.KvCache
     in_flight: InFlight
     persist: bool = False
     file_bytes: int | None = None  # its payloads are `FilePart`s; see `RoundOptions`
     sent_bytes: int = 0
     phase: RoundPhase = RoundPhase.OPEN
-    checks: tuple[Check, ...] = ()
+    checks: tuple[poll.Check, ...] = ()
     digest: str | None = None  # all tensors, agreed on by the participants
     drafter: int | None = None
     close: PendingCall | None = None
     commits: dict[Member, PendingCall] = field(default_factory=dict)
     ordered: set[Member] = field(default_factory=set)
     swapping: set[Member] = field(default_factory=set)  # `together`: COMMIT is waited for
-    staged: dict[str, Staged] = field(default_factory=dict)
-    swapped: dict[str, Swapped] = field(default_factory=dict)
+    staged: dict[str, poll.Staged] = field(default_factory=dict)
+    swapped: dict[str, poll.Swapped] = field(default_factory=dict)
     publisher: str = ""
     committed_at: float | None = None
     part: RoundPart = RoundPart.OPEN
@@ -316,7 +300,7 @@ class Round:
     @property
     def hold(self) -> bool:
         """Whether replicas, including those a restart forgot, wait for each other after their swap."""
-        return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
+        return self.commit is poll.CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1
 
     @property
     def must_drain(self) -> bool:
@@ -331,9 +315,9 @@ class Round:
 
     def record(self, call: PendingCall) -> None:
         for replica_id, answer in call.answers.items():
-            if isinstance(answer.value, Staged):
+            if isinstance(answer.value, poll.Staged):
                 self.staged[replica_id] = answer.value
-            elif isinstance(answer.value, Swapped):
+            elif isinstance(answer.value, poll.Swapped):
                 self.swapped[replica_id] = answer.value
 
 
@@ -401,7 +385,7 @@ class State:
     config: LedgerConfig
     size_limits: SizeLimits
     adapter_limits: AdapterLimits
-    desired: DesiredReplicas
+    desired: poll.DesiredReplicas
     now: float = 0.0
     wall: float = 0.0  # `now` + `wall` is seconds since 1970
     decisions: list[Decision] = field(default_factory=list)
@@ -455,7 +439,7 @@ class State:
         return "" if self.founded is None else self.founded.fleet_id
 
     @property
-    def initial(self) -> InitialWeights | None:
+    def initial(self) -> poll.InitialWeights | None:
         return None if self.founded is None or self.committed_version else self.founded.initial
 
     @property

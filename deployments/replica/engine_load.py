@@ -1,4 +1,4 @@
-"""What vLLM's scheduler says after each step: the engine's load, and drafted tokens by the replica's version."""
+"""What vLLM's scheduler says after each step: the engine's load, and drafted tokens by version."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

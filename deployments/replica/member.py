@@ -6,45 +6,9 @@ from abc import ABC, abstractmethod
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
+from deployments.protocol import engine_state, poll
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
-from deployments.protocol.engine_state import (
-    MEMORY_TAGS,
-    AbortRequests,
-    Disconnect,
-    IsPaused,
-    IsSleeping,
-    Operation,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    SleepTag,
-    WakeUp,
-    WeightChecksums,
-)
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    BEFORE_COMMIT,
-    Body,
-    CatchUp,
-    Commit,
-    Connect,
-    DesiredReplicas,
-    Directive,
-    Drain,
-    Drop,
-    EndDrain,
-    InitialWeights,
-    Receive,
-    Release,
-    Report,
-    RunOperation,
-    Staged,
-    StoreResult,
-    Swapped,
-    Value,
-    Verify,
-)
 from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.host_store import HostStore, require_version
 from deployments.replica.replica_engine import ReplicaEngine
@@ -52,38 +16,38 @@ from deployments.replica.scoring import Proof
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 
-async def carry_out(engine: ReplicaEngine, operation: Operation) -> JsonValue:
+async def carry_out(engine: ReplicaEngine, operation: engine_state.Operation) -> JsonValue:
     match operation:
-        case Pause():
+        case engine_state.Pause():
             await engine.pause(operation)
-        case Resume():
+        case engine_state.Resume():
             await engine.resume()
-        case IsPaused():
+        case engine_state.IsPaused():
             return bool(await engine.llm.is_paused())
-        case Sleep():
+        case engine_state.Sleep():
             await engine.sleep(operation)
-        case WakeUp():
+        case engine_state.WakeUp():
             await engine.wake_up(operation)
-            return not engine.asleep & MEMORY_TAGS  # as vLLM's executor
-        case IsSleeping():
+            return not engine.asleep & engine_state.MEMORY_TAGS  # as vLLM's executor
+        case engine_state.IsSleeping():
             return bool(await engine.llm.is_sleeping())
-        case ResetPrefixCache():
+        case engine_state.ResetPrefixCache():
             return bool(
                 await engine.llm.reset_prefix_cache(
                     reset_running_requests=operation.reset_running_requests,
                     reset_connector=operation.reset_connector,
                 )
             )
-        case AbortRequests():
+        case engine_state.AbortRequests():
             return await _abort_requests(engine, operation)
-        case WeightChecksums():
+        case engine_state.WeightChecksums():
             return [dict(each) for each in await engine.llm.compute_weight_checksums()]
-        case Disconnect():
+        case engine_state.Disconnect():
             await engine.workers("shutdown_weight_transfer_engine")
     return None
 
 
-async def _abort_requests(engine: ReplicaEngine, operation: AbortRequests) -> int:
+async def _abort_requests(engine: ReplicaEngine, operation: engine_state.AbortRequests) -> int:
     if operation.request_ids:
         await engine.llm.abort(list(operation.request_ids))
         return len(operation.request_ids)
@@ -94,7 +58,7 @@ async def _abort_requests(engine: ReplicaEngine, operation: AbortRequests) -> in
 
 
 DEATH_POLL_S = 0.1
-ENDS_PROOF = (Commit, CatchUp, Pause, Sleep, AbortRequests)
+ENDS_PROOF = (poll.Commit, poll.CatchUp, engine_state.Pause, engine_state.Sleep, engine_state.AbortRequests)
 
 logger = serve_logger()
 
@@ -109,22 +73,22 @@ class EngineMember(ABC):
         self.partially_updated = False
         self.retained_version: int | None = None
         self.loading_version: int | None = None
-        self.initial: InitialWeights | None = None
-        self.store_result: StoreResult | None = None
+        self.initial: poll.InitialWeights | None = None
+        self.store_result: poll.StoreResult | None = None
         self.store: HostStore | None = None
         self.endpoint: ReplicaEndpoint | None = None
         self.admitted = False
         self.fenced: str | None = None
         self.leaving = self.drained = self.may_leave = False
-        self.desired = DesiredReplicas()
+        self.desired = poll.DesiredReplicas()
         self.changed = asyncio.Condition()  # notified when admission or the version may have changed
 
     @property
     def version(self) -> int:
         return self._engine.version
 
-    def report(self, replica_id: str, incarnation: str) -> Report:
-        return Report(
+    def report(self, replica_id: str, incarnation: str) -> poll.Report:
+        return poll.Report(
             replica_id=replica_id,
             incarnation=incarnation,
             version=self._engine.version,
@@ -144,15 +108,15 @@ class EngineMember(ABC):
             drained=self.drained,
         )
 
-    async def execute(self, body: Body) -> Value:
-        if isinstance(body.operation if isinstance(body, RunOperation) else body, ENDS_PROOF):
+    async def execute(self, body: poll.Body) -> poll.Value:
+        if isinstance(body.operation if isinstance(body, poll.RunOperation) else body, ENDS_PROOF):
             self.proof.cancel()
         try:
             value = await self._execute(body)
         except (PayloadRejected, TransferFailed):
             raise
         except Exception as error:  # bad payload or short host: live weights are untouched
-            touches_none = isinstance(body, (*BEFORE_COMMIT, LoadAdapter)) and not self.partially_updated
+            touches_none = isinstance(body, (*poll.BEFORE_COMMIT, LoadAdapter)) and not self.partially_updated
             if not touches_none or self._engine.dead:
                 raise
             raise PayloadRejected(f"{type(error).__name__}: {error}") from error
@@ -169,7 +133,7 @@ class EngineMember(ABC):
     async def interrupt(self) -> None:
         """End the running instruction's wait."""
 
-    def on_directive(self, directive: Directive) -> None:
+    def on_directive(self, directive: poll.Directive) -> None:
         self.fenced = directive.fenced
         self.may_leave, self.desired = directive.may_leave, directive.desired
         self.admitted = directive.admitted and directive.fenced is None
@@ -190,28 +154,28 @@ class EngineMember(ABC):
             await asyncio.sleep(DEATH_POLL_S)
         return "its engine has died"
 
-    async def _execute(self, body: Body) -> Value:
+    async def _execute(self, body: poll.Body) -> poll.Value:
         match body:
-            case Connect():
+            case poll.Connect():
                 await self.connect(body)
-            case Receive():
+            case poll.Receive():
                 self._check_awake()
                 await self.receive(body)
-            case Verify():
+            case poll.Verify():
                 return await self.verify(body)
-            case Drain():
+            case poll.Drain():
                 await self._engine.drain(body.drain_id)
-            case EndDrain():
+            case poll.EndDrain():
                 await self._engine.end_drain(body.drain_id)
-            case Commit():
+            case poll.Commit():
                 return await self.commit(body)
-            case Release():
+            case poll.Release():
                 await self._engine.release()
-            case Drop():
+            case poll.Drop():
                 await self.drop(body)
-            case CatchUp():
+            case poll.CatchUp():
                 await self._load(body)
-            case RunOperation():
+            case poll.RunOperation():
                 return await self.call(body)
             case LoadAdapter():
                 self._check_awake()
@@ -220,10 +184,10 @@ class EngineMember(ABC):
                 await self._engine.adapters.make_live(body.live, body.keep)
         return None
 
-    async def call(self, body: RunOperation) -> JsonValue:
+    async def call(self, body: poll.RunOperation) -> JsonValue:
         return await carry_out(self._engine, body.operation)
 
-    async def _load(self, body: CatchUp) -> None:
+    async def _load(self, body: poll.CatchUp) -> None:
         """Raises PayloadRejected: unreadable or not loadable into a running engine, which is unchanged."""
         await self._check_reloadable()
         self.loading_version = body.version
@@ -244,20 +208,20 @@ class EngineMember(ABC):
             raise PayloadRejected(join_reasons(refusals))
 
     def _check_awake(self) -> None:
-        if SleepTag.WEIGHTS in self._engine.asleep:
+        if engine_state.SleepTag.WEIGHTS in self._engine.asleep:
             raise PayloadRejected("weights are offloaded (sleep mode); call /wake_up?tags=weights first")
 
     @abstractmethod
-    async def connect(self, body: Connect) -> None: ...
+    async def connect(self, body: poll.Connect) -> None: ...
 
     @abstractmethod
-    async def receive(self, body: Receive) -> None: ...
+    async def receive(self, body: poll.Receive) -> None: ...
 
     @abstractmethod
-    async def verify(self, body: Verify) -> Staged: ...
+    async def verify(self, body: poll.Verify) -> poll.Staged: ...
 
     @abstractmethod
-    async def commit(self, body: Commit) -> Swapped: ...
+    async def commit(self, body: poll.Commit) -> poll.Swapped: ...
 
     @abstractmethod
-    async def drop(self, body: Drop) -> None: ...
+    async def drop(self, body: poll.Drop) -> None: ...

@@ -19,25 +19,9 @@ import numpy as np
 import torch
 from pydantic import JsonValue
 
+from deployments.protocol import poll
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import (
-    Body,
-    CatchUp,
-    Check,
-    Commit,
-    Connect,
-    Drop,
-    FilePart,
-    KvCache,
-    Receive,
-    Release,
-    Staged,
-    Swapped,
-    Value,
-    Verify,
-    drain_of_round,
-)
 from deployments.replica.member import EngineMember
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
@@ -52,7 +36,12 @@ from deployments.weights.wire.chunk_layout import parse
 from deployments.weights.wire.digest import inspect
 
 Offered = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-CHECKS = (Check.NAMES, Check.SHAPES, Check.DTYPES, Check.COMPLETE)  # run on the announced tensors
+CHECKS = (
+    poll.Check.NAMES,
+    poll.Check.SHAPES,
+    poll.Check.DTYPES,
+    poll.Check.COMPLETE,
+)  # run on the announced tensors
 
 
 class NativeMember(EngineMember):
@@ -84,20 +73,20 @@ class NativeMember(EngineMember):
         if self._reading is not None:
             self._reading.abort()
 
-    async def _execute(self, body: Body) -> Value:
+    async def _execute(self, body: poll.Body) -> poll.Value:
         match body:
-            case CatchUp():
+            case poll.CatchUp():
                 self._check_unchanged()
-            case Release() if self.partially_updated:
+            case poll.Release() if self.partially_updated:
                 return None
         return await super()._execute(body)
 
-    async def connect(self, body: Connect) -> None:
+    async def connect(self, body: poll.Connect) -> None:
         self._described = {}
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._engine.workers("native_check_connected")
 
-    async def receive(self, body: Receive) -> None:
+    async def receive(self, body: poll.Receive) -> None:
         """Load one payload into the live model. Raises PayloadRejected: it does not fit; nothing was loaded.
         After any other error the weights are partially updated."""
         if self._receiving != body.round_id:
@@ -105,7 +94,7 @@ class NativeMember(EngineMember):
             self._receiving, self._offered, self._stage_s = body.round_id, {}, 0.0
             self._directory, self._reading = None, None
             self._in_flight = body.in_flight
-        if isinstance(body.payload, FilePart):
+        if isinstance(body.payload, poll.FilePart):
             await self._compare(body.payload)
             return
         payload = body.payload
@@ -124,7 +113,7 @@ class NativeMember(EngineMember):
         self._stage_s += time.perf_counter() - begin
         self._offered |= offered
 
-    async def verify(self, body: Verify) -> Staged:
+    async def verify(self, body: poll.Verify) -> poll.Staged:
         if self._receiving != body.round_id or not (self.partially_updated or self._directory):
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
         self._check(self._offered, complete=True)
@@ -136,7 +125,7 @@ class NativeMember(EngineMember):
             await self._engine.workers("load_checkpoint", path=self._directory)
         digests = await self._engine.workers("native_digest")
         self._loaded = body.round_id
-        return Staged(
+        return poll.Staged(
             digest=",".join(digests),
             checks=() if self._expected is None else CHECKS,
             size_bytes=sum(dtype.itemsize * prod(shape) for dtype, shape in self._offered.values()),
@@ -144,25 +133,25 @@ class NativeMember(EngineMember):
             verify_s=time.perf_counter() - begin,
         )
 
-    async def commit(self, body: Commit) -> Swapped:
+    async def commit(self, body: poll.Commit) -> poll.Swapped:
         """Idempotent."""
         if not self.partially_updated and self._engine.version == body.version:
-            return Swapped(swap_s=0.0, gap_s=0.0)
+            return poll.Swapped(swap_s=0.0, gap_s=0.0)
         if self._loaded != body.round_id:
             raise RuntimeError(f"round {body.round_id} is not verified; loaded is {self._loaded}")
         begin = time.perf_counter()
-        await self._engine.reset_caches(recompute=body.kv_cache is KvCache.RECOMPUTE)
+        await self._engine.reset_caches(recompute=body.kv_cache is poll.KvCache.RECOMPUTE)
         await self._engine.llm.engine_core.set_weight_version_async(str(body.version))
         self._engine.version = body.version
         self.partially_updated, self.staged_round, self._receiving = False, None, None
         self._loaded = None
-        await self._engine.end_drain(drain_of_round(body.round_id))
+        await self._engine.end_drain(poll.drain_of_round(body.round_id))
         if not body.hold:
             await self._engine.release()
         end = time.perf_counter()
-        return Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
+        return poll.Swapped(swap_s=end - begin, gap_s=end - self._paused_at)
 
-    async def drop(self, body: Drop) -> None:
+    async def drop(self, body: poll.Drop) -> None:
         """Resumes if the round paused the engine."""
         self._check_unchanged()
         self._receiving = None
@@ -174,7 +163,7 @@ class NativeMember(EngineMember):
         if self.partially_updated:
             raise RuntimeError("weights are a mixture of two versions ('staging: none' cannot undo)")
 
-    async def _compare(self, part: FilePart) -> None:
+    async def _compare(self, part: poll.FilePart) -> None:
         """The engine keeps generating."""
         await self._check_reloadable()
         if any(Path(part.directory).glob(f"{MISTRAL}*.safetensors")):

@@ -7,23 +7,9 @@ from contextlib import suppress
 from pydantic import JsonValue
 
 from deployments.host.logs import serve_logger
+from deployments.protocol import poll
 from deployments.protocol.engine_state import Disconnect
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    Check,
-    Commit,
-    Connect,
-    Drop,
-    FilePart,
-    Outcome,
-    Receive,
-    RunOperation,
-    Staged,
-    StoreResult,
-    Swapped,
-    Verify,
-    WriteVersion,
-)
 from deployments.replica.host_store import HostStore
 from deployments.replica.member import EngineMember
 from deployments.replica.replica_engine import ReplicaEngine
@@ -48,7 +34,7 @@ class StagedMember(EngineMember):
         self._leftover = False
         self._retaining: int | None = None  # as which this update is retained
         self._states: list[StagingState] = []
-        self._unstored: WriteVersion | None = None
+        self._unstored: poll.WriteVersion | None = None
         self._committed = asyncio.Event()  # since the last attempt to store
         self._keeping: asyncio.Task[None] | None = None
 
@@ -60,13 +46,13 @@ class StagedMember(EngineMember):
     async def interrupt(self) -> None:
         await self._engine.workers("staging_drop")
 
-    async def connect(self, body: Connect) -> None:
+    async def connect(self, body: poll.Connect) -> None:
         """Raises TransferFailed if another member does not join."""
         await self._discard_leftover()  # a later drop would end the new group's waits too
         await self._engine.workers("init_weight_transfer_engine", init_info=dict(body.init_info))
         await self._until_received(1)
 
-    async def receive(self, body: Receive) -> None:
+    async def receive(self, body: poll.Receive) -> None:
         begins = self._receiving != body.round_id
         self.staged_round = None
         if begins:
@@ -76,7 +62,7 @@ class StagedMember(EngineMember):
         share = self._engine.staging_share if self._engine.busy else 1.0
         # One call also begins the update: each call to the workers delays a decoding step.
         options = {"share": share, "begins": begins, "retain_version": self._retaining}
-        if isinstance(body.payload, FilePart):
+        if isinstance(body.payload, poll.FilePart):
             await self._engine.workers("staging_read", part=to_wire(body.payload), **options)
         else:
             await self._engine.workers("staging_receive", payload=body.payload, **options)
@@ -94,7 +80,7 @@ class StagedMember(EngineMember):
                 await asyncio.sleep(STAGING_POLL_S)
         raise_failure(self._states)
 
-    async def verify(self, body: Verify) -> Staged:
+    async def verify(self, body: poll.Verify) -> poll.Staged:
         if self._receiving != body.round_id:
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
         states = self._states
@@ -106,8 +92,8 @@ class StagedMember(EngineMember):
         if len(digests) > 1:
             raise RuntimeError(f"workers of one replica staged different tensors: {sorted(digests)}")
         self.staged_round = body.round_id
-        checks = tuple(check for check in Check if all(check in state.checks for state in states))
-        return Staged(
+        checks = tuple(check for check in poll.Check if all(check in state.checks for state in states))
+        return poll.Staged(
             digest=states[0].digest,
             checks=checks,
             drafter=states[0].drafter,
@@ -116,10 +102,10 @@ class StagedMember(EngineMember):
             verify_s=max(state.verify_s for state in states),
         )
 
-    async def commit(self, body: Commit) -> Swapped:
+    async def commit(self, body: poll.Commit) -> poll.Swapped:
         """Idempotent: a restarted controller repeats it."""
         if self._receiving is None and self._engine.version == body.version:
-            return Swapped(swap_s=0.0, gap_s=0.0)
+            return poll.Swapped(swap_s=0.0, gap_s=0.0)
         if self.staged_round != body.round_id:
             raise RuntimeError(f"round {body.round_id} is not verified; staged is {self.staged_round}")
         swapped = await self._engine.commit(body)
@@ -149,7 +135,7 @@ class StagedMember(EngineMember):
                 async with asyncio.timeout(LOCK_POLL_S if result is None else STORE_RETRY_S):
                     await self._committed.wait()
 
-    async def _write(self, body: WriteVersion, store: HostStore) -> StoreResult | None:
+    async def _write(self, body: poll.WriteVersion, store: HostStore) -> poll.StoreResult | None:
         """None: another replica has the lock."""
         if path := await asyncio.to_thread(store.find, body):
             return _result(body, path=path)
@@ -172,19 +158,19 @@ class StagedMember(EngineMember):
         finally:
             await asyncio.to_thread(store.unlock, lock, written)
 
-    async def _written(self, version: int) -> StoreResult:
+    async def _written(self, version: int) -> poll.StoreResult:
         while True:
             await asyncio.sleep(STORE_POLL_S)
             with suppress(TimeoutError):  # busy or hung; the next instruction finds out
                 async with asyncio.timeout(STORE_CALL_S):  # not wait_for, which can swallow a cancellation
                     answers = await self._engine.calls("staging_store_state")
                     for result in [
-                        from_wire(StoreResult, answer) for answer in answers if answer is not None
+                        from_wire(poll.StoreResult, answer) for answer in answers if answer is not None
                     ]:
                         if result.version == version:
                             return result
 
-    async def drop(self, body: Drop) -> None:
+    async def drop(self, body: poll.Drop) -> None:
         """If the workers cannot, the next update retries before it begins."""
         self._leftover = True
         try:
@@ -194,7 +180,7 @@ class StagedMember(EngineMember):
                 raise
             logger.warning("a staged update is not discarded: %s: %s", type(error).__name__, error)
 
-    async def call(self, body: RunOperation) -> JsonValue:
+    async def call(self, body: poll.RunOperation) -> JsonValue:
         if isinstance(body.operation, Disconnect):
             await self._discard_leftover()  # vLLM keeps the connection while an update is active
         return await super().call(body)
@@ -207,18 +193,18 @@ class StagedMember(EngineMember):
             self._leftover = False
 
 
-def _result(body: WriteVersion, path: str = "", problem: str = "") -> StoreResult:
-    return StoreResult(version=body.version, label=body.label, path=path, problem=problem)
+def _result(body: poll.WriteVersion, path: str = "", problem: str = "") -> poll.StoreResult:
+    return poll.StoreResult(version=body.version, label=body.label, path=path, problem=problem)
 
 
 def raise_failure(states: Sequence[StagingState]) -> None:
     for state in states:
         match state.outcome:
-            case Outcome.REJECTED:
+            case poll.Outcome.REJECTED:
                 raise PayloadRejected(state.message)
-            case Outcome.TRANSFER_FAILED:
+            case poll.Outcome.TRANSFER_FAILED:
                 raise TransferFailed(state.message, state.missing_ranks)
-            case Outcome.REPLICA_FAILED:
+            case poll.Outcome.REPLICA_FAILED:
                 raise RuntimeError(state.message)
-            case Outcome.DONE:
+            case poll.Outcome.DONE:
                 pass

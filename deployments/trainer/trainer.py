@@ -17,18 +17,10 @@ from ray.serve.handle import DeploymentHandle
 from deployments.calls.rpc import CallAddress, CallHandle, CallServer, retried
 from deployments.host import tracing
 from deployments.host.logs import serve_logger
+from deployments.protocol import responses
 from deployments.protocol.errors import Conflict, InvalidRequest, OtherStep
 from deployments.protocol.poll import Scores
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import (
-    AdapterReport,
-    FleetStatus,
-    SavedCheckpoint,
-    StepEntry,
-    StepLog,
-    StepMetrics,
-    TrainerStatus,
-)
 from deployments.serve.instruments import STEP, STEPS, Record, record
 from deployments.trainer.spec import LABELS_KEPT, LoadedTrainer, TrainerSpec
 from deployments.trainer.trainer_rounds import TrainerRounds, end_former_session
@@ -86,7 +78,7 @@ CHECK_PERIOD_S = 5.0
 CONFIRMATIONS = 3  # a write to the store may still complete
 
 
-def is_lost(fleet: FleetStatus) -> bool:
+def is_lost(fleet: responses.FleetStatus) -> bool:
     """Whether joiners wait for a version that neither a replica nor the store holds."""
     committed = fleet.committed_version
     joiners = [member for member in fleet.members if member.state == "joining"]
@@ -95,7 +87,7 @@ def is_lost(fleet: FleetStatus) -> bool:
     return bool(joiners) and not holders and not in_store and fleet.round is None
 
 
-def is_starved(fleet: FleetStatus, published: int) -> bool:
+def is_starved(fleet: responses.FleetStatus, published: int) -> bool:
     """Whether joiners wait for a version that could not be stored. False for another publisher's version: the
     trainer's weights would replace it."""
     waiting = any(member.state == "joining" for member in fleet.members)
@@ -103,7 +95,7 @@ def is_starved(fleet: FleetStatus, published: int) -> bool:
     return own and waiting and fleet.store_problem is not None and fleet.round is None
 
 
-def check_version_0(fleet: FleetStatus, loaded: LoadedTrainer) -> None:
+def check_version_0(fleet: responses.FleetStatus, loaded: LoadedTrainer) -> None:
     """Raises Conflict if version 0 is not the model that this trainer began with."""
     if fleet.committed_version == 0 and fleet.initial not in (None, loaded.initial):
         has = "weights that cannot be identified" if loaded.initial is None else loaded.initial
@@ -114,7 +106,7 @@ def check_version_0(fleet: FleetStatus, loaded: LoadedTrainer) -> None:
 
 
 async def watch(
-    fleet_status: Callable[[], Awaitable[FleetStatus]],
+    fleet_status: Callable[[], Awaitable[responses.FleetStatus]],
     publish: Callable[[str, int], Awaitable[object]],
     published: Callable[[], int],
     settle: Callable[[], Awaitable[object]],
@@ -150,11 +142,11 @@ class StepHistory:
     def __init__(
         self, steps: int = 2000, with_rollouts: int = 10, clock: Callable[[], float] = time.time
     ) -> None:
-        self._entries: deque[StepEntry] = deque(maxlen=steps)
+        self._entries: deque[responses.StepEntry] = deque(maxlen=steps)
         self._with_rollouts = with_rollouts
         self._clock = clock
 
-    def add(self, entry: StepEntry) -> None:
+    def add(self, entry: responses.StepEntry) -> None:
         """Times increase, even if the clock is set back."""
         entries = self._entries
         last = entries[-1].at if entries else 0.0
@@ -162,11 +154,11 @@ class StepHistory:
         if len(entries) > self._with_rollouts:
             entries[-1 - self._with_rollouts] = replace(entries[-1 - self._with_rollouts], rollouts=())
 
-    def after(self, at: float) -> list[StepEntry]:
+    def after(self, at: float) -> list[responses.StepEntry]:
         return [entry for entry in self._entries if entry.at > at]
 
 
-def count_step(entry: StepEntry, record: Record = record) -> None:
+def count_step(entry: responses.StepEntry, record: Record = record) -> None:
     if not entry.run:
         record(STEPS)
     for name, value in entry.values.items():
@@ -195,10 +187,10 @@ class Trainer:
         self._controller = fleet = CallHandle(controller)
         self._queue = SerialQueue()
         self._calls = CallServer(self)
-        self._last_step: StepMetrics = {}
+        self._last_step: responses.StepMetrics = {}
         self._history = StepHistory()
         self._lora = spec.config.published_adapter
-        self._last_adapter: AdapterReport | None = None
+        self._last_adapter: responses.AdapterReport | None = None
         plan = None if slots is None else await retried(slots, "plan")
         if self._lora is None:
             shares_memory = TRANSPORTS[spec.transport].same_gpu is SameGpu.POSSIBLE
@@ -206,10 +198,10 @@ class Trainer:
         self._group, self._loaded = await WorkerGroup.start(spec, fleet, plan, ping_timeout_s=ping_timeout_s)
         self._rounds = TrainerRounds(self._group, fleet, spec, self._loaded)
         self._step = self._loaded.step
-        self._made: dict[str, StepMetrics] = {}  # keys: label; the newest ones
+        self._made: dict[str, responses.StepMetrics] = {}  # keys: label; the newest ones
         self._know(self._loaded.labels)
         self._published: dict[
-            str | None, RoundReport | AdapterReport
+            str | None, RoundReport | responses.AdapterReport
         ] = {}  # keys: label; since the newest step
         self._adapter_version = self._loaded.adapter_version
         self._proving: asyncio.Task[None] | None = None
@@ -231,7 +223,7 @@ class Trainer:
         settings: Mapping[str, JsonValue] | None = None,
         done: int | None = None,
         label: str | None = None,
-    ) -> StepMetrics:
+    ) -> responses.StepMetrics:
         """One optimizer step on trajectories, JSON or `trainers.trajectory_arrays`; returns its metrics.
 
         Args:
@@ -250,7 +242,7 @@ class Trainer:
 
     async def publish(
         self, label: str | None = None, step: int | None = None, after: int | None = None
-    ) -> RoundReport | AdapterReport:
+    ) -> RoundReport | responses.AdapterReport:
         """Move the fleet to the current weights; an adapter becomes the next version of its name.
 
         Args:
@@ -267,7 +259,7 @@ class Trainer:
             FleetUnavailable: no replica can take part, or a worker was lost.
         """
 
-        async def work() -> RoundReport | AdapterReport:
+        async def work() -> RoundReport | responses.AdapterReport:
             self._require_done(step)
             if step is not None and (made := self._published.get(label)) is not None:
                 return made
@@ -276,7 +268,7 @@ class Trainer:
             if self._lora is not None:
                 if after is not None:
                     raise InvalidRequest("after: expected none, because this trainer publishes an adapter")
-                report: RoundReport | AdapterReport = await self._publish_adapter(label)
+                report: RoundReport | responses.AdapterReport = await self._publish_adapter(label)
             else:
                 report = self._prove(await self._rounds.publish(label, after))
             if step is not None:
@@ -297,22 +289,22 @@ class Trainer:
             )
         return await self._queue.run("rollback", lambda: self._go_back(version))
 
-    async def save(self, path: str | None = None) -> SavedCheckpoint:
+    async def save(self, path: str | None = None) -> responses.SavedCheckpoint:
         """Write a Hugging Face checkpoint, or an adapter in peft's format, on the trainer's host. Raises
         InvalidRequest or FleetUnavailable."""
         return await self._queue.run("save", lambda: self._group.call("save", path, timeout_s=STEP_TIMEOUT_S))
 
-    async def report(self, entry: StepEntry) -> None:
+    async def report(self, entry: responses.StepEntry) -> None:
         """A job's step, for the page."""
         self._add(entry)
 
-    async def steps(self, after: float = 0.0) -> StepLog:
-        return StepLog(steps=self._history.after(after))
+    async def steps(self, after: float = 0.0) -> responses.StepLog:
+        return responses.StepLog(steps=self._history.after(after))
 
-    async def status(self) -> TrainerStatus:
+    async def status(self) -> responses.TrainerStatus:
         """Raises FleetUnavailable if rank 0 does not answer."""
         store = await self._group.store_status()
-        return TrainerStatus(
+        return responses.TrainerStatus(
             step=self._step,
             version=self._rounds.version,
             doing=self._queue.doing,
@@ -366,14 +358,14 @@ class Trainer:
         settings: Mapping[str, JsonValue] | None,
         done: int | None,
         label: str | None,
-    ) -> StepMetrics:
+    ) -> responses.StepMetrics:
         if label is not None and (made := self._made.get(label)) is not None:
             return made
         self._require_done(done)
         await self._rounds.outcome()
         self._rounds.require_committed()
         published = self._rounds.version if self._lora is None else self._adapter_version
-        metrics: StepMetrics = await self._group.call(
+        metrics: responses.StepMetrics = await self._group.call(
             "step", trajectories, published, settings, label, timeout_s=STEP_TIMEOUT_S
         )
         step = metrics["step"]
@@ -384,10 +376,10 @@ class Trainer:
             self._made[label] = metrics
             if len(self._made) > LABELS_KEPT:
                 del self._made[next(iter(self._made))]
-        self._add(StepEntry(run="", step=self._step, values=metrics))
+        self._add(responses.StepEntry(run="", step=self._step, values=metrics))
         return metrics
 
-    def _add(self, entry: StepEntry) -> None:
+    def _add(self, entry: responses.StepEntry) -> None:
         self._history.add(entry)
         count_step(entry)
 
@@ -429,9 +421,9 @@ class Trainer:
         if self._rounds.unanswered:
             await self._queue.run("publish", self._rounds.settle)
 
-    async def _publish_adapter(self, label: str | None) -> AdapterReport:
+    async def _publish_adapter(self, label: str | None) -> responses.AdapterReport:
         limit_s = self._spec.publish_timeout_s
-        report: AdapterReport = await self._group.call("publish", label, timeout_s=limit_s)
+        report: responses.AdapterReport = await self._group.call("publish", label, timeout_s=limit_s)
         self._adapter_version, self._last_adapter = report.version, report
         await self._group.call("save_checkpoint", timeout_s=STEP_TIMEOUT_S)
         return report

@@ -6,14 +6,7 @@ from collections.abc import Collection
 from deployments.calls.publish_session import ASK_AGAIN_S, PublishSession, outcome
 from deployments.calls.rpc import CallHandle, retried
 from deployments.host.logs import serve_logger
-from deployments.protocol.errors import (
-    AnswerLost,
-    Conflict,
-    FleetUnavailable,
-    RoundAborted,
-    SlipstreamError,
-    StalePublisher,
-)
+from deployments.protocol import errors
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus
 from deployments.trainer.spec import PUBLISHER, LoadedTrainer, TrainerSpec
@@ -43,7 +36,7 @@ class TrainerRounds:
         self.last: RoundReport | None = None
         self.unanswered: int | None = None
         self._fleet_id = loaded.fleet_id
-        self._untold: RoundReport | SlipstreamError | None = None  # what became of it
+        self._untold: RoundReport | errors.SlipstreamError | None = None  # what became of it
 
     async def recall(self, labels: Collection[str]) -> None:
         """Repeating a predecessor's last publish, whose answer may be lost, returns the report of the round
@@ -54,7 +47,7 @@ class TrainerRounds:
 
     def require_committed(self) -> None:
         if self.missed is not None:
-            raise Conflict(self.missed)
+            raise errors.Conflict(self.missed)
 
     async def publish(self, label: str | None, after: int | None = None) -> RoundReport:
         """Publish in place of version `after`; None: the trainer's own. If the round before is committed,
@@ -71,7 +64,7 @@ class TrainerRounds:
         fleet has no record), or as `settle`."""
         await self.settle()
         untold, self._untold = self._untold, None
-        if isinstance(untold, SlipstreamError):
+        if isinstance(untold, errors.SlipstreamError):
             raise untold
         return untold
 
@@ -82,11 +75,11 @@ class TrainerRounds:
             return
         try:
             report = await self._ended(self.unanswered)
-        except FleetUnavailable:
+        except errors.FleetUnavailable:
             raise
-        except SlipstreamError as error:
+        except errors.SlipstreamError as error:
             self.unanswered = None
-            self._untold = None if isinstance(error, RoundAborted) else error
+            self._untold = None if isinstance(error, errors.RoundAborted) else error
             logger.warning("the last publish was not answered: %s", error.message)
             return
         logger.warning("the last publish was not answered: it is committed, as version %d", report.version)
@@ -104,7 +97,7 @@ class TrainerRounds:
             if report is not None:
                 return report
             if loop.time() >= until:
-                raise FleetUnavailable(f"round {round_id} has not ended yet")
+                raise errors.FleetUnavailable(f"round {round_id} has not ended yet")
             await asyncio.sleep(ASK_AGAIN_S)
 
     async def replace(self, label: str | None, after: int | None = None) -> RoundReport:
@@ -113,7 +106,7 @@ class TrainerRounds:
             try:
                 report = await self._run_round(label, after)
                 break
-            except SlipstreamError as error:
+            except errors.SlipstreamError as error:
                 if attempt == SEND_ATTEMPTS or not _may_send_again(error):
                     raise
                 logger.warning("sending the round again, to the remaining replicas: %s", error)
@@ -128,20 +121,22 @@ class TrainerRounds:
         limit_s = self._spec.publish_timeout_s
         try:
             report: RoundReport = await self._group.call("publish", label, after, timeout_s=limit_s)
-        except AnswerLost as error:
+        except errors.AnswerLost as error:
             self.unanswered = error.detail["round_id"]
             raise
-        except FleetUnavailable:
+        except errors.FleetUnavailable:
             if self._group.broken is not None:  # else the fleet would wait for this trainer's successor
                 await end_former_session(self._controller)
             raise
         return report
 
 
-def _may_send_again(error: SlipstreamError) -> bool:
+def _may_send_again(error: errors.SlipstreamError) -> bool:
     """A stale lease is renewed; if another publisher has it, that raises `Conflict`."""
     detail = error.detail
-    return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(error, StalePublisher)
+    return bool(detail.get("send_again") or detail.get("connect_again")) or isinstance(
+        error, errors.StalePublisher
+    )
 
 
 _OPEN = "open"
@@ -162,5 +157,5 @@ async def end_former_session(controller: CallHandle, *, shares_memory: bool = Fa
             await session.acquire()
             if shares_memory:
                 await session.disconnect()
-    except SlipstreamError as error:  # another publisher was faster, or the controller does not answer
+    except errors.SlipstreamError as error:  # another publisher was faster, or the controller does not answer
         logger.warning("failed to end the session of a former trainer: %s", error)

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from app.client.completions import Answer
+from tests.fleet import talk
 from tests.fleet.adapter_fleet import SLOTS, Adapted
 from tests.fleet.adapter_talk import (
     COUNT,
@@ -21,16 +22,6 @@ from tests.fleet.adapter_talk import (
 )
 from tests.fleet.deployed import MODEL
 from tests.fleet.losing import process_of
-from tests.fleet.talk import (
-    PROMPT,
-    Reference,
-    begun,
-    on_every_replica,
-    saved,
-    served_checkpoint,
-    succeeded,
-    train_and_publish,
-)
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("gloo"), pytest.mark.timeout(600)]
 
@@ -41,11 +32,11 @@ LONG = 500  # tokens: more than are made while an adapter is loaded
 def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
     adapted: Adapted, client: httpx.Client
 ) -> None:
-    checkpoint = served_checkpoint(adapted.fleet)
-    base = Reference(checkpoint)(PROMPT, COUNT)
-    expected = Merged(checkpoint, 11)(PROMPT, COUNT)
+    checkpoint = talk.served_checkpoint(adapted.fleet)
+    base = talk.Reference(checkpoint)(talk.PROMPT, COUNT)
+    expected = Merged(checkpoint, 11)(talk.PROMPT, COUNT)
     assert expected != base
-    succeeded(load(client, "math", adapted.save("a11", 11)))
+    talk.succeeded(load(client, "math", adapted.save("a11", 11)))
     [listed, also] = models(client)
     assert listed == also and listed == {"math", f"math@{newest(client, 'math')}"}
     for answer in everywhere(client, "math"):
@@ -58,7 +49,7 @@ def test_every_replica_answers_with_a_loaded_adapter_as_transformers_does(
 
 def test_prompt_logprobs_are_refused_which_end_vllms_engine_in_a_batch(client: httpx.Client) -> None:
     """On a CPU with adapters: 24 requests at once, some of them with it, ended both replicas twice."""
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 1}
+    body = {"model": MODEL, "prompt": talk.PROMPT, "max_tokens": 1, "prompt_logprobs": 1}
     refused = client.post("/v1/completions", json=body)
     assert refused.status_code == 400 and "'prompt_logprobs': vLLM's engine" in refused.text
 
@@ -67,19 +58,21 @@ def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, clie
     paths = adapted.save("a11", 11), adapted.save("a12", 12)
 
     async def scenario(name: str) -> tuple[list[Answer], list[dict[str, Any]], int]:
-        succeeded(await asyncio.to_thread(load, client, name, paths[0]))
+        talk.succeeded(await asyncio.to_thread(load, client, name, paths[0]))
         async with httpx.AsyncClient(base_url=adapted.fleet.url, timeout=200) as asking:
-            running = await asyncio.gather(*(begun(asking, PROMPT, LONG, model=name) for _ in range(4)))
-            succeeded(await asyncio.to_thread(load, client, name, paths[1], load_inplace=True))
+            running = await asyncio.gather(
+                *(talk.begun(asking, talk.PROMPT, LONG, model=name) for _ in range(4))
+            )
+            talk.succeeded(await asyncio.to_thread(load, client, name, paths[1], load_inplace=True))
             still = sum(not each.done() for each in running)
             later = await asyncio.to_thread(everywhere, client, name, COUNT)
             return await asyncio.gather(*running), later, still
 
-    base = served_checkpoint(adapted.fleet)
-    first, second = Merged(base, 11), Merged(base, 12)(PROMPT, COUNT)
+    base = talk.served_checkpoint(adapted.fleet)
+    first, second = Merged(base, 11), Merged(base, 12)(talk.PROMPT, COUNT)
     for attempt in range(5):  # a fast engine may be done before the second version is loaded
         answers, later, still = asyncio.run(scenario(f"run-{attempt}"))
-        assert [first.continues(PROMPT, answer.token_ids) for answer in answers] == [LONG] * 4
+        assert [first.continues(talk.PROMPT, answer.token_ids) for answer in answers] == [LONG] * 4
         assert [tokens(answer) for answer in later] == [second] * 2
         assert len({answer.adapter for answer in answers} | {each["adapter"] for each in later}) == 2
         if still:
@@ -89,17 +82,17 @@ def test_a_version_continues_to_answer_what_began_with_it(adapted: Adapted, clie
 
 def test_base_rounds_keep_adapters_live(adapted: Adapted, client: httpx.Client) -> None:
     # A trainer that has learned to say one token samples nothing to learn from.
-    succeeded(client.post("/fleet/publish", json={"path": str(saved(adapted.fleet, 56))}))
-    succeeded(load(client, "math", adapted.save("a11", 11)))
+    talk.succeeded(client.post("/fleet/publish", json={"path": str(talk.saved(adapted.fleet, 56))}))
+    talk.succeeded(load(client, "math", adapted.save("a11", 11)))
     before = [tokens(answer) for answer in everywhere(client, "math")]
-    version = train_and_publish(client)
-    checkpoint = served_checkpoint(adapted.fleet)
-    expected = Merged(checkpoint, 11)(PROMPT, COUNT)
+    version = talk.train_and_publish(client)
+    checkpoint = talk.served_checkpoint(adapted.fleet)
+    expected = Merged(checkpoint, 11)(talk.PROMPT, COUNT)
     for answer in everywhere(client, "math"):
         assert tokens(answer) == expected != before[0]
         assert answer["choices"][0]["weight_versions"] == [{"version": version, "start": 0, "end": COUNT}]
-    for answer in on_every_replica(client, max_tokens=COUNT).values():
-        assert answer.token_ids == Reference(checkpoint)(PROMPT, COUNT)
+    for answer in talk.on_every_replica(client, max_tokens=COUNT).values():
+        assert answer.token_ids == talk.Reference(checkpoint)(talk.PROMPT, COUNT)
     last = client.get("/fleet/rounds").json()["rounds"][-1]
     assert last["phase"] == "committed" and not last["fenced"]
 
@@ -107,25 +100,25 @@ def test_base_rounds_keep_adapters_live(adapted: Adapted, client: httpx.Client) 
 def test_more_adapters_than_an_engine_has_room_for_are_read_again_from_the_fleets_copy(
     adapted: Adapted, client: httpx.Client
 ) -> None:
-    base = served_checkpoint(adapted.fleet)
+    base = talk.served_checkpoint(adapted.fleet)
     seeds = range(21, 21 + SLOTS + 2)
     for seed in seeds:
         directory = adapted.save(f"a{seed}", seed)
-        succeeded(load(client, f"run-v{seed}", directory))
+        talk.succeeded(load(client, f"run-v{seed}", directory))
         adapted.save(f"a{seed}", 99)  # whatever becomes of the user's directory
-    expected = {seed: Merged(base, seed)(PROMPT, 12) for seed in seeds}
+    expected = {seed: Merged(base, seed)(talk.PROMPT, 12) for seed in seeds}
     for seed in seeds:
         assert [tokens(each) for each in everywhere(client, f"run-v{seed}", 12)] == [expected[seed]] * 2
 
 
 def test_a_controller_that_dies_forgets_no_adapter(adapted: Adapted, client: httpx.Client) -> None:
-    expected = Merged(served_checkpoint(adapted.fleet), 11)(PROMPT, COUNT)
-    succeeded(load(client, "math", adapted.save("a11", 11)))
+    expected = Merged(talk.served_checkpoint(adapted.fleet), 11)(talk.PROMPT, COUNT)
+    talk.succeeded(load(client, "math", adapted.save("a11", 11)))
     process_of(adapted.fleet, "controller").kill()
     assert [tokens(answer) for answer in everywhere(client, "math")] == [expected] * 2
     deadline = time.monotonic() + 60
     while (answer := load(client, "code", adapted.save("a12", 12))).status_code >= 500:
         assert time.monotonic() < deadline, answer.text
         time.sleep(0.5)
-    succeeded(answer)
+    talk.succeeded(answer)
     assert {each["name"] for each in entries(client)} == {"math", "code"}

@@ -13,18 +13,10 @@ import pytest
 from app.client import calls
 from app.client.connection import FleetClient
 from tests.documents import ROOT
+from tests.fleet import talk
 from tests.fleet.deployed import Fleet, deployed
 from tests.fleet.keeping import KEEPER
 from tests.fleet.losing import a_replica, kill_a_replica, members, wait_for_another
-from tests.fleet.talk import (
-    PROMPT,
-    Reference,
-    complete,
-    on_every_replica,
-    served_checkpoint,
-    succeeded,
-    trainer_publishes,
-)
 from tests.tiny_models import (
     save_agreeing_mtp,
     save_tiny_llama,
@@ -60,8 +52,8 @@ def _start(root: Path) -> AbstractContextManager[Fleet]:
 def greedy(client: httpx.Client, checkpoint: Path) -> Mapping[str, float]:
     """By replica: the share of drafted tokens that were accepted in its answers, which are the
     checkpoint's."""
-    answers = on_every_replica(client, max_tokens=TOKENS)
-    expected = Reference(checkpoint)(PROMPT, TOKENS)
+    answers = talk.on_every_replica(client, max_tokens=TOKENS)
+    expected = talk.Reference(checkpoint)(talk.PROMPT, TOKENS)
     assert all(answer.token_ids == expected for answer in answers.values())
     loads = FleetClient(client).send(calls.load()).replicas
     assert loads.keys() == answers.keys()
@@ -71,8 +63,8 @@ def greedy(client: httpx.Client, checkpoint: Path) -> Mapping[str, float]:
 def train(client: httpx.Client, steps: int, **settings: float) -> None:
     """Steps on the answers of the policy: the drafter learns to propose them."""
     batch = [
-        complete(client, prompt, TOKENS, logprobs=1).trajectory(prompt, advantage=1.0)
-        for prompt in (PROMPT, [40, 41, 42])
+        talk.complete(client, prompt, TOKENS, logprobs=1).trajectory(prompt, advantage=1.0)
+        for prompt in (talk.PROMPT, [40, 41, 42])
     ]
     for _ in range(steps):
         FleetClient(client).send(calls.step(batch, json.dumps(settings)))
@@ -84,14 +76,16 @@ def test_the_policy_and_the_head_that_is_trained_with_it_are_swapped_together(dr
         untrained = greedy(client, drafted.checkpoint)
         assert client.get("/fleet").json()["drafter"] is None
         train(client, 1)
-        succeeded(trainer_publishes(client))
-        assert complete(client, max_tokens=TOKENS).token_ids != Reference(drafted.checkpoint)(PROMPT, TOKENS)
+        talk.succeeded(talk.trainer_publishes(client))
+        assert talk.complete(client, max_tokens=TOKENS).token_ids != talk.Reference(drafted.checkpoint)(
+            talk.PROMPT, TOKENS
+        )
         train(client, 30, learning_rate=1e-6)
-        report = succeeded(trainer_publishes(client)).json()
+        report = talk.succeeded(talk.trainer_publishes(client)).json()
         assert (report["version"], report["drafter"]) == (2, 2) and len(report["replicas"]) == 2
         fleet = client.get("/fleet").json()
         assert (fleet["committed_version"], fleet["drafter"]) == (2, 2)
-        version = served_checkpoint(drafted)
+        version = talk.served_checkpoint(drafted)
         trained = greedy(client, version)
         assert min(trained.values()) > max(0.5, *untrained.values()), (untrained, trained)
         before = members(client)
@@ -129,15 +123,15 @@ def test_multi_token_prediction_is_a_part_of_the_version_or_stays_as_it_was(mult
             counted = rf'slipstream_accepted_draft_tokens_total{{[^}}]*version="{version}"[^}}]*}} [1-9]'
             assert len(re.findall(counted, client.get("/metrics").text)) == 2
         assert client.get("/fleet").json()["drafter"] == 1
-        stored = served_checkpoint(fleet)
+        stored = talk.served_checkpoint(fleet)
         before = members(client)
         kill_a_replica(a_replica(fleet))
         wait_for_another(client, before)
         assert set(greedy(client, stored).values()) == {1.0}, "an engine that loads both"
         train(client, 1)
-        report = succeeded(trainer_publishes(client)).json()
+        report = talk.succeeded(talk.trainer_publishes(client)).json()
         assert (report["version"], report["drafter"]) == (3, 3), "its own checkpoint's, as it was"
-        assert max(greedy(client, served_checkpoint(fleet)).values()) < 0.5
+        assert max(greedy(client, talk.served_checkpoint(fleet)).values()) < 0.5
 
 
 @pytest.fixture
@@ -168,14 +162,14 @@ def test_multi_token_prediction_that_is_trained_drafts_what_the_policy_says(
     multi_token_trained: Fleet,
 ) -> None:
     def drafted(client: httpx.Client) -> tuple[Sequence[int], float]:
-        answer = complete(client, max_tokens=TOKENS)
+        answer = talk.complete(client, max_tokens=TOKENS)
         (load,) = FleetClient(client).send(calls.load()).replicas.values()
         return answer.token_ids, load.accepted_tokens / load.drafted_tokens
 
     with multi_token_trained.client() as client:
         answer, untrained = drafted(client)
         train(client, 60, learning_rate=1e-9)
-        assert succeeded(trainer_publishes(client)).json()["drafter"] == 1
+        assert talk.succeeded(talk.trainer_publishes(client)).json()["drafter"] == 1
         again, trained = drafted(client)
         assert again == answer, "the policy is what it was"
         assert trained > max(0.5, untrained), (untrained, trained)

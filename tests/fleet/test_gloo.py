@@ -19,6 +19,7 @@ from deployments.trainer.fleet_connection import free_port
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
 from tests.deployments.weights.transports.transport_fleet import ListSource
+from tests.fleet import talk
 from tests.fleet.adapter_fleet import RANKS, Adapted
 from tests.fleet.adapter_talk import COUNT, Merged, entries, everywhere, tokens
 from tests.fleet.adapter_trainer import LORA, AdapterTrainer, adapter_trainer
@@ -30,14 +31,6 @@ from tests.fleet.losing import (
     wait_for_another,
 )
 from tests.fleet.processes import engine_of, names_of, wait_until_gone
-from tests.fleet.talk import (
-    PROMPT,
-    Reference,
-    complete,
-    on_every_replica,
-    served_checkpoint,
-    train_and_publish,
-)
 from tests.fleet.test_http_publisher import reference
 from tests.tiny_models import tiny_llama
 from trainers.trajectory import VersionSpan
@@ -51,12 +44,12 @@ def test_a_round_of_two_ranks_reaches_replicas_that_have_ranks_of_their_own(gloo
     with gloo.client() as client:
         status = client.get("/train/status").json()
         assert status["strategy"] == "fsdp2" and status["world_size"] == RANKS
-        before = complete(client, max_tokens=24).token_ids
+        before = talk.complete(client, max_tokens=24).token_ids
         for _ in range(3):
-            version = train_and_publish(client)
-        expected = Reference(served_checkpoint(gloo))(PROMPT, 24)
+            version = talk.train_and_publish(client)
+        expected = talk.Reference(talk.served_checkpoint(gloo))(talk.PROMPT, 24)
         assert expected != before
-        for answer in on_every_replica(client, max_tokens=24).values():
+        for answer in talk.on_every_replica(client, max_tokens=24).values():
             assert answer.token_ids == expected
             assert answer.weight_versions == [VersionSpan(version=version, start=0, end=24)]
         last = client.get("/fleet/rounds").json()["rounds"][-1]
@@ -84,7 +77,7 @@ def test_a_replica_that_dies_under_a_broadcast_is_replaced_by_one_that_has_the_v
     gloo = adapted.fleet
     with adapter_trainer(adapted) as trainer:
         adapter = publish_adapter(client, trainer, tmp_path / "adapter")
-        expected = Merged(served_checkpoint(gloo), adapter)(PROMPT, COUNT)
+        expected = Merged(talk.served_checkpoint(gloo), adapter)(talk.PROMPT, COUNT)
         assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
         before, victim = members(client), a_replica(gloo)
         names = names_of(victim)
@@ -93,14 +86,14 @@ def test_a_replica_that_dies_under_a_broadcast_is_replaced_by_one_that_has_the_v
         wait_for_another(client, before)
         wait_until_gone(names)
         assert len(names_of(a_replica(gloo))) > 1, "a living replica keeps its names"
-        for answer in on_every_replica(client).values():
-            assert (answer.version, answer.token_ids) == (gloo.version(), reference(21, PROMPT, 16))
-        expected = Merged(served_checkpoint(gloo), adapter)(PROMPT, COUNT)
+        for answer in talk.on_every_replica(client).values():
+            assert (answer.version, answer.token_ids) == (gloo.version(), reference(21, talk.PROMPT, 16))
+        expected = Merged(talk.served_checkpoint(gloo), adapter)(talk.PROMPT, COUNT)
         assert [tokens(answer) for answer in everywhere(client, LORA.name)] == [expected] * 2
         trainer.step(client)
         with pytest.raises(Conflict, match="was trained on version"):
             trainer.publish()
-        assert train_and_publish(client) == gloo.version(), "to the fleet as it is now"
+        assert talk.train_and_publish(client) == gloo.version(), "to the fleet as it is now"
 
 
 def publish_adapter(client: httpx.Client, trainer: AdapterTrainer, directory: Path) -> Path:
@@ -126,10 +119,10 @@ def send_while_an_engine_dies(
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (409, "round_aborted")
     assert error["detail"]["send_again"] is True and "send the round again" in error["message"]
-    assert fleet.version() == version and complete(client).version == version
+    assert fleet.version() == version and talk.complete(client).version == version
     outside(fleet, ModuleSource(tiny_llama(21))).send_weights()
     assert time.monotonic() - begin < AT_ONCE_S, "no peer waits for the dead replica"
-    assert complete(client).version == version + 1
+    assert talk.complete(client).version == version + 1
 
 
 def outside(fleet: Fleet, source: WeightSource, again: bool = True) -> TrainerWeightTransferEngine[Any]:

@@ -17,20 +17,9 @@ import pytest
 
 from app.client.connection import FleetError, bearer
 from benchmarks.hosts import START_S, Host, Hosts, NotPossible, enter_network
+from tests.fleet import talk
 from tests.fleet.cluster import PORT, TOKEN, Cluster, served, store_of
 from tests.fleet.processes import title
-from tests.fleet.talk import (
-    PROMPT,
-    Reference,
-    complete,
-    on_every_replica,
-    stored,
-    succeeded,
-    train,
-    train_and_publish,
-    trainer_publishes,
-    wait_for,
-)
 from tests.tiny_models import save_tiny_llama
 from tests.waiting import until
 
@@ -59,11 +48,11 @@ def test_each_host_has_a_replica_and_a_round_reaches_all_of_them(cluster: Cluste
     assert cluster.places("trainer") == [cluster.hosts[0].address], "where the file puts it"
     assert sorted(cluster.places("router")) == [host.address for host in cluster.hosts]
     with cluster.client() as client:
-        before = complete(client, max_tokens=24).token_ids
-        version = train_and_publish(client)
-        expected = Reference(wait_for(stored(cluster.fleet, version)))(PROMPT, 24)
+        before = talk.complete(client, max_tokens=24).token_ids
+        version = talk.train_and_publish(client)
+        expected = talk.Reference(talk.wait_for(talk.stored(cluster.fleet, version)))(talk.PROMPT, 24)
         assert expected != before
-        for answer in on_every_replica(client, COUNT, max_tokens=24).values():
+        for answer in talk.on_every_replica(client, COUNT, max_tokens=24).values():
             assert (answer.version, answer.token_ids) == (version, expected)
     for host in cluster.hosts:  # a proxy on each
         answer = httpx.get(f"http://{host.address}:{PORT}/fleet", headers=bearer(TOKEN), trust_env=False)
@@ -114,11 +103,11 @@ def test_a_replica_takes_its_version_from_another_host(cluster: Cluster) -> None
     """Two hosts have lost theirs with their replicas, and no round comes."""
     lost = cluster.hosts[1:3]
     with cluster.client() as client:
-        version = train_and_publish(client)
-        expected = complete(client, max_tokens=24).token_ids
+        version = talk.train_and_publish(client)
+        expected = talk.complete(client, max_tokens=24).token_ids
         name = f"v{version:08d}"
         for host in cluster.hosts:
-            wait_for(store_of(host) / name)
+            talk.wait_for(store_of(host) / name)
         before = serving(cluster)
         for host in lost:
             shutil.rmtree(store_of(host))
@@ -129,7 +118,7 @@ def test_a_replica_takes_its_version_from_another_host(cluster: Cluster) -> None
             ]
             replica.kill()
         until(lambda: len(serving(cluster).keys() - before.keys()) == len(lost), WHOLE_S, "two successors")
-        for answer in on_every_replica(client, COUNT, max_tokens=24).values():
+        for answer in talk.on_every_replica(client, COUNT, max_tokens=24).values():
             assert (answer.version, answer.token_ids) == (version, expected)
     places = cluster.places("rollout")
     came = [store_of(host) / name / "manifest.json" for host in lost if host.address in places]
@@ -155,7 +144,7 @@ def test_a_host_that_is_cut_off_in_a_round_answers_with_no_older_version_and_com
     assert asked_there(victim, wanted) is None
     assert asked_there(victim, {}) != before, "its replica has refused since before the others committed"
     with cluster.client() as client:
-        assert {complete(client, headers=wanted).version for _ in range(20)} == {newest}
+        assert {talk.complete(client, headers=wanted).version for _ in range(20)} == {newest}
     if ways == "both ways":
         victim.join()
     else:
@@ -182,11 +171,11 @@ def publish_while(cluster: Cluster, fault: Callable[[], None]) -> tuple[int, int
     """The version before a round in which the fault happens, and the one after it. The round is committed by
     all others or by nobody; then it is sent again."""
     with cluster.client(timeout_s=200.0) as client, ThreadPoolExecutor() as pool:
-        before = train_and_publish(client)
-        train(client)
+        before = talk.train_and_publish(client)
+        talk.train(client)
         for host in cluster.hosts:
             host.shape(SLOW)
-        publishing = pool.submit(trainer_publishes, client)
+        publishing = pool.submit(talk.trainer_publishes, client)
         until(lambda: status(cluster)["round"] is not None, 30, "a round")
         fault()
         for host in cluster.hosts:
@@ -194,7 +183,7 @@ def publish_while(cluster: Cluster, fault: Callable[[], None]) -> tuple[int, int
         answer = publishing.result(200)
         if answer.is_error:
             assert status(cluster)["committed_version"] == before, answer.text
-            succeeded(trainer_publishes(client))
+            talk.succeeded(talk.trainer_publishes(client))
         assert status(cluster)["committed_version"] == before + 1
         return before, before + 1
 
@@ -207,8 +196,8 @@ def require_whole(cluster: Cluster, version: int) -> None:
 
     until(is_whole, WHOLE_S, "full strength")
     with cluster.client() as client:
-        version = train_and_publish(client)
-        for answer in on_every_replica(client, COUNT).values():
+        version = talk.train_and_publish(client)
+        for answer in talk.on_every_replica(client, COUNT).values():
             assert answer.version == version
 
 
@@ -240,7 +229,7 @@ def asked_there(host: Host, headers: Mapping[str, str]) -> int | None:
         url = f"http://{host.address}:{PORT}"
         with httpx.Client(base_url=url, timeout=ASKED_S, headers=bearer(TOKEN), trust_env=False) as client:
             try:
-                return complete(client, headers={"x-weight-timeout": "2", **headers}).version
+                return talk.complete(client, headers={"x-weight-timeout": "2", **headers}).version
             except FleetError:
                 return None
 

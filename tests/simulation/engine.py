@@ -10,22 +10,9 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from deployments.protocol import poll
 from deployments.protocol.engine_state import InFlight, asleep, is_paused
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    Body,
-    CatchUp,
-    Commit,
-    Connect,
-    Directive,
-    Drop,
-    Receive,
-    Report,
-    StoreResult,
-    Value,
-    Verify,
-    WriteVersion,
-)
 from tests.deployments.ledger.fake_engine import FakeEngine
 
 FIRST = "checkpoint"  # the weights that the fleet starts with
@@ -136,7 +123,7 @@ class SimMember(Mortal):
         self._write, self._read = write, read
         self._parts: list[tuple[str, int, int]] = []
         self.uncertain_since: float | None = None  # its weights may be a mixture
-        self.fails: Callable[[Body], bool] = lambda body: False  # for faults that meet another one
+        self.fails: Callable[[poll.Body], bool] = lambda body: False  # for faults that meet another one
         self._interrupted = asyncio.Event()
         went_live(version, weights)
 
@@ -156,12 +143,12 @@ class SimMember(Mortal):
         user = is_paused(engine.condition) or bool(asleep(engine.condition))
         return not (engine.held or user or self.hangs or self.stopped)
 
-    def report(self, replica_id: str, incarnation: str) -> Report:
+    def report(self, replica_id: str, incarnation: str) -> poll.Report:
         return self.engine.report_as(replica_id, incarnation)
 
     # -- MemberProtocol -----------------------------------------------------------------------------
 
-    async def execute(self, body: Body) -> Value:
+    async def execute(self, body: poll.Body) -> poll.Value:
         value = await self.while_alive(self._execute(body))
         async with self.changed:
             self.changed.notify_all()
@@ -173,7 +160,7 @@ class SimMember(Mortal):
         self._interrupted.set()
         self._parts = []
 
-    def on_directive(self, directive: Directive) -> None:
+    def on_directive(self, directive: poll.Directive) -> None:
         self.fenced = directive.fenced
         self.admitted = directive.admitted and directive.fenced is None
 
@@ -186,7 +173,7 @@ class SimMember(Mortal):
 
     # -- instructions -------------------------------------------------------------------------
 
-    async def _execute(self, body: Body) -> Value:
+    async def _execute(self, body: poll.Body) -> poll.Value:
         work = self._work
         if self.hangs:
             await asyncio.Event().wait()
@@ -194,9 +181,9 @@ class SimMember(Mortal):
             raise EngineFailed(f"{body.name} failed")
         if work.fail and work.rng.random() < work.fail:
             await work.do(0.05)
-            if isinstance(body, Connect | Receive) and work.rng.random() < 0.7:
+            if isinstance(body, poll.Connect | poll.Receive) and work.rng.random() < 0.7:
                 raise TransferFailed("a peer is gone")
-            if isinstance(body, Commit | CatchUp):
+            if isinstance(body, poll.Commit | poll.CatchUp):
                 self.uncertain_since = asyncio.get_running_loop().time()
             raise EngineFailed(f"{body.name} failed")
         if work.hang and work.rng.random() < work.hang:
@@ -212,35 +199,35 @@ class SimMember(Mortal):
             self.running.notify_all()
         return value
 
-    async def _carry_out(self, body: Body) -> Value:
+    async def _carry_out(self, body: poll.Body) -> poll.Value:
         work, engine = self._work, self.engine
         match body:
-            case Receive():
+            case poll.Receive():
                 await self._receive(body)
                 return None
-            case CatchUp():
+            case poll.CatchUp():
                 await self._catch_up(body)
                 return None
-            case Verify():
+            case poll.Verify():
                 await work.do(0.02)
                 attempt = self._check_parts(body.round_id)
                 return replace(engine.carry_out(body), digest=attempt)
-            case Commit():
+            case poll.Commit():
                 if engine.staged_round is not None:
                     await work.do(0.03)
-            case Connect() | Drop():
+            case poll.Connect() | poll.Drop():
                 await work.do(0.01)
         before = engine.version
         value = engine.carry_out(body)
         if engine.version != before:
             weights = self._parts[0][0]
-            if isinstance(body, Commit) and body.keep is not None:
+            if isinstance(body, poll.Commit) and body.keep is not None:
                 store = self._store(body.keep, weights)
                 self._storing = asyncio.get_running_loop().create_task(store)
             self._live_now(weights)
         return value
 
-    async def _receive(self, body: Receive) -> None:
+    async def _receive(self, body: poll.Receive) -> None:
         engine = self.engine
         if engine.receiving_round != body.round_id:
             self._parts = []
@@ -264,7 +251,7 @@ class SimMember(Mortal):
             raise PayloadRejected(f"{len(self._parts)} of {parts} tensors came")
         return attempt
 
-    async def _catch_up(self, body: CatchUp) -> None:
+    async def _catch_up(self, body: poll.CatchUp) -> None:
         try:
             weights = self._read(body.path, body.version)
         except OSError as error:
@@ -275,7 +262,7 @@ class SimMember(Mortal):
         self.engine.carry_out(body)
         self._live_now(weights)
 
-    async def _store(self, body: WriteVersion, weights: str) -> None:
+    async def _store(self, body: poll.WriteVersion, weights: str) -> None:
         """As on a file system without locks: all of them write, and the first one's stays."""
         engine = self.engine
         while engine.retained_version == body.version:
@@ -286,7 +273,7 @@ class SimMember(Mortal):
             except OSError as error:
                 path, problem = "", str(error)
                 await asyncio.sleep(5.0)
-            engine.store_result = StoreResult(
+            engine.store_result = poll.StoreResult(
                 version=body.version, label=body.label, path=path, problem=problem
             )
 

@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "no_hold",
         LEDGER + "state",
-        "return self.commit is CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1",
-        "return False",
+        "self.commit is poll.CommitMode.TOGETHER and max(self.decided_for, len(self.participants)) > 1",
+        "False",
     ),
     Mutant(
         "fence_told_by_the_answer",

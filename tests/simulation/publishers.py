@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.calls.publish_session import PublishSession, joined
 from deployments.calls.rpc import retried
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    ReplicaUnavailable,
-    RoundAborted,
-    SlipstreamError,
-)
+from deployments.protocol import errors
 from deployments.protocol.publishing import JoinedLease, Lease, RoundOptions
 from deployments.protocol.responses import FleetStatus
 from deployments.protocol.routing import Demand
@@ -68,9 +62,11 @@ class Trainer:
                 report = await session.close(attempt)
                 self._oracle.committed(report.version, attempt)
             self._writing.append(asyncio.get_running_loop().create_task(self._save(report.version, attempt)))
-        except SlipstreamError as error:
+        except errors.SlipstreamError as error:
             self._epoch = None
-            if not closing or isinstance(error, Conflict | RoundAborted | InvalidRequest):
+            if not closing or isinstance(
+                error, errors.Conflict | errors.RoundAborted | errors.InvalidRequest
+            ):
                 self._oracle.was_aborted(attempt, error)  # otherwise it may have been decided
 
     async def _save(self, version: int, attempt: str) -> None:
@@ -83,7 +79,7 @@ class Trainer:
                     return
                 except (Unreachable, TimeoutError):
                     await asyncio.sleep(0.5)
-        except (OSError, SlipstreamError):
+        except (OSError, errors.SlipstreamError):
             return  # the controller's status says that it is missing
 
 
@@ -107,17 +103,17 @@ class HttpPublisher:
             async with asyncio.timeout(3 * CALL_S):
                 session = await self._session()
                 if session.round_id is not None:
-                    raise Conflict("a round is open")
+                    raise errors.Conflict("a round is open")
                 await session.connect({})
                 session = await self._session()
                 if session.round_id is not None:
-                    raise Conflict("start_weight_update was called twice")
+                    raise errors.Conflict("start_weight_update was called twice")
                 await session.open(RoundOptions(persist=True))
                 mine = session.round_id
                 for part in range(PARTS):
                     session = await self._session(of_round=True)
                     if session.round_id is None:
-                        raise Conflict("no round is open")
+                        raise errors.Conflict("no round is open")
                     await session.send({"attempt": attempt, "part": part, "parts": PARTS})
                 finishing = True
                 session = await self._session(of_round=True)
@@ -125,13 +121,13 @@ class HttpPublisher:
                 # complete and not closed, is taken for that one's.
                 is_mine = session.round_id == mine
                 if session.round_id is None:
-                    raise Conflict("no round is open")
+                    raise errors.Conflict("no round is open")
                 report = await session.close(attempt)
                 if is_mine:
                     self._oracle.committed(report.version, attempt)
-        except (RoundAborted, InvalidRequest) as error:
+        except (errors.RoundAborted, errors.InvalidRequest) as error:
             self._oracle.was_aborted(attempt, error)
-        except (SlipstreamError, Unreachable, TimeoutError) as error:
+        except (errors.SlipstreamError, Unreachable, TimeoutError) as error:
             if not finishing:
                 self._oracle.was_aborted(attempt, error)
 
@@ -194,7 +190,7 @@ async def one_request(world: "World") -> None:
                 reliable=True,
             )
             answer: Answer = await asyncio.wait_for(call, ATTEMPT_S + 2)
-        except (ReplicaUnavailable, Conflict) as error:
+        except (errors.ReplicaUnavailable, errors.Conflict) as error:
             why = str(error)
         except (Unreachable, EngineFailed, TimeoutError) as error:
             why = f"{name} was lost: {error}"

@@ -16,17 +16,8 @@ from deployments.controller.rollout_calls import Rollouts
 from deployments.ledger.decisions import Committed, Ended, Opened
 from deployments.ledger.publisher_session import gives_way
 from deployments.ledger.state import PendingCall
+from deployments.protocol import engine_state
 from deployments.protocol.adapters import AdapterStatus, LoadRequest
-from deployments.protocol.engine_state import (
-    AbortRequests,
-    InFlight,
-    IsPaused,
-    IsSleeping,
-    Operation,
-    ResetPrefixCache,
-    WakeUp,
-    WeightChecksums,
-)
 from deployments.protocol.errors import InvalidRequest, NotFound
 from deployments.protocol.ledger_config import SizeLimits
 from deployments.protocol.poll import CommitMode, FilePart, KvCache
@@ -46,7 +37,7 @@ FORMER = [
         participants=(),
         commit=CommitMode.TOGETHER,
         kv_cache=KvCache.RECOMPUTE,
-        in_flight=InFlight.KEEP,
+        in_flight=engine_state.InFlight.KEEP,
     ),
     Ended(report=report(VERSION, VERSION)),
 ]
@@ -92,7 +83,7 @@ class FakeController:
         self.delay_s: dict[str, float] = {}
         self.sent: list[JsonValue | FilePart] = []
         self.stored: dict[int, str] = {}  # directories by version
-        self.operations: list[Operation] = []
+        self.operations: list[engine_state.Operation] = []
         self.options: list[RoundOptions] = []
         self.recorded: list[Event] = []
         self._scene = Scene(
@@ -216,22 +207,22 @@ class FakeController:
 
     # -- not the ledger's ---------------------------------------------------------------------
 
-    async def call(self, operation: Operation) -> dict[str, JsonValue]:
+    async def call(self, operation: engine_state.Operation) -> dict[str, JsonValue]:
         await self._enter("call")
         self.operations.append(operation)
         return {replica_id: self._answer(operation, replica_id) for replica_id in self.serving}
 
-    def _answer(self, operation: Operation, replica_id: str) -> JsonValue:
+    def _answer(self, operation: engine_state.Operation, replica_id: str) -> JsonValue:
         match operation:
-            case IsPaused() | IsSleeping():
+            case engine_state.IsPaused() | engine_state.IsSleeping():
                 return replica_id == self.serving[0]  # one of two
-            case AbortRequests():
+            case engine_state.AbortRequests():
                 return 2
-            case WakeUp():
+            case engine_state.WakeUp():
                 return True
-            case ResetPrefixCache():
+            case engine_state.ResetPrefixCache():
                 return replica_id not in self.busy or operation.reset_running_requests
-            case WeightChecksums():
+            case engine_state.WeightChecksums():
                 return list(self.checksums[replica_id])
         return None
 

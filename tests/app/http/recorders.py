@@ -6,18 +6,7 @@ from typing import Any
 from pydantic import JsonValue
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from deployments.protocol.engine_state import (
-    AbortRequests,
-    IsPaused,
-    IsSleeping,
-    Operation,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    WakeUp,
-    WeightChecksums,
-)
+from deployments.protocol import engine_state
 from tests.app.http.fake_controller import FakeController
 
 ORDERS = {  # by the controller's method: an engine's, and which argument it has
@@ -108,7 +97,7 @@ class RecordingController(FakeController):
         super().__init__(replicas=1)
         self.orders: Orders = []
 
-    async def call(self, operation: Operation) -> dict[str, JsonValue]:
+    async def call(self, operation: engine_state.Operation) -> dict[str, JsonValue]:
         answers = await super().call(operation)
         self.orders.append((operation.name, _arguments(operation)))
         return answers
@@ -120,17 +109,20 @@ class RecordingController(FakeController):
         return super()._ask(name, *args, **options)
 
 
-def _arguments(operation: Operation) -> Any:
+def _arguments(operation: engine_state.Operation) -> Any:
     match operation:
-        case Pause():
+        case engine_state.Pause():
             return operation.mode.value, operation.clear_cache
-        case Sleep():
+        case engine_state.Sleep():
             return operation.level, operation.mode.value
-        case WakeUp():
+        case engine_state.WakeUp():
             return None if operation.tags is None else tuple(tag.value for tag in operation.tags)
-        case ResetPrefixCache():
+        case engine_state.ResetPrefixCache():
             return operation.reset_running_requests, operation.reset_connector
-        case AbortRequests():
+        case engine_state.AbortRequests():
             return operation.request_ids or None
-    assert isinstance(operation, Resume | IsPaused | IsSleeping | WeightChecksums)
+    assert isinstance(
+        operation,
+        engine_state.Resume | engine_state.IsPaused | engine_state.IsSleeping | engine_state.WeightChecksums,
+    )
     return None

@@ -14,15 +14,6 @@ from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
 from deployments.protocol import errors
-from deployments.protocol.errors import (
-    Conflict,
-    FleetUnavailable,
-    InvalidRequest,
-    RoundAborted,
-    SlipstreamError,
-    StalePublisher,
-    TransferAborted,
-)
 from deployments.protocol.publishing import RoundOptions
 from tests.app.http.fake_controller import FakeController
 from tests.app.http.serving import application, on_a_socket
@@ -93,7 +84,9 @@ async def test_each_call_is_refused_while_another_publisher_holds_the_lease(
 async def test_call_that_fails_releases_the_lease(
     fleet: httpx.AsyncClient, controller: FakeController, path: str, method: str, body: object
 ) -> None:
-    controller.fail_next[method] = InvalidRequest("expected 3 ranks, got 7", {"expected": 3, "actual": 7})
+    controller.fail_next[method] = errors.InvalidRequest(
+        "expected 3 ranks, got 7", {"expected": 3, "actual": 7}
+    )
     answer = await fleet.post(path, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["detail"] == {"expected": 3, "actual": 7}
@@ -114,7 +107,7 @@ async def test_payload_that_is_rejected_leaves_the_round_and_its_lease(
     fleet: httpx.AsyncClient, controller: FakeController
 ) -> None:
     await fleet.post("/start_weight_update")
-    controller.fail_next["send"] = InvalidRequest("expected shape [3], got [4]")
+    controller.fail_next["send"] = errors.InvalidRequest("expected shape [3], got [4]")
     assert (await fleet.post("/update_weights", json={"update_info": {}})).status_code == 400
     assert controller.lease is not None and controller.round_id == 4
     await fleet.post("/update_weights", json={"update_info": {}})
@@ -162,12 +155,12 @@ def session_of_trl() -> requests.Session:
     return session
 
 
-UNREACHABLE = FleetUnavailable("cannot be reached", {"restarting": True, "unreachable": True})
+UNREACHABLE = errors.FleetUnavailable("cannot be reached", {"restarting": True, "unreachable": True})
 FAILED_FOR_GOOD = [
-    RoundAborted("the fleet still serves the old version"),
-    TransferAborted("a peer is gone", {"send_again": True}),
-    StalePublisher("token 1 is stale"),
-    Conflict("a round is open"),
+    errors.RoundAborted("the fleet still serves the old version"),
+    errors.TransferAborted("a peer is gone", {"send_again": True}),
+    errors.StalePublisher("token 1 is stale"),
+    errors.Conflict("a round is open"),
     UNREACHABLE,
     ValueError("a fault of our own"),
 ]
@@ -190,10 +183,10 @@ def test_call_that_failed_for_good_is_not_repeated(
 
 @pytest.mark.slow
 def test_retryable_error_is_503_with_retry_after(address: str, controller: FakeController) -> None:
-    controller.fail_next["call"] = FleetUnavailable("too few replicas")
+    controller.fail_next["call"] = errors.FleetUnavailable("too few replicas")
     once = requests.post(f"{address}/pause")
     assert once.status_code == 503 and once.headers["retry-after"] == "1"
-    controller.fail_next["call"] = FleetUnavailable("too few replicas")
+    controller.fail_next["call"] = errors.FleetUnavailable("too few replicas")
     assert session_of_trl().post(f"{address}/pause").json() == {"status": "paused"}
     assert controller.calls.count("call") == 3
 
@@ -209,7 +202,9 @@ def test_no_error_of_ours_but_those_that_may_be_sent_again_is_repeated() -> None
     kinds = {
         kind.__name__: kind.status
         for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, SlipstreamError) and kind is not SlipstreamError
+        if isinstance(kind, type)
+        and issubclass(kind, errors.SlipstreamError)
+        and kind is not errors.SlipstreamError
     }
     again = {name for name, status in kinds.items() if status >= 500}
     assert again == {"ReplicaUnavailable", "FleetUnavailable"}

@@ -5,22 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from app.jobs import metrics
 from app.jobs.evaluation import Evaluation
-from app.jobs.metrics import (
-    BLOCK,
-    Configuration,
-    StepRecord,
-    append,
-    append_rollouts,
-    claimed,
-    new_metrics_file,
-    newest_metrics_file,
-    records,
-)
 
 
-def record(step: int) -> StepRecord:
-    return StepRecord(
+def record(step: int) -> metrics.StepRecord:
+    return metrics.StepRecord(
         step=step,
         reward=0.5,
         version=7,
@@ -44,38 +34,38 @@ def record(step: int) -> StepRecord:
 
 def test_a_truncated_last_line_is_left_out_and_any_other_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    append(path, record(1))
+    metrics.append(path, record(1))
     line = path.read_text()
     path.write_text(line + line[:40])
-    assert records(path) == [record(1)]
+    assert metrics.records(path) == [record(1)]
     path.write_text(line[:40] + "\n" + line)
     with pytest.raises(ValueError, match=r"m\.jsonl:1: expected the record of a step"):
-        records(path)
+        metrics.records(path)
     with pytest.raises(ValueError, match="cannot be read"):
-        records(tmp_path / "nothing")
+        metrics.records(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize("kept", [1, 40, -1])
 def test_a_truncated_last_line_does_not_spoil_the_next_one(kept: int, tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    append(path, record(1))
+    metrics.append(path, record(1))
     first = path.read_text()
-    append(path, record(2))
+    metrics.append(path, record(2))
     path.write_text(path.read_text()[: len(first) + kept] if kept > 0 else path.read_text()[:kept])
-    append(path, record(3))
-    append(path, record(4))
-    assert records(path) == [record(1), record(3), record(4)]
+    metrics.append(path, record(3))
+    metrics.append(path, record(4))
+    assert metrics.records(path) == [record(1), record(3), record(4)]
 
 
-@pytest.mark.parametrize("length", [10, 3 * BLOCK])
+@pytest.mark.parametrize("length", [10, 3 * metrics.BLOCK])
 def test_a_truncated_rollout_does_not_spoil_the_next_one(length: int, tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     first, second = {"text": "a"}, {"text": "b" * length}
-    append_rollouts(path, [first])
-    append_rollouts(path, [second])
+    metrics.append_rollouts(path, [first])
+    metrics.append_rollouts(path, [second])
     file = path.with_suffix(".rollouts.jsonl")
     file.write_bytes(file.read_bytes()[:-5])
-    append_rollouts(path, [second])
+    metrics.append_rollouts(path, [second])
     assert [json.loads(line) for line in file.read_text().splitlines()] == [first, second]
 
 
@@ -103,32 +93,38 @@ def test_a_small_effective_sample_is_warned_of(share: float | None, spoken_of: b
         )
 
 
-CONFIGURATION = Configuration(options={"steps": 3}, model="tiny", version=4, began=1e9)
+CONFIGURATION = metrics.Configuration(options={"steps": 3}, model="tiny", version=4, began=1e9)
 
 
 def test_a_record_begins_with_the_whole_configuration(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    append(path, CONFIGURATION)
-    append(path, record(1))
-    append(path, CONFIGURATION)  # --resume
-    append(path, record(2))
-    assert records(path) == [record(1), record(2)]
+    metrics.append(path, CONFIGURATION)
+    metrics.append(path, record(1))
+    metrics.append(path, CONFIGURATION)  # --resume
+    metrics.append(path, record(2))
+    assert metrics.records(path) == [record(1), record(2)]
     assert json.loads(path.read_text().split("\n")[0]) == asdict(CONFIGURATION)
 
 
 def test_two_runs_do_not_share_a_record(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "m.jsonl"
-    with pytest.raises(ValueError, match="cannot be read: there is none"), claimed(path, resume=True):
+    with pytest.raises(ValueError, match="cannot be read: there is none"), metrics.claimed(path, resume=True):
         pass
-    with claimed(path, resume=False):
-        append(path, record(1))
-        with pytest.raises(ValueError, match="another job writes the record"), claimed(path, resume=True):
+    with metrics.claimed(path, resume=False):
+        metrics.append(path, record(1))
+        with (
+            pytest.raises(ValueError, match="another job writes the record"),
+            metrics.claimed(path, resume=True),
+        ):
             pass
-    with pytest.raises(ValueError, match="has the record of a run: --resume"), claimed(path, resume=False):
+    with (
+        pytest.raises(ValueError, match="has the record of a run: --resume"),
+        metrics.claimed(path, resume=False),
+    ):
         pass
-    with claimed(path, resume=True):
-        append(path, record(2))
-    assert records(path) == [record(1), record(2)]
+    with metrics.claimed(path, resume=True):
+        metrics.append(path, record(2))
+    assert metrics.records(path) == [record(1), record(2)]
 
 
 def test_a_file_system_without_locks_does_for_a_record(
@@ -138,22 +134,22 @@ def test_a_file_system_without_locks_does_for_a_record(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuses)
-    with claimed(tmp_path / "m.jsonl", resume=False):
+    with metrics.claimed(tmp_path / "m.jsonl", resume=False):
         pass
 
 
 def test_the_newest_run_is_resumed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name the file with --metrics"):
-        newest_metrics_file(tmp_path)
+        metrics.newest_metrics_file(tmp_path)
     for name in ("1-000000.jsonl", "2-000000.jsonl", "2-000000.rollouts.jsonl"):
         name = f"grpo-2026010{name}"
         (tmp_path / name).touch()
-    assert newest_metrics_file(tmp_path).name == "grpo-20260102-000000.jsonl"
+    assert metrics.newest_metrics_file(tmp_path).name == "grpo-20260102-000000.jsonl"
 
 
 def test_a_user_without_a_home_is_told_to_name_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as without HOME and in no /etc/passwd
-    for file in (new_metrics_file, newest_metrics_file):
+    for file in (metrics.new_metrics_file, metrics.newest_metrics_file):
         with pytest.raises(ValueError, match="expected a home directory: set HOME, or --metrics"):
             file()
 

@@ -12,14 +12,7 @@ from deployments.calls.publish_session import (
     outcome,
 )
 from deployments.calls.rpc import RESTART_WAIT_S
-from deployments.protocol.errors import (
-    AnswerLost,
-    Conflict,
-    FleetUnavailable,
-    RoundAborted,
-    StalePublisher,
-    TransferAborted,
-)
+from deployments.protocol import errors
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.virtual_time import virtual_time
@@ -69,9 +62,9 @@ async def test_a_round_has_one_lease_which_is_released_with_its_report(controlle
 async def test_a_second_publisher_is_refused_with_the_name_of_the_first(controller: FakeController) -> None:
     async with session_of(controller) as first:
         await first.acquire()
-        with pytest.raises(Conflict, match="'trainer' publishes"):
+        with pytest.raises(errors.Conflict, match="'trainer' publishes"):
             await one_round(session_of(controller, "other"))
-        with pytest.raises(Conflict, match="'trainer' publishes"):
+        with pytest.raises(errors.Conflict, match="'trainer' publishes"):
             await join(controller)
     await one_round(session_of(controller, "other"))
 
@@ -102,8 +95,8 @@ async def test_the_lease_is_renewed_while_the_publisher_waits_for_something_else
 @virtual_time
 async def test_losing_the_lease_ends_the_pending_call(controller: FakeController) -> None:
     controller.delay_s["send"] = 10 * controller.lease_s
-    controller.fail_next["renew"] = StalePublisher("token 1 is stale")
-    with pytest.raises(StalePublisher, match="token 1 is stale"):
+    controller.fail_next["renew"] = errors.StalePublisher("token 1 is stale")
+    with pytest.raises(errors.StalePublisher, match="token 1 is stale"):
         await one_round(session_of(controller))
     assert now() == controller.lease_s / 3 and controller.sent == []
     assert controller.calls[-1] == "renew", "nothing is cleaned up under a stale token"
@@ -127,7 +120,7 @@ async def test_a_renewal_without_an_answer_does_not_end_the_call(
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [(FleetUnavailable("too few"), "too few"), (asyncio.CancelledError(), "CancelledError")],
+    [(errors.FleetUnavailable("too few"), "too few"), (asyncio.CancelledError(), "CancelledError")],
 )
 @virtual_time
 async def test_an_exception_aborts_the_round_at_once_and_frees_the_lease(
@@ -154,7 +147,7 @@ async def test_without_a_round_an_exception_only_frees_the_lease(controller: Fak
         assert controller.calls == calls
 
 
-@pytest.mark.parametrize("fault", [ActorDiedError(), Conflict("round 1 is not open"), "hangs"])
+@pytest.mark.parametrize("fault", [ActorDiedError(), errors.Conflict("round 1 is not open"), "hangs"])
 @pytest.mark.parametrize("committed", [True, False])
 @virtual_time
 async def test_a_clean_up_that_fails_does_not_hide_the_outcome(
@@ -168,8 +161,8 @@ async def test_a_clean_up_that_fails_does_not_hide_the_outcome(
     if committed:
         assert (await one_round(session_of(controller))).version == 4
     else:
-        controller.fail_next["send"] = RoundAborted("replicas disagree")
-        with pytest.raises(RoundAborted, match="replicas disagree"):
+        controller.fail_next["send"] = errors.RoundAborted("replicas disagree")
+        with pytest.raises(errors.RoundAborted, match="replicas disagree"):
             await one_round(session_of(controller))
     assert now() <= 2 * CLEAN_UP_TIMEOUT_S
 
@@ -178,7 +171,7 @@ async def test_a_clean_up_that_fails_does_not_hide_the_outcome(
 @virtual_time
 async def test_a_controller_that_hangs_ends_the_call(controller: FakeController, method: str) -> None:
     controller.delay_s[method] = 10 * CALL_TIMEOUT_S
-    kind = AnswerLost if method == "close_round" else FleetUnavailable
+    kind = errors.AnswerLost if method == "close_round" else errors.FleetUnavailable
     with pytest.raises(kind, match=rf"{method}.*: no answer within 600 s"):
         await one_round(session_of(controller))
     assert now() == CALL_TIMEOUT_S and controller.lease is None
@@ -195,7 +188,7 @@ async def test_a_round_whose_controller_dies_before_the_close_is_to_be_sent_agai
 ) -> None:
     getattr(controller, f"dies_{when}").add(method)
     session = session_of(controller)
-    with pytest.raises(TransferAborted, match=f"lost during '{method}'") as caught:
+    with pytest.raises(errors.TransferAborted, match=f"lost during '{method}'") as caught:
         await one_round(session)
     assert caught.value.detail == {"send_again": True} and controller.calls[-1] == method
     assert (await one_round(session)).version == 4
@@ -206,7 +199,7 @@ async def test_a_controller_that_dies_before_the_decision_has_aborted_the_round(
     controller: FakeController,
 ) -> None:
     controller.dies_before.add("close_round")
-    with pytest.raises(TransferAborted, match="the controller restarted"):
+    with pytest.raises(errors.TransferAborted, match="the controller restarted"):
         await one_round(session_of(controller))
     assert controller.version == 3
 
@@ -230,14 +223,14 @@ async def test_a_decided_round_is_not_reported_as_failed_when_its_controller_die
 async def test_a_round_whose_close_nothing_answers_is_aborted_if_it_was_not_closed(
     controller: FakeController,
 ) -> None:
-    controller.fail_next["close_round"] = FleetUnavailable("no answer")  # and it never arrived
-    with pytest.raises(AnswerLost, match="round 4 may be committed") as caught:
+    controller.fail_next["close_round"] = errors.FleetUnavailable("no answer")  # and it never arrived
+    with pytest.raises(errors.AnswerLost, match="round 4 may be committed") as caught:
         await one_round(session_of(controller))
     assert caught.value.detail == {"round_id": 4} and controller.lease is None
     fleet, ended = await controller.fleet(), await controller.rounds()
-    with pytest.raises(RoundAborted, match="round 4 was aborted: round 4 aborted by its publisher"):
+    with pytest.raises(errors.RoundAborted, match="round 4 was aborted: round 4 aborted by its publisher"):
         outcome(4, fleet.fleet_id, fleet, ended)
-    with pytest.raises(Conflict, match="whether round 4 of fleet other was committed is not known"):
+    with pytest.raises(errors.Conflict, match="whether round 4 of fleet other was committed is not known"):
         outcome(4, "other", fleet, ended)
 
 
@@ -247,7 +240,7 @@ async def test_a_version_of_another_publisher_is_never_taken_for_ones_own(contro
     mine = asyncio.ensure_future(one_round(session_of(controller)))
     await asyncio.sleep(0.1)  # the successor is up, and another publisher is quicker than the question
     assert (await one_round(session_of(controller, "other"))).version == 4
-    with pytest.raises(TransferAborted):
+    with pytest.raises(errors.TransferAborted):
         await mine
 
 
@@ -266,7 +259,7 @@ async def test_the_wait_for_a_successor_is_bounded(controller: FakeController) -
         async def acquire(self, publisher: str) -> Any:
             raise ActorDiedError
 
-    with pytest.raises(FleetUnavailable, match="acquire: no answer within 120 s"):
+    with pytest.raises(errors.FleetUnavailable, match="acquire: no answer within 120 s"):
         await session_of(Dead()).acquire()
     assert now() == pytest.approx(RESTART_WAIT_S, abs=0.5)
 

@@ -12,20 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployments.controller.journal import NAME, RESERVE_BYTES, Journal
-from deployments.ledger.decisions import (
-    KEPT_FENCES,
-    KEPT_ROUNDS,
-    Admitted,
-    Committed,
-    Decision,
-    Ended,
-    Fenced,
-    LeaseIssued,
-    Opened,
-    Participant,
-    Started,
-    Stored,
-)
+from deployments.ledger import decisions
 from deployments.protocol.engine_state import InFlight
 from deployments.protocol.errors import JournalError
 from deployments.protocol.poll import CommitMode, KvCache
@@ -33,8 +20,8 @@ from deployments.protocol.publishing import RoundReport
 from tests.deployments.ledger.compacted import compact
 from tests.full_disk import full_disk, longest_in
 
-MEMBER = Participant(replica_id="r", incarnation="i", world_size=2)
-COMMITTED = Committed(
+MEMBER = decisions.Participant(replica_id="r", incarnation="i", world_size=2)
+COMMITTED = decisions.Committed(
     round_id=1,
     version=1,
     label="ü",
@@ -45,8 +32,8 @@ COMMITTED = Committed(
 )
 
 
-def ended(number: int, reason: str = "no") -> Ended:
-    return Ended(
+def ended(number: int, reason: str = "no") -> decisions.Ended:
+    return decisions.Ended(
         report=RoundReport(
             round_id=number,
             version=number,
@@ -59,17 +46,17 @@ def ended(number: int, reason: str = "no") -> Ended:
     )
 
 
-DECISIONS: list[Decision] = [
-    Started(generation=1),
-    LeaseIssued(token=4, publisher="trainer"),
-    Admitted(member=MEMBER, epoch=3),
-    Opened(round_id=1),
+DECISIONS: list[decisions.Decision] = [
+    decisions.Started(generation=1),
+    decisions.LeaseIssued(token=4, publisher="trainer"),
+    decisions.Admitted(member=MEMBER, epoch=3),
+    decisions.Opened(round_id=1),
     COMMITTED,
-    Stored(version=1, path="/store/v1", label=None),
+    decisions.Stored(version=1, path="/store/v1", label=None),
     ended(1),
-    Fenced(replica_id="q", incarnation="j", reason="late", epoch=4, told=False),
+    decisions.Fenced(replica_id="q", incarnation="j", reason="late", epoch=4, told=False),
 ]
-GONE = Fenced(replica_id="r", incarnation="i", reason="lost", epoch=4, told=True)
+GONE = decisions.Fenced(replica_id="r", incarnation="i", reason="lost", epoch=4, told=True)
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -89,7 +76,7 @@ def holder(directory: Path, count: int, stderr: int | None = None) -> subprocess
     return subprocess.Popen(program, stdout=subprocess.PIPE, stderr=stderr)
 
 
-def recovered(directory: Path) -> list[Decision]:
+def recovered(directory: Path) -> list[decisions.Decision]:
     with closing(Journal(directory)) as journal:
         return journal.recovered
 
@@ -122,7 +109,11 @@ def test_power_loss_at_any_byte_leaves_the_transactions_before_it(tmp_path: Path
         if reserves:
             journal.reserve()
         former = log = (tmp_path / "state" / f"{NAME}-wal").read_bytes()
-        for batch in ([Opened(round_id=2)], [GONE, Opened(round_id=3)], [ended(2, "x" * 9000)]):
+        for batch in (
+            [decisions.Opened(round_id=2)],
+            [GONE, decisions.Opened(round_id=3)],
+            [ended(2, "x" * 9000)],
+        ):
             journal.append(batch)
             every += batch
             before, log = log, (tmp_path / "state" / f"{NAME}-wal").read_bytes()
@@ -175,7 +166,7 @@ def test_acknowledged_decisions_survive_sigkill(tmp_path: Path) -> None:
             process.kill()
             rest = process.stdout.read().split()
         (last,) = recovered(tmp_path)
-        assert isinstance(last, Opened) and last.round_id in range(
+        assert isinstance(last, decisions.Opened) and last.round_id in range(
             int((told + rest)[-1]), int((told + rest)[-1]) + 2
         )
 
@@ -195,7 +186,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, h
             Journal(tmp_path, lock_wait_s=0.3)
         assert 0.3 <= time.monotonic() - began < 10, "a process that hangs is not waited for without end"
         process.kill()
-    assert recovered(tmp_path) == [Opened(round_id=0)]
+    assert recovered(tmp_path) == [decisions.Opened(round_id=0)]
 
 
 @pytest.mark.slow
@@ -207,8 +198,8 @@ def test_a_second_journal_in_one_process_leaves_the_lock_of_the_first(tmp_path: 
                 Journal(tmp_path)
         with holder(tmp_path, 0, stderr=subprocess.PIPE) as other:
             assert b"another controller uses it" in other.communicate()[1]
-        journal.append([Opened(round_id=1)])
-    assert recovered(tmp_path) == [Opened(round_id=1)]
+        journal.append([decisions.Opened(round_id=1)])
+    assert recovered(tmp_path) == [decisions.Opened(round_id=1)]
 
 
 def test_a_predecessor_that_is_closing_is_waited_for(tmp_path: Path) -> None:
@@ -332,7 +323,7 @@ def test_a_full_disk_leaves_the_reserved_space(tmp_path: Path) -> None:
             for number in range(count, count + 8):
                 journal.append([ended(number, "x" * 50_000)])
             for number in range(1000):
-                journal.append([Opened(round_id=number)])  # takes no more space
+                journal.append([decisions.Opened(round_id=number)])  # takes no more space
             with pytest.raises(JournalError, match=NAME):
                 for number in range(100, 200):
                     journal.append([ended(number, "x" * 50_000)])
@@ -355,8 +346,8 @@ def test_a_journal_is_continued_on_a_full_disk(tmp_path: Path) -> None:
         journal.append(DECISIONS)
     with full_disk(longest_in(tmp_path)), closing(Journal(tmp_path)) as journal:
         assert journal.recovered == DECISIONS
-        journal.append([Opened(round_id=2)])
-    assert Opened(round_id=2) in recovered(tmp_path)
+        journal.append([decisions.Opened(round_id=2)])
+    assert decisions.Opened(round_id=2) in recovered(tmp_path)
 
 
 # -- growth ----------------------------------------------------------------------------------
@@ -364,18 +355,19 @@ def test_a_journal_is_continued_on_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
-    every: list[Decision] = list(DECISIONS)
+    every: list[decisions.Decision] = list(DECISIONS)
     with closing(Journal(tmp_path)) as journal:
         journal.append(DECISIONS)
         for first in range(0, 3000, 100):
-            batch: list[Decision] = []
+            batch: list[decisions.Decision] = []
             for number in range(first, first + 100):
                 batch += [
-                    Opened(round_id=number),
-                    Admitted(
-                        member=Participant(replica_id="p", incarnation=f"p{number}", world_size=1), epoch=1
+                    decisions.Opened(round_id=number),
+                    decisions.Admitted(
+                        member=decisions.Participant(replica_id="p", incarnation=f"p{number}", world_size=1),
+                        epoch=1,
                     ),
-                    Fenced(
+                    decisions.Fenced(
                         replica_id="p", incarnation=f"p{number}", reason="lost", epoch=4, told=number % 5 > 0
                     ),
                     ended(number, "no" * 1000),
@@ -390,21 +382,21 @@ def test_a_journal_that_stays_open_does_not_grow(tmp_path: Path) -> None:
 
 
 def test_compaction_keeps_the_last_rounds_of_the_history() -> None:
-    reports = [ended(number) for number in range(KEPT_ROUNDS + 20)]
+    reports = [ended(number) for number in range(decisions.KEPT_ROUNDS + 20)]
     assert compact(reports) == reports[20:]
 
 
 def test_compaction_keeps_the_last_fences() -> None:
     fences = [
-        Fenced(replica_id="r", incarnation=f"{number}", reason="lost", epoch=4, told=True)
-        for number in range(KEPT_FENCES + 20)
+        decisions.Fenced(replica_id="r", incarnation=f"{number}", reason="lost", epoch=4, told=True)
+        for number in range(decisions.KEPT_FENCES + 20)
     ]
     assert compact(fences) == fences[20:]
 
 
 def test_compaction_keeps_the_last_of_each_and_forgets_members_that_are_gone() -> None:
-    longer = [*DECISIONS, Opened(round_id=2), GONE]
+    longer = [*DECISIONS, decisions.Opened(round_id=2), GONE]
     kept = compact(longer)
-    assert Opened(round_id=1) not in kept and Opened(round_id=2) in kept
-    assert Admitted(member=MEMBER, epoch=3) not in kept and GONE in kept and COMMITTED in kept
+    assert decisions.Opened(round_id=1) not in kept and decisions.Opened(round_id=2) in kept
+    assert decisions.Admitted(member=MEMBER, epoch=3) not in kept and GONE in kept and COMMITTED in kept
     assert compact(kept) == kept

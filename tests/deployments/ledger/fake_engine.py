@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from deployments.protocol import poll
 from deployments.protocol.adapters import Adapter, LoadAdapter, LoadedAdapter, SetAdapters
 from deployments.protocol.engine_state import (
     MEMORY_TAGS,
@@ -25,28 +26,6 @@ from deployments.protocol.engine_state import (
     is_paused,
 )
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import (
-    Body,
-    CatchUp,
-    Check,
-    Commit,
-    Connect,
-    Drain,
-    Draining,
-    Drop,
-    EndDrain,
-    InitialWeights,
-    Receive,
-    Release,
-    Report,
-    RunOperation,
-    Staged,
-    StoreResult,
-    Swapped,
-    Verify,
-    WriteVersion,
-    drain_of_round,
-)
 
 
 @dataclass(slots=True)
@@ -88,7 +67,7 @@ class FakeAdapters:
             self.doomed.discard(adapter_id)
 
 
-Value = Staged | Swapped | LoadedAdapter | None
+Value = poll.Staged | poll.Swapped | LoadedAdapter | None
 
 
 @dataclass(slots=True)
@@ -126,8 +105,8 @@ class FakeEngine:
     retaining: int | None = None  # what the open session is to retain
     retained_version: int | None = None
     loading_version: int | None = None
-    initial: InitialWeights | None = None
-    store_result: StoreResult | None = None
+    initial: poll.InitialWeights | None = None
+    store_result: poll.StoreResult | None = None
     store_problem: str = ""  # why it cannot write to the store
     writes_at_once: bool = True
     adapters: FakeAdapters = field(default_factory=FakeAdapters)
@@ -142,7 +121,7 @@ class FakeEngine:
     waiting: int = 0  # requests that its engine has and did not begin
     drains: dict[str, None] = field(default_factory=dict)
 
-    def report_as(self, replica_id: str, incarnation: str, **fields: Any) -> Report:
+    def report_as(self, replica_id: str, incarnation: str, **fields: Any) -> poll.Report:
         """What it says of itself; `fields`: what its follower adds."""
         report: dict[str, Any] = {
             "version": self.version,
@@ -153,11 +132,13 @@ class FakeEngine:
             "initial": self.initial,
             "store_result": self.store_result,
             "updates_in_place": self.updates_in_place,
-            "draining": Draining(drain_ids=tuple(self.drains), running=self.running) if self.drains else None,
+            "draining": poll.Draining(drain_ids=tuple(self.drains), running=self.running)
+            if self.drains
+            else None,
             "adapters": tuple(self.adapters.held),
             "condition": self.condition,
         }
-        return Report(replica_id=replica_id, incarnation=incarnation, **report | fields)
+        return poll.Report(replica_id=replica_id, incarnation=incarnation, **report | fields)
 
     @property
     def begins(self) -> bool:
@@ -166,33 +147,33 @@ class FakeEngine:
 
     # -- instructions -------------------------------------------------------------------------
 
-    def carry_out(self, body: Body) -> Value:
+    def carry_out(self, body: poll.Body) -> Value:
         match body:
-            case Receive():
+            case poll.Receive():
                 self._receive(body)
-            case Verify():
+            case poll.Verify():
                 return self._verify(body)
-            case Commit():
+            case poll.Commit():
                 return self._commit(body)
-            case Release():
+            case poll.Release():
                 self.held = self.held and self.partially_updated
                 self._begin_waiting()
-            case Drain():
+            case poll.Drain():
                 self.drains[body.drain_id] = None
-            case EndDrain():
+            case poll.EndDrain():
                 self.drains.pop(body.drain_id, None)
                 self._begin_waiting()
-            case Drop():
+            case poll.Drop():
                 self._discard()
-            case CatchUp():
+            case poll.CatchUp():
                 self._check_unchanged()
                 if SleepTag.WEIGHTS in self.memory.asleep:
                     raise RuntimeError("no memory to load into")
                 self.version, self.memory.intact, self.held = body.version, True, False
                 self._begin_waiting()
-            case RunOperation():
+            case poll.RunOperation():
                 self._call(body)
-            case Connect() if not self.updates_in_place:
+            case poll.Connect() if not self.updates_in_place:
                 self._discard()
             case LoadAdapter():
                 if SleepTag.WEIGHTS in self.memory.asleep:
@@ -200,7 +181,7 @@ class FakeEngine:
                 return self.adapters.load(body.adapter)
             case SetAdapters():
                 self.adapters.set(list(body.live), set(body.keep))
-            case Connect():
+            case poll.Connect():
                 pass
         return None
 
@@ -216,7 +197,7 @@ class FakeEngine:
         self._check_unchanged()
         self.staged_round, self.receiving_round, self.verified = None, None, False
 
-    def _receive(self, body: Receive) -> None:
+    def _receive(self, body: poll.Receive) -> None:
         if SleepTag.WEIGHTS in self.memory.asleep:
             raise PayloadRejected("its weights sleep")
         if self.receiving_round != body.round_id:
@@ -230,7 +211,7 @@ class FakeEngine:
             raise RuntimeError("start_weight_update must be called before update_weights")
         self.staged_round, self.verified = body.round_id if self.updates_in_place else None, False
 
-    def _verify(self, body: Verify) -> Staged:
+    def _verify(self, body: poll.Verify) -> poll.Staged:
         if self.receiving_round != body.round_id:
             raise PayloadRejected(f"round {body.round_id} has brought no payload")
         if self.verified and self.updates_in_place:
@@ -238,21 +219,21 @@ class FakeEngine:
         if self.updates_in_place and SleepTag.WEIGHTS in self.memory.asleep:
             raise RuntimeError("no memory to load into")
         self.staged_round, self.verified = body.round_id, True
-        return Staged(
+        return poll.Staged(
             digest=self.digest,
-            checks=(Check.NAMES, Check.FINITE) + ((Check.DIGESTS,) if self.compares else ()),
+            checks=(poll.Check.NAMES, poll.Check.FINITE) + ((poll.Check.DIGESTS,) if self.compares else ()),
             drafter=self.drafter,
             size_bytes=10,
             stage_s=0.5,
             verify_s=0.1,
         )
 
-    def _commit(self, body: Commit) -> Swapped:
+    def _commit(self, body: poll.Commit) -> poll.Swapped:
         if self.version == body.version and self.receiving_round is None:
-            return Swapped(swap_s=0.0, gap_s=0.0)  # it came again after a controller restart
+            return poll.Swapped(swap_s=0.0, gap_s=0.0)  # it came again after a controller restart
         if self.receiving_round != body.round_id or not self.verified:
             raise RuntimeError(f"round {body.round_id} is not verified")
-        self.drains.pop(drain_of_round(body.round_id), None)
+        self.drains.pop(poll.drain_of_round(body.round_id), None)
         if not self.updates_in_place and SleepTag.WEIGHTS in self.memory.asleep:
             raise RuntimeError("no memory to swap into")
         self._stop_running(body.in_flight)
@@ -263,9 +244,9 @@ class FakeEngine:
             self.write(body.keep)
         self.memory.intact = self.staging_intact
         self._begin_waiting()
-        return Swapped(swap_s=0.01, gap_s=0.02)
+        return poll.Swapped(swap_s=0.01, gap_s=0.02)
 
-    def _call(self, body: RunOperation) -> None:
+    def _call(self, body: poll.RunOperation) -> None:
         operation = body.operation
         if isinstance(operation, Disconnect) and not (self.updates_in_place and self.verified):
             self._discard()
@@ -273,11 +254,11 @@ class FakeEngine:
         if isinstance(operation, Sleep) and operation.level > 0:
             self.staging_intact = False
 
-    def write(self, wanted: WriteVersion) -> None:
+    def write(self, wanted: poll.WriteVersion) -> None:
         """An attempt to store what it retains."""
         assert self.retained_version == wanted.version, "told to write what it does not hold"
         path = f"/store/v{wanted.version}"
-        self.store_result = StoreResult(
+        self.store_result = poll.StoreResult(
             version=wanted.version, label=wanted.label, path=path, problem=self.store_problem
         )
         if not self.store_problem:

@@ -6,20 +6,8 @@ A round costs it 0.23 ms of processor time. The real member over `FakeLlm` takes
 
 from dataclasses import dataclass, field
 
+from deployments.protocol import poll
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    Acknowledgement,
-    Body,
-    CatchUp,
-    Commit,
-    Directive,
-    Drop,
-    Instruction,
-    Outcome,
-    Report,
-    RunOperation,
-    Scores,
-)
 from deployments.protocol.routing import ReplicaEndpoint
 from tests.deployments.ledger.fake_engine import FakeEngine, Value
 
@@ -39,16 +27,16 @@ class FakeReplica(FakeEngine):
     ended: bool = False
     may_leave: bool = False
     wanted: int | None = None
-    scores: Scores | None = None
+    scores: poll.Scores | None = None
     endpoint: ReplicaEndpoint | None = None
-    outcomes: dict[type[Body], Outcome] = field(default_factory=dict)  # other than DONE
-    hangs_in: set[type[Body]] = field(default_factory=set)
+    outcomes: dict[type[poll.Body], poll.Outcome] = field(default_factory=dict)  # other than DONE
+    hangs_in: set[type[poll.Body]] = field(default_factory=set)
     reports: int = 0
-    ran: list[Instruction] = field(default_factory=list)
+    ran: list[poll.Instruction] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
-    acknowledgements: dict[int, Acknowledgement] = field(default_factory=dict)
+    acknowledgements: dict[int, poll.Acknowledgement] = field(default_factory=dict)
 
-    def report(self) -> Report:
+    def report(self) -> poll.Report:
         self.reports += 1
         return self.report_as(
             self.replica_id,
@@ -64,7 +52,7 @@ class FakeReplica(FakeEngine):
             endpoint=self.endpoint,
         )
 
-    def take(self, directive: Directive) -> None:
+    def take(self, directive: poll.Directive) -> None:
         if self.fenced is not None:
             return  # for good
         for seq in directive.acknowledged:
@@ -78,9 +66,9 @@ class FakeReplica(FakeEngine):
         for instruction in directive.instructions:
             if instruction.seq not in self.seen:
                 hangs = hangs or type(instruction.body) in self.hangs_in
-                if hangs and isinstance(instruction.body, CatchUp):
+                if hangs and isinstance(instruction.body, poll.CatchUp):
                     self.loading_version = instruction.body.version
-                if not hangs or isinstance(instruction.body, Drop):  # which overtakes
+                if not hangs or isinstance(instruction.body, poll.Drop):  # which overtakes
                     self.seen.add(instruction.seq)
                     self._run(instruction)
 
@@ -88,33 +76,33 @@ class FakeReplica(FakeEngine):
         """Of the instructions that it ran."""
         return [instruction.body.name for instruction in self.ran]
 
-    def _run(self, instruction: Instruction) -> None:
+    def _run(self, instruction: poll.Instruction) -> None:
         self.ran.append(instruction)
         value: Value | str = None
-        outcome, message = Outcome.DONE, ""
-        if isinstance(instruction.body, CatchUp):
+        outcome, message = poll.Outcome.DONE, ""
+        if isinstance(instruction.body, poll.CatchUp):
             self.loading_version = None
-        injected = self.outcomes.get(type(instruction.body), Outcome.DONE)
-        if injected is not Outcome.DONE:
+        injected = self.outcomes.get(type(instruction.body), poll.Outcome.DONE)
+        if injected is not poll.Outcome.DONE:
             outcome, message = injected, f"{injected.value} here"
         else:
             try:
                 value = self.carry_out(instruction.body)
-                if isinstance(instruction.body, RunOperation):
+                if isinstance(instruction.body, poll.RunOperation):
                     value = f"{instruction.body.operation.name} on {self.replica_id}"
             except TransferFailed as error:
-                outcome, message = Outcome.TRANSFER_FAILED, str(error)
+                outcome, message = poll.Outcome.TRANSFER_FAILED, str(error)
             except PayloadRejected as error:
-                outcome, message = Outcome.REJECTED, str(error)
+                outcome, message = poll.Outcome.REJECTED, str(error)
             except RuntimeError as error:
-                outcome, message = Outcome.REPLICA_FAILED, str(error)
-        changes_weights = isinstance(instruction.body, Commit | CatchUp) or self.partially_updated
-        if outcome is Outcome.REPLICA_FAILED and changes_weights:
+                outcome, message = poll.Outcome.REPLICA_FAILED, str(error)
+        changes_weights = isinstance(instruction.body, poll.Commit | poll.CatchUp) or self.partially_updated
+        if outcome is poll.Outcome.REPLICA_FAILED and changes_weights:
             self.failed, self.admitted = f"{instruction.body.name}: {message}", False
-        self.acknowledgements[instruction.seq] = Acknowledgement(
+        self.acknowledgements[instruction.seq] = poll.Acknowledgement(
             seq=instruction.seq,
             outcome=outcome,
             message=message,
             value=value,
-            missing_ranks=self.missing_ranks if outcome is Outcome.TRANSFER_FAILED else (),
+            missing_ranks=self.missing_ranks if outcome is poll.Outcome.TRANSFER_FAILED else (),
         )

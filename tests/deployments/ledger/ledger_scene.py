@@ -5,23 +5,8 @@ from typing import Any
 from deployments.ledger.decisions import Decision, decode, encode
 from deployments.ledger.ledger import Ledger
 from deployments.ledger.state import PendingCall
+from deployments.protocol import engine_state
 from deployments.protocol.adapters import Adapter, AdapterFiles, LoadRequest
-from deployments.protocol.engine_state import (
-    AbortRequests,
-    Disconnect,
-    EngineState,
-    InFlight,
-    IsPaused,
-    IsSleeping,
-    Operation,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    SleepTag,
-    WakeUp,
-    WeightChecksums,
-)
 from deployments.protocol.ledger_config import FIXED, AdapterLimits, LedgerConfig, SizeLimits
 from deployments.protocol.poll import JoinAnswer, RunOperation, Unloadable
 from deployments.protocol.publishing import RoundOptions, RoundReport
@@ -138,37 +123,44 @@ def report_of(call: PendingCall) -> RoundReport:
     return report
 
 
-def operation(text: str) -> Operation:
+def operation(text: str) -> engine_state.Operation:
     """`sleep 2`, `wake_up weights,kv_cache`, `pause keep`: an operation and its argument."""
     name, _, argument = text.partition(" ")
     match name:
         case "sleep":
             level, _, mode = argument.partition(" ")
-            return Sleep(level=int(level), mode=InFlight(mode or "abort"))
+            return engine_state.Sleep(level=int(level), mode=engine_state.InFlight(mode or "abort"))
         case "wake_up":
-            return WakeUp(tags=tuple(SleepTag(tag) for tag in argument.split(",")) if argument else None)
+            return engine_state.WakeUp(
+                tags=tuple(engine_state.SleepTag(tag) for tag in argument.split(",")) if argument else None
+            )
         case "pause":
-            return Pause(mode=InFlight(argument))
+            return engine_state.Pause(mode=engine_state.InFlight(argument))
         case "resume":
-            return Resume()
+            return engine_state.Resume()
         case "is_paused":
-            return IsPaused()
+            return engine_state.IsPaused()
         case "reset_prefix_cache":
-            return ResetPrefixCache()
+            return engine_state.ResetPrefixCache()
         case "is_sleeping":
-            return IsSleeping()
+            return engine_state.IsSleeping()
         case "abort_requests":
-            return AbortRequests()
+            return engine_state.AbortRequests()
         case "weight_checker":
-            return WeightChecksums()
+            return engine_state.WeightChecksums()
         case "disconnect":
-            return Disconnect()
+            return engine_state.Disconnect()
     raise ValueError(f"unknown operation {text!r}")
 
 
-def condition(texts: list[str]) -> EngineState:
+def condition(texts: list[str]) -> engine_state.EngineState:
     return tuple(
-        each for text in texts if isinstance(each := operation(text), Pause | Resume | Sleep | WakeUp)
+        each
+        for text in texts
+        if isinstance(
+            each := operation(text),
+            engine_state.Pause | engine_state.Resume | engine_state.Sleep | engine_state.WakeUp,
+        )
     )
 
 

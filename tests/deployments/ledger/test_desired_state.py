@@ -2,19 +2,7 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol.engine_state import (
-    EngineState,
-    InFlight,
-    Pause,
-    WakeUp,
-    apply,
-    asleep,
-    discarded,
-    equivalent,
-    intact,
-    is_paused,
-    path_to,
-)
+from deployments.protocol import engine_state
 from deployments.protocol.errors import Conflict, ReplicaUnavailable
 from deployments.protocol.poll import Commit, CommitMode, Outcome, RunOperation, Verify
 from tests.deployments.ledger.compacted import compact
@@ -50,9 +38,9 @@ from tests.deployments.ledger.ledger_scene import Scene, condition, operation, o
     ],
 )
 def test_what_operations_leave_behind(done: list[str], left: list[str]) -> None:
-    state: EngineState = ()
+    state: engine_state.EngineState = ()
     for each in condition(done):
-        state = apply(state, each)
+        state = engine_state.apply(state, each)
     assert state == condition(left)
 
 
@@ -70,25 +58,27 @@ def test_what_operations_leave_behind(done: list[str], left: list[str]) -> None:
 def test_the_path_from_one_condition_to_another(
     current: list[str], wanted: list[str], steps: list[str]
 ) -> None:
-    found = path_to(condition(wanted), condition(current))
+    found = engine_state.path_to(condition(wanted), condition(current))
     assert [each.name for each in found] == [each.name for each in condition(steps)]
     state = condition(current)
     for each in found:
-        state = apply(state, each)
+        state = engine_state.apply(state, each)
     assert state == condition(wanted)
 
 
 def test_the_parts_that_sleep() -> None:
-    assert asleep(condition(["sleep 1", "wake_up weights"])) == {"kv_cache"}
-    assert asleep(condition(["pause keep"])) == frozenset()
+    assert engine_state.asleep(condition(["sleep 1", "wake_up weights"])) == {"kv_cache"}
+    assert engine_state.asleep(condition(["pause keep"])) == frozenset()
 
 
 def test_weights_are_discarded_from_a_sleep_at_level_2_until_a_round_replaces_them() -> None:
     asleep_at_2 = condition(["pause keep", "sleep 2", "wake_up weights"])
-    assert discarded(asleep_at_2)
-    assert intact(asleep_at_2) == condition(["pause keep", "sleep 1", "wake_up weights"])
+    assert engine_state.discarded(asleep_at_2)
+    assert engine_state.intact(asleep_at_2) == condition(["pause keep", "sleep 1", "wake_up weights"])
     for texts in (["sleep 1", "wake_up weights"], ["sleep 0"], ["pause keep"], []):
-        assert not discarded(condition(texts)) and intact(condition(texts)) == condition(texts)
+        assert not engine_state.discarded(condition(texts)) and engine_state.intact(
+            condition(texts)
+        ) == condition(texts)
 
 
 @pytest.mark.parametrize("text", ["pause keep", "pause wait"])
@@ -98,7 +88,9 @@ def test_a_joiner_is_paused_before_it_takes_requests(text: str) -> None:
     joiner = scene.start()
     assert not joiner.admitted
     assert operations(joiner) == ["pause"]
-    assert joiner.ran[-1].body == RunOperation(operation=Pause(mode=InFlight.KEEP, clear_cache=True))
+    assert joiner.ran[-1].body == RunOperation(
+        operation=engine_state.Pause(mode=engine_state.InFlight.KEEP, clear_cache=True)
+    )
     scene.poll()
     assert joiner.admitted
     scene.call("resume")
@@ -200,7 +192,7 @@ def test_what_half_of_the_fleet_did_before_a_restart_all_of_it_does(
         second.take(directive)
     scene.wait(5)
     for replica in scene.replicas:
-        assert equivalent(replica.condition, condition(left)), replica.replica_id
+        assert engine_state.equivalent(replica.condition, condition(left)), replica.replica_id
         assert replica.fenced is None and scene.state_of(replica) == "serving"
     assert operations(first) == [each.partition(" ")[0] for each in [*before, asked]], "it was there already"
 
@@ -209,12 +201,12 @@ def test_a_joiner_that_an_earlier_controller_paused_is_not_admitted_paused() -> 
     scene = Scene(replicas=1)
     scene.call("pause keep")
     joiner = scene.start()
-    assert is_paused(joiner.condition) and not joiner.admitted
+    assert engine_state.is_paused(joiner.condition) and not joiner.admitted
     scene.ask("resume")
     scene.poll(only=[scene.replicas[0]])
     scene.restart()
     scene.wait(5)
-    assert joiner.admitted and not is_paused(joiner.condition)
+    assert joiner.admitted and not engine_state.is_paused(joiner.condition)
 
 
 def test_a_fleet_without_replicas_can_be_paused_before_they_come() -> None:
@@ -261,7 +253,7 @@ def assert_refused(scene: Scene) -> None:
 
 def expected_tags(text: str) -> list[str] | None:
     wake_up = operation(text)
-    assert isinstance(wake_up, WakeUp)
+    assert isinstance(wake_up, engine_state.WakeUp)
     return None if wake_up.tags is None else list(wake_up.tags)
 
 

@@ -4,16 +4,7 @@ import pytest
 
 from deployments.ledger.decisions import Founded, decode, encode
 from deployments.ledger.stored_versions import RETRY_S
-from deployments.protocol.poll import (
-    CatchUp,
-    Commit,
-    InitialWeights,
-    JoinAnswer,
-    Outcome,
-    Receive,
-    Unloadable,
-    WriteVersion,
-)
+from deployments.protocol import poll
 from deployments.protocol.routing import ReplicaEndpoint
 from tests.deployments.ledger.compacted import compact
 from tests.deployments.ledger.fake_replica import FakeReplica
@@ -38,13 +29,13 @@ def test_a_joiner_loads_the_stored_version_and_serves_after_the_next_round() -> 
 def test_a_joiner_is_told_whose_version_it_loads_and_with_which_digest() -> None:
     scene = StoreScene(replicas=2)
     scene.round()
-    expected = JoinAnswer(version=1, path="/store/v1", fleet_id="fleet", digest="aa")
+    expected = poll.JoinAnswer(version=1, path="/store/v1", fleet_id="fleet", digest="aa")
     assert scene.begin() == expected
     scene.restart()
     assert scene.begin() == expected, "the digest is in the journal"
     late = scene.start(version=0)
     scene.wait(2)
-    (told,) = [each.body for each in late.ran if isinstance(each.body, CatchUp)]
+    (told,) = [each.body for each in late.ran if isinstance(each.body, poll.CatchUp)]
     assert (told.version, told.fleet_id, told.digest) == (1, "fleet", "aa")
 
 
@@ -72,7 +63,7 @@ def test_a_digest_of_what_arrived_is_that_of_the_checkpoint_although_nobody_stat
 def loading(scene: StoreScene) -> FakeReplica:
     """A joiner that has begun to load the committed version."""
     scene.round()
-    joiner = FakeReplica(replica_id="late", incarnation="late-1", hangs_in={CatchUp})
+    joiner = FakeReplica(replica_id="late", incarnation="late-1", hangs_in={poll.CatchUp})
     scene.replicas.append(joiner)
     scene.wait(3)
     assert joiner.loading_version == scene.ledger.state.committed_version
@@ -157,7 +148,7 @@ def test_a_joiner_converges_whatever_the_rate_of_rounds(every_s: int, load_s: in
     phase_s = 3
     scene = StoreScene(replicas=1)
     scene.round()
-    joiner = FakeReplica(replica_id="late", incarnation="late-1", hangs_in={CatchUp})
+    joiner = FakeReplica(replica_id="late", incarnation="late-1", hangs_in={poll.CatchUp})
     began: int | None = None
     for second in range(400):
         if second == phase_s:
@@ -168,7 +159,7 @@ def test_a_joiner_converges_whatever_the_rate_of_rounds(every_s: int, load_s: in
                 joiner.hangs_in.clear()
         scene.wait(1)
         if joiner.loading_version is None and not joiner.hangs_in:
-            joiner.hangs_in.add(CatchUp)
+            joiner.hangs_in.add(poll.CatchUp)
             began = None
         if second % every_s == 0:
             scene.round()
@@ -182,7 +173,7 @@ def test_a_joiner_converges_whatever_the_rate_of_rounds(every_s: int, load_s: in
 def test_one_that_fails_while_it_loads_is_fenced() -> None:
     scene = StoreScene(replicas=1)
     scene.round()
-    joiner = scene.start(version=0, outcomes={CatchUp: Outcome.REPLICA_FAILED})
+    joiner = scene.start(version=0, outcomes={poll.CatchUp: poll.Outcome.REPLICA_FAILED})
     scene.wait(3)
     assert joiner.fenced == "catch_up: replica_failed here"
 
@@ -194,9 +185,9 @@ def test_a_version_that_cannot_be_loaded_is_not_named_again_and_the_next_round_h
     scene = StoreScene(replicas=1)
     scene.round()
     assert (scene.begin().version, scene.begin().path) == (1, "/store/v1")
-    refused = Unloadable(version=1, reason="version 1 must be in /store/v1, and there is none")
+    refused = poll.Unloadable(version=1, reason="version 1 must be in /store/v1, and there is none")
     answer = scene.begin(unloadable=refused)
-    assert answer == JoinAnswer(version=0, path=None)
+    assert answer == poll.JoinAnswer(version=0, path=None)
     assert scene.begin("other").version == 1, "its own disk may be the reason"
     late = scene.up(answer)
     scene.wait(5)
@@ -211,8 +202,8 @@ def test_a_version_that_cannot_be_loaded_is_not_named_again_and_the_next_round_h
 def test_a_member_that_cannot_read_what_it_is_to_load_is_intact_and_waits_for_the_next_round() -> None:
     scene = StoreScene(replicas=1)
     scene.publish()
-    late = scene.up(JoinAnswer(version=0, path=None))
-    late.outcomes[CatchUp] = Outcome.REJECTED
+    late = scene.up(poll.JoinAnswer(version=0, path=None))
+    late.outcomes[poll.CatchUp] = poll.Outcome.REJECTED
     scene.store(1)
     scene.wait(5)
     assert late.fenced is None and late.names().count("catch_up") == 1
@@ -224,7 +215,7 @@ def test_a_member_that_cannot_read_what_it_is_to_load_is_intact_and_waits_for_th
 def test_a_refusal_lapses() -> None:
     scene = StoreScene(replicas=1)
     scene.round()
-    scene.begin(unloadable=Unloadable(version=1, reason="damaged"))
+    scene.begin(unloadable=poll.Unloadable(version=1, reason="damaged"))
     scene.wait(RETRY_S - 1)
     assert scene.status().store_problem is not None
     scene.wait(2)
@@ -253,10 +244,10 @@ def test_every_commit_is_kept_on_each_host_whoever_published_it() -> None:
     for config, kept in ((OWN, True), (SHARED, False)):
         scene = host_stores(**config)
         for replica in scene.replicas:
-            (commit,), (received, *_) = bodies_of(replica, Commit), bodies_of(replica, Receive)
-            assert isinstance(commit, Commit) and isinstance(received, Receive)
+            (commit,), (received, *_) = bodies_of(replica, poll.Commit), bodies_of(replica, poll.Receive)
+            assert isinstance(commit, poll.Commit) and isinstance(received, poll.Receive)
             fleet_id = scene.ledger.state.fleet_id
-            own = WriteVersion(version=1, label=None, fleet_id=fleet_id, digest="aa")
+            own = poll.WriteVersion(version=1, label=None, fleet_id=fleet_id, digest="aa")
             assert commit.keep == (own if kept else None), config
             assert received.retain_version == (1 if kept else None), config
 
@@ -276,17 +267,17 @@ def test_one_that_found_no_holder_asks_again_though_no_round_comes() -> None:
     """All of a fleet start at once: the host of the first one that serves may be the only one that has it."""
     for config in (OWN, SHARED):
         scene = host_stores(**config)
-        unloadable = Unloadable(version=1, reason="no replica gave version 1")
+        unloadable = poll.Unloadable(version=1, reason="no replica gave version 1")
         assert scene.begin().version == 1
         answer = scene.begin(unloadable=unloadable)
-        assert answer == JoinAnswer(version=0, path=None)
+        assert answer == poll.JoinAnswer(version=0, path=None)
         late = scene.up(answer)
         scene.wait(RETRY_S - 5)
-        assert not late.admitted and not bodies_of(late, CatchUp), config
-        late.outcomes[CatchUp] = Outcome.REJECTED
+        assert not late.admitted and not bodies_of(late, poll.CatchUp), config
+        late.outcomes[poll.CatchUp] = poll.Outcome.REJECTED
         scene.wait(10)
         scene.wait(RETRY_S - 15)
-        assert len(bodies_of(late, CatchUp)) == 1 and late.fenced is None
+        assert len(bodies_of(late, poll.CatchUp)) == 1 and late.fenced is None
         late.outcomes.clear()
         scene.wait(20)
         assert late.admitted
@@ -295,14 +286,14 @@ def test_one_that_found_no_holder_asks_again_though_no_round_comes() -> None:
 # -- version 0 --------------------------------------------------------------------------------------
 
 
-ONE, OTHER = InitialWeights(digest="1" * 32), InitialWeights(digest="2" * 32)
+ONE, OTHER = poll.InitialWeights(digest="1" * 32), poll.InitialWeights(digest="2" * 32)
 BOTH = f"loaded digest {'2' * 32} as version 0, which is digest {'1' * 32}"
 
 
 def test_a_joiner_with_other_weights_is_refused_with_both_digests() -> None:
     scene = StoreScene(replicas=0)
     first = scene.start(initial=ONE)
-    assert scene.begin() == JoinAnswer(version=0, path=None, initial=ONE, served=True)
+    assert scene.begin() == poll.JoinAnswer(version=0, path=None, initial=ONE, served=True)
     same, other, unknown = (scene.start(initial=each) for each in (ONE, OTHER, None))
     scene.poll()
     assert first.admitted and same.admitted
@@ -344,7 +335,7 @@ def test_a_fleet_from_before_learns_it_from_the_first_that_is_admitted() -> None
     scene.ledger.take_decisions()
     scene.journal = [decode('{"kind": "founded", "fleet_id": "old", "model": "m"}')]
     scene.restart()
-    assert scene.begin() == JoinAnswer(version=0, path=None)
+    assert scene.begin() == poll.JoinAnswer(version=0, path=None)
     scene.start(initial=ONE)
     scene.poll()
     assert scene.status().initial == ONE
@@ -358,7 +349,7 @@ def test_it_does_not_matter_to_replicas_once_a_round_has_replaced_it() -> None:
     scene.poll()
     scene.publish()
     assert scene.status().initial == ONE, "a trainer may still have it as base or reference"
-    assert scene.begin() == JoinAnswer(version=0, path=None)
+    assert scene.begin() == poll.JoinAnswer(version=0, path=None)
     late = scene.start(initial=OTHER)
     scene.publish()
     assert late.admitted and late.version == 2
@@ -368,9 +359,11 @@ def test_one_that_refuses_to_load_is_the_reason_why_replicas_are_missing_while_i
     scene = StoreScene(replicas=0)
     scene.start(initial=ONE)
     scene.poll()
-    found = Unloadable(version=0, reason="expected digest 1, got digest 2")
+    found = poll.Unloadable(version=0, reason="expected digest 1, got digest 2")
     for _ in range(3):  # it asks again every second
-        assert scene.begin(unloadable=found) == JoinAnswer(version=0, path=None, initial=ONE, served=True)
+        assert scene.begin(unloadable=found) == poll.JoinAnswer(
+            version=0, path=None, initial=ONE, served=True
+        )
     events = [each.name for each in scene.ledger.events_since(0)]
     assert (events.count("refused"), events.count("join")) == (1, 0)
     assert scene.status().size.problem == "late is refused: expected digest 1, got digest 2"
@@ -394,4 +387,4 @@ def test_whether_others_serve_it_is_told() -> None:
     first = scene.start(initial=ONE)
     scene.poll()
     scene.ledger.lost([(first.replica_id, first.incarnation)], "its process is gone", scene.now)
-    assert scene.begin() == JoinAnswer(version=0, path=None, initial=ONE)
+    assert scene.begin() == poll.JoinAnswer(version=0, path=None, initial=ONE)

@@ -4,15 +4,8 @@ import pytest
 
 from deployments.ledger.decisions import decode, encode
 from deployments.ledger.state import PendingCall
+from deployments.protocol import errors
 from deployments.protocol.engine_state import Sleep
-from deployments.protocol.errors import (
-    Conflict,
-    FleetUnavailable,
-    InvalidRequest,
-    RoundAborted,
-    StalePublisher,
-    TransferAborted,
-)
 from deployments.protocol.poll import Body, Commit, Outcome, Receive, Release, RunOperation, Verify
 from deployments.protocol.publishing import RoundOptions
 from tests.deployments.ledger.compacted import compact
@@ -71,10 +64,10 @@ def test_an_expired_lease_aborts_its_open_round_and_frees_the_fleet() -> None:
     scene = Scene(replicas=1, lease_s=30)
     scene.connect()
     round_id = scene.open()
-    with pytest.raises(Conflict, match=r"'trainer' publishes; its lease ends in 30\.0 s"):
+    with pytest.raises(errors.Conflict, match=r"'trainer' publishes; its lease ends in 30\.0 s"):
         scene.ledger.acquire("other", scene.now)
     scene.wait(31)
-    with pytest.raises(StalePublisher):
+    with pytest.raises(errors.StalePublisher):
         scene.ledger.send(scene.token, round_id, {}, scene.now)
     assert scene.ledger.history()[-1].reason == f"round {round_id} aborted: the lease of 'trainer' expired"
     assert scene.ledger.acquire("other", scene.now).token > scene.token
@@ -100,12 +93,12 @@ def test_a_lease_of_calls_without_a_token_gives_way_between_rounds() -> None:
     scene = Scene(replicas=1, lease_s=30)
     token = scene.ledger.join_lease("http", scene.now, renew=False).lease.token
     scene.ledger.connect(token, {}, scene.now)
-    with pytest.raises(Conflict, match="'http' publishes"):
+    with pytest.raises(errors.Conflict, match="'http' publishes"):
         scene.ledger.acquire("trainer", scene.now)
     scene.poll()
     assert scene.status().lease is None, "it has connected, and no round is open"
     round_id = scene.ledger.open_round(token, RoundOptions(), scene.now)
-    with pytest.raises(Conflict, match="'http' publishes"):
+    with pytest.raises(errors.Conflict, match="'http' publishes"):
         scene.ledger.acquire("trainer", scene.now)
     assert scene.ledger.join_lease("http", scene.now, renew=False).lease.token == token
     scene.ledger.abort_round(token, round_id, "enough", scene.now)
@@ -113,7 +106,7 @@ def test_a_lease_of_calls_without_a_token_gives_way_between_rounds() -> None:
     assert not [each for each in scene.ledger.events_since(0) if each.name == "lease_expired"]
     assert scene.ledger.join_lease("http", scene.now, renew=False).lease.token > token
     assert scene.ledger.acquire("trainer", scene.now).token > token
-    with pytest.raises(Conflict, match="'trainer' publishes"):
+    with pytest.raises(errors.Conflict, match="'trainer' publishes"):
         scene.ledger.join_lease("http", scene.now, renew=False)
 
 
@@ -145,30 +138,30 @@ def test_a_publisher_that_comes_again_gets_a_new_token_and_its_old_round_is_gone
     round_id, old = scene.open(), scene.token
     new = scene.ledger.acquire("trainer", scene.now).token
     assert new > old
-    with pytest.raises(StalePublisher):
+    with pytest.raises(errors.StalePublisher):
         scene.ledger.connect(old, {}, scene.now)
-    with pytest.raises(RoundAborted, match="took a new lease"):
+    with pytest.raises(errors.RoundAborted, match="took a new lease"):
         scene.ledger.send(new, round_id, {}, scene.now)
 
 
 def test_calls_out_of_order_say_what_is_open() -> None:
     scene = Scene()
     scene.token = scene.ledger.acquire("trainer", scene.now).token
-    with pytest.raises(FleetUnavailable):
+    with pytest.raises(errors.FleetUnavailable):
         scene.ledger.connect(scene.token, {}, scene.now)
     scene.start()
     scene.connect()
     round_id = scene.open()
-    with pytest.raises(Conflict, match="round 1 is open: close or abort it"):
+    with pytest.raises(errors.Conflict, match="round 1 is open: close or abort it"):
         scene.open()
-    with pytest.raises(Conflict, match="cannot connect while round 1 is open"):
+    with pytest.raises(errors.Conflict, match="cannot connect while round 1 is open"):
         scene.ledger.connect(scene.token, {}, scene.now)
     scene.send(round_id)
     scene.close(round_id)
-    with pytest.raises(Conflict, match="round 1 is verifying, expected open"):
+    with pytest.raises(errors.Conflict, match="round 1 is verifying, expected open"):
         scene.send(round_id)
     scene.poll(6)
-    with pytest.raises(Conflict, match="no round is open; the fleet is at version 1"):
+    with pytest.raises(errors.Conflict, match="no round is open; the fleet is at version 1"):
         scene.ledger.abort_round(scene.token, round_id, "too late", scene.now)
 
 
@@ -177,7 +170,7 @@ def test_a_rejected_call_is_the_callers_fault_and_fences_nobody() -> None:
     scene.replicas[0].outcomes[RunOperation] = Outcome.REJECTED
     task = scene.ledger.call(Sleep(level=9), scene.now)
     scene.poll()
-    assert isinstance(task.error, InvalidRequest) and "r0: rejected here" in task.error.message
+    assert isinstance(task.error, errors.InvalidRequest) and "r0: rejected here" in task.error.message
     assert all(each.admitted for each in scene.replicas)
 
 
@@ -209,7 +202,9 @@ def test_who_closes_it_with_another_label_is_told_that_theirs_is_not_published(
     report = report_of(scene.publish(label="one"))
     for _ in range(restarts):
         scene.restart()
-    with pytest.raises(Conflict, match=f"with the label 'one', by another publisher.* as {label!r} was not"):
+    with pytest.raises(
+        errors.Conflict, match=f"with the label 'one', by another publisher.* as {label!r} was not"
+    ):
         close_again(scene, scene.token, report.round_id, label)
     assert report_of(close_again(scene, scene.token, report.round_id, "one")) == report
 
@@ -219,7 +214,7 @@ def test_nobody_closes_with_another_label_what_is_being_closed() -> None:
     for replica in scene.replicas:
         replica.hangs_in.add(Verify)
     closing = scene.publish(label="one")
-    with pytest.raises(Conflict, match="by another publisher"):
+    with pytest.raises(errors.Conflict, match="by another publisher"):
         close_again(scene, scene.token, 1, "two")
     assert close_again(scene, scene.token, 1, "one") is closing
 
@@ -252,7 +247,7 @@ def test_an_undecided_round_of_a_predecessor_is_to_be_sent_again(restarts: int, 
         scene.restart()
         if compacted:
             scene.journal = compact([decode(encode(each)) for each in scene.journal])
-    with pytest.raises(TransferAborted, match="round 1 aborted: the controller restarted") as caught:
+    with pytest.raises(errors.TransferAborted, match="round 1 aborted: the controller restarted") as caught:
         again = close_again(scene, scene.token, 1)
         assert again.error is not None
         raise again.error
@@ -268,7 +263,7 @@ def test_a_round_that_was_aborted_raises_why_also_after_a_restart() -> None:
     assert close_again(scene, scene.token, 1).error is error
     scene.restart()
     after = close_again(scene, scene.token, 1).error
-    assert isinstance(after, RoundAborted) and not isinstance(after, TransferAborted)
+    assert isinstance(after, errors.RoundAborted) and not isinstance(after, errors.TransferAborted)
     assert "replicas disagree" in after.message
 
 
@@ -283,6 +278,6 @@ def test_a_round_is_known_by_its_number_and_not_by_its_version() -> None:
     scene.poll(4)
     other = report_of(scene.publish(label="B"))
     assert (other.version, other.round_id) == (1, 2)
-    assert isinstance(close_again(scene, old_token, 1).error, TransferAborted)
-    with pytest.raises(StalePublisher):  # what is not in the record needs the lease
+    assert isinstance(close_again(scene, old_token, 1).error, errors.TransferAborted)
+    with pytest.raises(errors.StalePublisher):  # what is not in the record needs the lease
         close_again(scene, old_token, 3)

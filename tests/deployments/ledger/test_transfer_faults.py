@@ -1,13 +1,7 @@
 import pytest
 
 from deployments.ledger.state import PendingCall
-from deployments.protocol.errors import (
-    Conflict,
-    InvalidRequest,
-    RoundAborted,
-    SlipstreamError,
-    TransferAborted,
-)
+from deployments.protocol import errors
 from deployments.protocol.poll import Body, Check, Connect, FilePart, Outcome, Receive, Verify
 from tests.deployments.ledger.ledger_scene import GROUP, SEPARATE, Scene, report_of
 
@@ -31,17 +25,17 @@ def fenced(scene: Scene) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [
-        ((TRANSFER_FAILED, TRANSFER_FAILED), TransferAborted, ()),
-        ((TRANSFER_FAILED, DONE), TransferAborted, ()),
-        ((TRANSFER_FAILED, REPLICA_FAILED), TransferAborted, (1,)),
-        ((TRANSFER_FAILED, REJECTED), InvalidRequest, ()),  # what one has seen and refused, all would
-        ((TRANSFER_FAILED, REJECTED, DONE), TransferAborted, (1,)),
+        ((TRANSFER_FAILED, TRANSFER_FAILED), errors.TransferAborted, ()),
+        ((TRANSFER_FAILED, DONE), errors.TransferAborted, ()),
+        ((TRANSFER_FAILED, REPLICA_FAILED), errors.TransferAborted, (1,)),
+        ((TRANSFER_FAILED, REJECTED), errors.InvalidRequest, ()),  # what one has seen and refused, all would
+        ((TRANSFER_FAILED, REJECTED, DONE), errors.TransferAborted, (1,)),
     ],
 )
 def test_a_receiver_that_lost_its_peers_is_intact(
     body: type[Body],
     outcomes: tuple[Outcome, ...],
-    error: type[SlipstreamError],
+    error: type[errors.SlipstreamError],
     who: tuple[int, ...],
     init_info: dict[str, int],
 ) -> None:
@@ -50,7 +44,7 @@ def test_a_receiver_that_lost_its_peers_is_intact(
     call = scene.send(scene.open()) if body is Receive else scene.close(scene.receive())
     scene.poll(4)
     assert type(call.error) is error and fenced(scene) == who
-    assert "r0: transfer_failed here" in call.error.message or error is InvalidRequest
+    assert "r0: transfer_failed here" in call.error.message or error is errors.InvalidRequest
     for index, replica in enumerate(scene.replicas):
         assert index in who or (replica.admitted and replica.version == 0 and "drop" in replica.names())
 
@@ -59,7 +53,7 @@ def test_after_a_failed_transfer_the_round_can_be_sent_again() -> None:
     scene = scene_with(Receive, (TRANSFER_FAILED, TRANSFER_FAILED))
     scene.connect(GROUP)
     error = sent(scene).error
-    assert isinstance(error, RoundAborted) and error.status == 409
+    assert isinstance(error, errors.RoundAborted) and error.status == 409
     assert error.detail["send_again"] is True and "send the round again" in error.message
     for replica in scene.replicas:
         replica.outcomes.clear()
@@ -80,7 +74,7 @@ def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> Non
     call = sent(scene)
     assert not call.done
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
-    assert isinstance(call.error, TransferAborted) and "r1: its process is gone" in call.error.message
+    assert isinstance(call.error, errors.TransferAborted) and "r1: its process is gone" in call.error.message
     others = [scene.replicas[0], scene.replicas[2]]
     scene.poll(only=others)
     assert all("drop" in each.names() and each.admitted for each in others)
@@ -89,13 +83,13 @@ def test_the_others_do_not_wait_for_a_member_of_the_group_that_was_lost() -> Non
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [
-        ((REPLICA_FAILED, None), TransferAborted, (0,)),
-        ((DONE, REPLICA_FAILED, None), TransferAborted, (1,)),
+        ((REPLICA_FAILED, None), errors.TransferAborted, (0,)),
+        ((DONE, REPLICA_FAILED, None), errors.TransferAborted, (1,)),
         ((TRANSFER_FAILED, None), None, ()),
     ],
 )
 def test_the_others_do_not_wait_for_a_member_that_has_failed_itself(
-    outcomes: tuple[Outcome | None, ...], error: type[SlipstreamError] | None, who: tuple[int, ...]
+    outcomes: tuple[Outcome | None, ...], error: type[errors.SlipstreamError] | None, who: tuple[int, ...]
 ) -> None:
     scene = Scene(replicas=len(outcomes))
     for replica, outcome in zip(scene.replicas, outcomes, strict=True):
@@ -114,7 +108,7 @@ def test_a_member_that_was_lost_before_the_first_byte_ends_the_sending_at_once()
     scene.connect(GROUP)
     round_id = scene.open()
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
-    assert isinstance(scene.send(round_id).error, TransferAborted)
+    assert isinstance(scene.send(round_id).error, errors.TransferAborted)
 
 
 def test_a_replica_that_has_received_everything_does_not_need_the_lost_member() -> None:
@@ -150,7 +144,7 @@ def test_with_too_few_left_the_round_is_not_to_be_sent_again() -> None:
     scene.replicas[0].hangs_in.add(Receive)
     call = sent(scene)
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
-    assert type(call.error) is RoundAborted and "send_again" not in call.error.detail
+    assert type(call.error) is errors.RoundAborted and "send_again" not in call.error.detail
 
 
 def test_a_rendezvous_that_a_lost_member_cannot_join_ends_at_once() -> None:
@@ -160,7 +154,7 @@ def test_a_rendezvous_that_a_lost_member_cannot_join_ends_at_once() -> None:
     call = scene.connect(GROUP)
     assert not call.done
     scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
-    assert isinstance(call.error, Conflict) and call.error.detail["connect_again"]
+    assert isinstance(call.error, errors.Conflict) and call.error.detail["connect_again"]
     assert "r1: its process is gone" in call.error.message
     others = [scene.replicas[0], scene.replicas[2]]
     for replica in others:
@@ -195,7 +189,7 @@ def test_no_replica_waits_in_a_rendezvous_for_a_publisher_that_is_gone(lost: str
         scene.wait(6.0)
     else:
         scene.token = scene.ledger.acquire("trainer", scene.now).token
-    assert isinstance(call.error, Conflict)
+    assert isinstance(call.error, errors.Conflict)
     scene.poll()
     assert all("drop" in each.names() and each.fenced is None for each in scene.replicas)
 
@@ -203,20 +197,20 @@ def test_no_replica_waits_in_a_rendezvous_for_a_publisher_that_is_gone(lost: str
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [
-        ((TRANSFER_FAILED, TRANSFER_FAILED), Conflict, ()),
-        ((TRANSFER_FAILED, DONE), Conflict, ()),
-        ((TRANSFER_FAILED, REPLICA_FAILED), Conflict, (1,)),
-        ((TRANSFER_FAILED, REJECTED), Conflict, ()),
-        ((REPLICA_FAILED, REPLICA_FAILED), InvalidRequest, ()),
+        ((TRANSFER_FAILED, TRANSFER_FAILED), errors.Conflict, ()),
+        ((TRANSFER_FAILED, DONE), errors.Conflict, ()),
+        ((TRANSFER_FAILED, REPLICA_FAILED), errors.Conflict, (1,)),
+        ((TRANSFER_FAILED, REJECTED), errors.Conflict, ()),
+        ((REPLICA_FAILED, REPLICA_FAILED), errors.InvalidRequest, ()),
     ],
 )
 def test_a_publisher_whose_rendezvous_failed_is_asked_to_connect_again(
-    outcomes: tuple[Outcome, ...], error: type[SlipstreamError], who: tuple[int, ...]
+    outcomes: tuple[Outcome, ...], error: type[errors.SlipstreamError], who: tuple[int, ...]
 ) -> None:
     scene = scene_with(Connect, outcomes)
     call = scene.connect(GROUP)
     assert type(call.error) is error and fenced(scene) == who
-    assert bool(call.error.detail.get("connect_again")) is (error is Conflict)
+    assert bool(call.error.detail.get("connect_again")) is (error is errors.Conflict)
     for replica in scene.replicas:
         replica.outcomes.clear()
     scene.poll()
@@ -292,7 +286,7 @@ def test_after_an_aborted_round_a_communicator_is_refused_until_its_publisher_co
     scene.poll()
     for _ in range(2):
         with pytest.raises(
-            Conflict, match=r"ended with round 1, which was aborted; connect again$"
+            errors.Conflict, match=r"ended with round 1, which was aborted; connect again$"
         ) as caught:
             scene.open()
         assert caught.value.detail == {"connect_again": True}
@@ -411,15 +405,15 @@ def test_a_round_of_files_needs_no_connection_and_is_committed_like_any_other() 
 @pytest.mark.parametrize(
     ("outcomes", "error", "who"),
     [
-        ((REJECTED, DONE), RoundAborted, ()),  # the directory is missing on one host
-        ((REJECTED, DONE, DONE), RoundAborted, ()),
-        ((REJECTED, REJECTED), InvalidRequest, ()),
-        ((TRANSFER_FAILED, DONE), RoundAborted, ()),
-        ((REPLICA_FAILED, REJECTED, DONE), RoundAborted, (0,)),
+        ((REJECTED, DONE), errors.RoundAborted, ()),  # the directory is missing on one host
+        ((REJECTED, DONE, DONE), errors.RoundAborted, ()),
+        ((REJECTED, REJECTED), errors.InvalidRequest, ()),
+        ((TRANSFER_FAILED, DONE), errors.RoundAborted, ()),
+        ((REPLICA_FAILED, REJECTED, DONE), errors.RoundAborted, (0,)),
     ],
 )
 def test_what_a_replica_cannot_read_aborts_the_round_and_fences_nobody_for_it(
-    body: type[Body], outcomes: tuple[Outcome, ...], error: type[SlipstreamError], who: tuple[int, ...]
+    body: type[Body], outcomes: tuple[Outcome, ...], error: type[errors.SlipstreamError], who: tuple[int, ...]
 ) -> None:
     scene = scene_with(body, outcomes)
     for _ in range(4):  # more often than a member may fail to receive
@@ -432,7 +426,7 @@ def test_what_a_replica_cannot_read_aborts_the_round_and_fences_nobody_for_it(
         assert type(call.error) is error
         rejecting = [f"r{i}" for i, each in enumerate(outcomes) if each in (REJECTED, TRANSFER_FAILED)]
         assert call.error is not None and sorted(call.error.detail["replicas"]) == rejecting
-        if error is RoundAborted:
+        if error is errors.RoundAborted:
             assert all(name in call.error.message for name in rejecting)
         assert fenced(scene) == who
         if who:
@@ -461,5 +455,5 @@ def test_a_connection_is_of_no_use_to_another_publisher() -> None:
     scene.connect()
     scene.ledger.release(scene.token, scene.now)
     scene.token = scene.ledger.acquire("somebody else", scene.now).token
-    with pytest.raises(Conflict, match="connect before opening a round"):
+    with pytest.raises(errors.Conflict, match="connect before opening a round"):
         scene.open()

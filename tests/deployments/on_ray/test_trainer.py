@@ -13,14 +13,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from deployments.protocol.errors import (
-    Conflict,
-    FleetUnavailable,
-    InvalidRequest,
-    OtherStep,
-    RoundAborted,
-    TransferAborted,
-)
+from deployments.protocol import errors
 from deployments.protocol.responses import AdapterReport
 from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.trainer import Trainer
@@ -118,7 +111,7 @@ async def test_calls_take_turns_and_status_is_answered_meanwhile(trainer: Traine
     assert (after.doing, after.doing_s) == (None, 0.0)
     assert (after.last_step, after.last_round) == (steps[-1], report)
     assert os.getpid() not in await trainer.process_ids()
-    with pytest.raises(InvalidRequest, match="non-empty list"):
+    with pytest.raises(errors.InvalidRequest, match="non-empty list"):
         await trainer.step([])
     await trainer.check_health()
 
@@ -126,15 +119,17 @@ async def test_calls_take_turns_and_status_is_answered_meanwhile(trainer: Traine
 async def test_a_round_that_was_aborted_for_another_reason_is_not_sent_again(
     trainer: Trainer, fleet: RemoteController
 ) -> None:
-    await fleet.do(lambda controller: controller.fails.update(close_round=RoundAborted("replicas disagree")))
-    with pytest.raises(RoundAborted, match="replicas disagree"):
+    await fleet.do(
+        lambda controller: controller.fails.update(close_round=errors.RoundAborted("replicas disagree"))
+    )
+    with pytest.raises(errors.RoundAborted, match="replicas disagree"):
         await trainer.publish(None)
 
 
 async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks_and_a_rank_that_hangs_is_found(
     spec: TrainerSpec, controller: RemoteController, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lost = TransferAborted("r0 is gone", {"send_again": True})
+    lost = errors.TransferAborted("r0 is gone", {"send_again": True})
     async with running(with_config(spec, strategy=Strategy.FSDP2, world_size=2), controller) as trainer:
         await controller.do(lambda controller: controller.fails.update(close_round=lost))
         with caplog.at_level("WARNING", "ray.serve"):
@@ -149,7 +144,7 @@ async def test_a_round_whose_transfer_broke_is_sent_again_by_all_ranks_and_a_ran
         os.kill(pids[1], signal.SIGSTOP)
         with pytest.raises(RuntimeError, match="rank 1 has not answered for 3 s"):
             await trainer.check_health()
-        with pytest.raises(FleetUnavailable, match="rank 1 has not answered"):
+        with pytest.raises(errors.FleetUnavailable, match="rank 1 has not answered"):
             await trainer.step(BATCH)
     await until_gone(pids)
 
@@ -165,14 +160,14 @@ async def test_a_dead_worker_fails_the_health_check_and_the_next_trainer_resumes
         await until_stored(trainer, 1)
         (pid,) = await trainer.process_ids()
         os.kill(pid, signal.SIGKILL)
-        with pytest.raises(FleetUnavailable, match="rank 0 of the trainer died during 'step'"):
+        with pytest.raises(errors.FleetUnavailable, match="rank 0 of the trainer died during 'step'"):
             await trainer.step(BATCH)
         with pytest.raises(RuntimeError, match="worker group is broken"):
             await trainer.check_health()
     async with running(spec, controller) as trainer:
         assert ((status := await trainer.status()).version, status.step) == (1, 1)
         assert await trainer.step(BATCH, done=1, label="run/1") == {"step": 1}
-        with pytest.raises(OtherStep, match="expected a trainer after step 2, got one after step 1"):
+        with pytest.raises(errors.OtherStep, match="expected a trainer after step 2, got one after step 1"):
             await trainer.publish("step 2", 2)  # which died with the worker
         assert (await trainer.publish("run/1", 1)).version == 1, "as its predecessor has answered"
         pids = await trainer.process_ids()
@@ -194,7 +189,7 @@ async def test_a_trainer_without_the_committed_version_does_nothing_until_it_is_
         assert missed is not None
         for refused in (trainer.step(BATCH), trainer.publish(None)):
             with pytest.raises(
-                Conflict, match="the trainer has version 1, and version 2 is committed"
+                errors.Conflict, match="the trainer has version 1, and version 2 is committed"
             ) as raised:
                 await refused
             assert raised.value.message == missed
@@ -221,7 +216,7 @@ async def test_an_adapter_is_trained_published_and_resumed(
         status = await trainer.status()
         assert (status.adapter, status.adapter_version, status.last_adapter) == ("math", 1, report)
         assert (status.version, status.last_round) == (0, None)
-        with pytest.raises(InvalidRequest, match="trains the adapter 'math'"):
+        with pytest.raises(errors.InvalidRequest, match="trains the adapter 'math'"):
             await trainer.rollback(1)
         await trainer.save(str(tmp_path / "a"))
         saved = load_file(tmp_path / "a" / TENSORS)

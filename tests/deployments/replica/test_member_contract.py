@@ -15,25 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from deployments.protocol import poll
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.engine_state import Disconnect, InFlight, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    Body,
-    CatchUp,
-    Commit,
-    Connect,
-    Drain,
-    Drop,
-    EndDrain,
-    KvCache,
-    Outcome,
-    Receive,
-    Release,
-    RunOperation,
-    Verify,
-    drain_of_round,
-)
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
 from tests.deployments.replica.adapter_llm import CONFIG, adapter
@@ -45,41 +30,45 @@ STORED_VERSION = 9
 Kind = type[Fake] | type[OverEngine]
 BOTH = pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in_place"])
 ANSWERS = {
-    Outcome.DONE: "d",
-    Outcome.REJECTED: "r",
-    Outcome.TRANSFER_FAILED: "t",
-    Outcome.REPLICA_FAILED: "F",
+    poll.Outcome.DONE: "d",
+    poll.Outcome.REJECTED: "r",
+    poll.Outcome.TRANSFER_FAILED: "t",
+    poll.Outcome.REPLICA_FAILED: "F",
 }
 
 
-def receive(round_id: int) -> Receive:
-    return Receive(round_id=round_id, payload=payload(round_id), retain_version=FIRST_VERSION + round_id)
+def receive(round_id: int) -> poll.Receive:
+    return poll.Receive(round_id=round_id, payload=payload(round_id), retain_version=FIRST_VERSION + round_id)
 
 
-def commit(round_id: int, *, hold: bool = False) -> Commit:
-    return Commit(
+def commit(round_id: int, *, hold: bool = False) -> poll.Commit:
+    return poll.Commit(
         round_id=round_id,
         version=FIRST_VERSION + round_id,
         hold=hold,
-        kv_cache=KvCache.RECOMPUTE,
+        kv_cache=poll.KvCache.RECOMPUTE,
         in_flight=InFlight.KEEP,
     )
 
 
-R1, V1, C1, D1 = receive(1), Verify(round_id=1), commit(1), Drop(round_id=1)
-R2, V2, C2, D2 = receive(2), Verify(round_id=2), commit(2), Drop(round_id=2)
-H1, RELEASE = commit(1, hold=True), Release(round_id=1)
-LEAVE, CONNECT = Drop(round_id=None), Connect(init_info={})
-DRAIN, END_DRAIN, DRAIN_1 = Drain(drain_id="a"), EndDrain(drain_id="a"), Drain(drain_id=drain_of_round(1))
+R1, V1, C1, D1 = receive(1), poll.Verify(round_id=1), commit(1), poll.Drop(round_id=1)
+R2, V2, C2, D2 = receive(2), poll.Verify(round_id=2), commit(2), poll.Drop(round_id=2)
+H1, RELEASE = commit(1, hold=True), poll.Release(round_id=1)
+LEAVE, CONNECT = poll.Drop(round_id=None), poll.Connect(init_info={})
+DRAIN, END_DRAIN, DRAIN_1 = (
+    poll.Drain(drain_id="a"),
+    poll.EndDrain(drain_id="a"),
+    poll.Drain(drain_id=poll.drain_of_round(1)),
+)
 PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, DISCONNECT = (
-    RunOperation(operation=each)
+    poll.RunOperation(operation=each)
     for each in (Pause(), Resume(), Sleep(), Sleep(level=0), WakeUp(), Disconnect())
 )
-WAKE_WEIGHTS = RunOperation(operation=WakeUp(tags=(SleepTag.WEIGHTS,)))
-WAKE_CACHE = RunOperation(operation=WakeUp(tags=(SleepTag.KV_CACHE,)))
+WAKE_WEIGHTS = poll.RunOperation(operation=WakeUp(tags=(SleepTag.WEIGHTS,)))
+WAKE_CACHE = poll.RunOperation(operation=WakeUp(tags=(SleepTag.KV_CACHE,)))
 
 # What is told, what a staged member answers, what one does that updates in place.
-CASES: dict[str, tuple[Sequence[Body], str, str]] = {
+CASES: dict[str, tuple[Sequence[poll.Body], str, str]] = {
     "a round": ([CONNECT, R1, V1, C1, RELEASE], "ddddd", "ddddd"),
     "a round that holds": ([R1, V1, H1, RELEASE, RELEASE], "ddddd", "ddddd"),
     "two rounds": ([R1, V1, C1, R2, V2, C2], "dddddd", "dddddd"),
@@ -103,16 +92,16 @@ CASES: dict[str, tuple[Sequence[Body], str, str]] = {
     "resumed while held": ([R1, V1, H1, RESUME, RELEASE], "ddddd", "ddddd"),
     "asleep": ([SLEEP, R1, WAKE_WEIGHTS, R1, V1, C1, WAKE_CACHE], "drddddd", "drddddd"),
     "asleep before the commit": ([R1, V1, SLEEP, C1], "dddF", "dddd"),
-    "asleep before a stored version": ([SLEEP, CatchUp(version=STORED_VERSION, path="")], "dF", "dF"),
+    "asleep before a stored version": ([SLEEP, poll.CatchUp(version=STORED_VERSION, path="")], "dF", "dF"),
     "woken twice": ([SLEEP, SLEEP, WAKE, WAKE, SLEEP_0, SLEEP, WAKE_CACHE, WAKE], "dddddddd", "dddddddd"),
     "woken while held": ([R1, V1, H1, SLEEP, WAKE, RELEASE], "dddddd", "dddddd"),
     "a pause and a sleep": ([PAUSE, SLEEP, RESUME, WAKE, PAUSE, SLEEP, WAKE], "ddddddd", "ddddddd"),
     "drained twice": ([DRAIN, DRAIN, DRAIN_1, END_DRAIN, END_DRAIN, R1, V1, C1], "d" * 8, "d" * 8),
     "drained and paused": ([DRAIN, PAUSE, END_DRAIN, DRAIN, RESUME, END_DRAIN], "d" * 6, "d" * 6),
     "drained and asleep": ([SLEEP, DRAIN, WAKE, END_DRAIN, DRAIN, SLEEP, END_DRAIN, WAKE], "d" * 8, "d" * 8),
-    "a stored version": ([CatchUp(version=STORED_VERSION, path="")] * 2, "dd", "dd"),
+    "a stored version": ([poll.CatchUp(version=STORED_VERSION, path="")] * 2, "dd", "dd"),
     "a stored version while held": (
-        [R1, V1, H1, PAUSE, CatchUp(version=STORED_VERSION, path=""), RESUME],
+        [R1, V1, H1, PAUSE, poll.CatchUp(version=STORED_VERSION, path=""), RESUME],
         "dddddd",
         "dddddd",
     ),
@@ -126,11 +115,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_version(committed, Store(tmp_path_factory.mktemp("store")), lambda directory: None))
 
 
-def at(stored: str, body: Body) -> Body:
-    return CatchUp(version=body.version, path=stored) if isinstance(body, CatchUp) else body
+def at(stored: str, body: poll.Body) -> poll.Body:
+    return poll.CatchUp(version=body.version, path=stored) if isinstance(body, poll.CatchUp) else body
 
 
-async def seen_of(subject: Subject, bodies: Sequence[Body]) -> list[Seen]:
+async def seen_of(subject: Subject, bodies: Sequence[poll.Body]) -> list[Seen]:
     """What is seen after each instruction, and after all of them have come again; ends with a failure."""
     async with subject:
         seen = []
@@ -162,13 +151,15 @@ async def test_outcomes_of_the_real_members_and_of_their_fake(case: str, in_plac
 async def test_random_instructions_do_not_tell_fake_and_member_apart(in_place: bool, stored: str) -> None:
     bodies = [R1, R1, R2, V1, V1, V2, C1, H1, C2, D1, D2, RELEASE, CONNECT, DISCONNECT]
     bodies += [DRAIN, END_DRAIN, DRAIN_1, PAUSE, RESUME, SLEEP, SLEEP_0, WAKE, WAKE_WEIGHTS, WAKE_CACHE]
-    bodies += [CatchUp(version=STORED_VERSION, path=stored)]
+    bodies += [poll.CatchUp(version=STORED_VERSION, path=stored)]
     rng = Random(1)
     for _ in range(300):
         drawn = rng.choices(bodies, k=12)
         # Whether the same tensors may come twice is up to what stages them, which is not here.
         told = [
-            each for i, each in enumerate(drawn) if not isinstance(each, Receive) or each not in drawn[:i]
+            each
+            for i, each in enumerate(drawn)
+            if not isinstance(each, poll.Receive) or each not in drawn[:i]
         ]
         expected = await seen_of(OverEngine(in_place=in_place), told)
         assert await seen_of(Fake(in_place=in_place), told) == expected, [each.name for each in told]
@@ -201,7 +192,7 @@ async def test_random_loads_of_adapters_do_not_tell_fake_and_member_apart(
     in_place: bool, tmp_path: Path
 ) -> None:
     one, two = (adapter(save_tiny_adapter(tmp_path / str(number), number), number) for number in (1, 2))
-    bodies: list[Body] = [LoadAdapter(adapter=one), LoadAdapter(adapter=two)] * 4
+    bodies: list[poll.Body] = [LoadAdapter(adapter=one), LoadAdapter(adapter=two)] * 4
     for live, keep in (([], ()), ([], (1, 2)), ([one], (2,)), ([two], ()), ([one, two], ()), ([one], (3,))):
         bodies.append(SetAdapters(live=live, keep=keep))
     bodies += [R1, V1, C1, H1, RELEASE, PAUSE, RESUME, SLEEP, WAKE]
@@ -268,7 +259,7 @@ ERRORS = [
     asyncio.CancelledError(),
 ]
 # Each ends with the instruction in which calls fail.
-BEFORE_A_COMMIT: dict[str, Sequence[Body]] = {
+BEFORE_A_COMMIT: dict[str, Sequence[poll.Body]] = {
     "connect": [CONNECT],
     "connect, with a leftover": [R1, CONNECT],
     "the first payload": [CONNECT, R1],
@@ -297,7 +288,7 @@ async def test_no_error_before_a_commit_fails_the_replica_and_the_next_round_com
                 where = f"{error!r} in call {call} of {faulty.name}"
                 [outcome] = seen.outcomes or [None]
                 assert outcome is not None, f"{where}: no acknowledgement, so its deadline fences it"
-                assert outcome is not Outcome.REPLICA_FAILED, where
+                assert outcome is not poll.Outcome.REPLICA_FAILED, where
                 assert seen.admitted and seen.begins, where
                 again = await subject.tell(D1, CONNECT, R2, V2, C2, first_seq=20)
                 assert answers([again]) == "ddddd", where

@@ -6,20 +6,9 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from deployments.protocol import poll
 from deployments.protocol.engine_state import InFlight, Resume
 from deployments.protocol.errors import PayloadRejected
-from deployments.protocol.poll import (
-    Check,
-    Commit,
-    Connect,
-    Drop,
-    FilePart,
-    KvCache,
-    Receive,
-    RunOperation,
-    Staged,
-    Verify,
-)
 from deployments.replica.engine_core import RESET_CACHES
 from deployments.replica.native_member import NativeMember
 from deployments.replica.replica_engine import ReplicaEngine
@@ -42,15 +31,15 @@ def payload(*, without: str = "") -> dict[str, Any]:
     return describe(tensors)
 
 
-def receive(sent: dict[str, Any]) -> Receive:
-    return Receive(round_id=9, payload=sent)
+def receive(sent: dict[str, Any]) -> poll.Receive:
+    return poll.Receive(round_id=9, payload=sent)
 
 
-VERIFY, DROP = Verify(round_id=9), Drop(round_id=9)
+VERIFY, DROP = poll.Verify(round_id=9), poll.Drop(round_id=9)
 
 
-def commit(*, hold: bool = False, kv_cache: KvCache = KvCache.RECOMPUTE) -> Commit:
-    return Commit(round_id=9, version=5, hold=hold, kv_cache=kv_cache, in_flight=InFlight.KEEP)
+def commit(*, hold: bool = False, kv_cache: poll.KvCache = poll.KvCache.RECOMPUTE) -> poll.Commit:
+    return poll.Commit(round_id=9, version=5, hold=hold, kv_cache=kv_cache, in_flight=InFlight.KEEP)
 
 
 def member_of(
@@ -71,10 +60,10 @@ async def test_native_round_pauses_at_the_first_payload_and_resumes_at_the_commi
     member, llm = member_of(model)
     await member.execute(receive(payload()))
     assert member.partially_updated and member.staged_round == 9
-    await member.execute(RunOperation(operation=Resume()))
+    await member.execute(poll.RunOperation(operation=Resume()))
     assert not llm.begins, "it would generate with a mixture of two versions"
     staged = await member.execute(VERIFY)
-    assert isinstance(staged, Staged)
+    assert isinstance(staged, poll.Staged)
     checks = [check.value for check in staged.checks]
     assert checks == ["names", "shapes", "dtypes", "complete"], "vLLM's publishers state no digests"
     size = sum(p.numel() * p.itemsize for p in tiny_llama(1).parameters())
@@ -92,7 +81,7 @@ async def test_kept_requests_are_not_recomputed(model: Path) -> None:
     member, llm = member_of(model)
     await member.execute(receive(payload()))
     await member.execute(VERIFY)
-    await member.execute(commit(kv_cache=KvCache.KEEP))
+    await member.execute(commit(kv_cache=poll.KvCache.KEEP))
     assert llm.did[-3:] == [f"{RESET_CACHES} False", "version 5", "resume"]
 
 
@@ -110,7 +99,7 @@ async def test_tensors_that_are_not_described_again_are_those_of_the_last_round(
         await member.execute(VERIFY)
         await member.execute(replace(commit(), version=member.version + 1))
     assert [each["payload"] for each in llm.named("native_update")] == [payload(), payload()]
-    await member.execute(Connect(init_info={}))
+    await member.execute(poll.Connect(init_info={}))
     with pytest.raises(PayloadRejected, match="expected names, dtype_names and shapes"):
         await member.execute(receive(NOTHING_NEW))
 
@@ -197,15 +186,15 @@ async def test_interrupted_pause_is_undone_by_the_drop(
 # -- weights that come from files ------------------------------------------------------------------
 
 
-def parts_of(directory: Path, seed: int = 2) -> list[FilePart]:
+def parts_of(directory: Path, seed: int = 2) -> list[poll.FilePart]:
     tiny_llama(seed).save_pretrained(directory)
     checkpoint = Checkpoint.open(str(directory), [directory], 1 << 18)
     checkpoint.close()
     return [stated(part) for part in checkpoint.parts]
 
 
-def read(part: FilePart) -> Receive:
-    return Receive(round_id=9, payload=part)
+def read(part: poll.FilePart) -> poll.Receive:
+    return poll.Receive(round_id=9, payload=part)
 
 
 async def test_directory_is_compared_while_generating_and_loaded_in_a_pause(
@@ -218,7 +207,7 @@ async def test_directory_is_compared_while_generating_and_loaded_in_a_pause(
         await member.execute(read(part))
     assert not member.partially_updated and llm.begins
     staged = await member.execute(VERIFY)
-    assert isinstance(staged, Staged) and Check.DIGESTS not in staged.checks, (
+    assert isinstance(staged, poll.Staged) and poll.Check.DIGESTS not in staged.checks, (
         "vLLM's loader reads it once more"
     )
     assert staged.size_bytes == sum(part.size_bytes for part in parts)
@@ -250,5 +239,5 @@ async def test_changed_directory_is_rejected_before_the_pause(
     assert not member.partially_updated and llm.begins
     await member.execute(DROP)
     for part in parts_of(tmp_path / "other"):
-        await member.execute(Receive(round_id=10, payload=part))
-    await member.execute(Verify(round_id=10))
+        await member.execute(poll.Receive(round_id=10, payload=part))
+    await member.execute(poll.Verify(round_id=10))

@@ -13,22 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deployments.protocol import poll
 from deployments.protocol.adapters import Adapter, LoadAdapter
 from deployments.protocol.errors import PayloadRejected, TransferFailed
-from deployments.protocol.poll import (
-    Body,
-    CatchUp,
-    Check,
-    Connect,
-    Drop,
-    FilePart,
-    Outcome,
-    Receive,
-    Staged,
-    StoreResult,
-    Verify,
-    WriteVersion,
-)
 from deployments.replica.host_store import HostStore
 from deployments.replica.staged_member import StagedMember
 from deployments.replica.worker_calls import answer_calls, open_connection
@@ -41,26 +28,26 @@ from tests.deployments.replica.round_instructions import COMMIT, receive
 from tests.waiting import reached
 
 LOAD = LoadAdapter(adapter=Adapter(adapter_id=1, name="a", version=1, path="/a", digest="d", size_bytes=1))
-PART = FilePart(
+PART = poll.FilePart(
     directory="/c", path="/c/m.safetensors", names=("w",), dtypes=("F32",), shapes=((2,),), ranges=((0, 8),)
 )
 
 
 async def test_workers_read_files_without_a_connection(member: StagedMember, llm: FakeLlm) -> None:
     for _ in range(2):
-        await member.execute(Receive(round_id=1, payload=PART, retain_version=4))
+        await member.execute(poll.Receive(round_id=1, payload=PART, retain_version=4))
     read = llm.named("staging_read")
     assert [(each["begins"], each["retain_version"]) for each in read] == [(True, 4), (False, 4)]
-    assert all(from_wire(FilePart, each["part"]) == PART for each in read)
+    assert all(from_wire(poll.FilePart, each["part"]) == PART for each in read)
     assert llm.named("staging_receive") == []
-    await member.execute(Verify(round_id=1))
+    await member.execute(poll.Verify(round_id=1))
     await member.execute(COMMIT)
     assert member.version == 4 and member.retained_version == 4
 
 
-@pytest.mark.parametrize("body", [Connect(init_info={}), receive(), LOAD], ids=lambda body: body.name)
+@pytest.mark.parametrize("body", [poll.Connect(init_info={}), receive(), LOAD], ids=lambda body: body.name)
 async def test_error_is_the_payloads_only_while_the_engine_lives(
-    member: StagedMember, llm: FakeLlm, body: Body
+    member: StagedMember, llm: FakeLlm, body: poll.Body
 ) -> None:
     llm.vllm_config.lora_config = object()
     llm.broken = OverflowError("int too big")
@@ -81,28 +68,28 @@ async def test_staging_share_applies_only_while_requests_run(member: StagedMembe
 async def test_staged_report_sums_the_workers(member: StagedMember, llm: FakeLlm) -> None:
     llm.states[1] = replace(DONE, stage_s=0.75)
     await member.execute(receive())
-    staged = await member.execute(Verify(round_id=1))
-    assert staged == Staged(digest="aa", size_bytes=200, stage_s=0.75, verify_s=0.1, checks=CHECKS)
+    staged = await member.execute(poll.Verify(round_id=1))
+    assert staged == poll.Staged(digest="aa", size_bytes=200, stage_s=0.75, verify_s=0.1, checks=CHECKS)
     assert member.staged_round == 1
 
 
 async def test_replica_reports_only_checks_of_all_workers(member: StagedMember, llm: FakeLlm) -> None:
-    llm.states[1] = replace(DONE, checks=(Check.NAMES, Check.FINITE))
+    llm.states[1] = replace(DONE, checks=(poll.Check.NAMES, poll.Check.FINITE))
     await member.execute(receive())
-    staged = await member.execute(Verify(round_id=1))
-    assert isinstance(staged, Staged) and staged.checks == (Check.NAMES, Check.FINITE)
+    staged = await member.execute(poll.Verify(round_id=1))
+    assert isinstance(staged, poll.Staged) and staged.checks == (poll.Check.NAMES, poll.Check.FINITE)
 
 
 @pytest.mark.parametrize(
     ("outcome", "error"),
     [
-        (Outcome.REJECTED, PayloadRejected),
-        (Outcome.TRANSFER_FAILED, TransferFailed),
-        (Outcome.REPLICA_FAILED, PayloadRejected),
+        (poll.Outcome.REJECTED, PayloadRejected),
+        (poll.Outcome.TRANSFER_FAILED, TransferFailed),
+        (poll.Outcome.REPLICA_FAILED, PayloadRejected),
     ],
 )
 async def test_failure_of_one_worker_fails_the_replica(
-    member: StagedMember, llm: FakeLlm, outcome: Outcome, error: type[Exception]
+    member: StagedMember, llm: FakeLlm, outcome: poll.Outcome, error: type[Exception]
 ) -> None:
     llm.states[1] = replace(DONE, outcome=outcome, message="what happened")
     with pytest.raises(error, match=r"what happened$"):
@@ -115,18 +102,18 @@ async def test_workers_that_staged_different_tensors_reject_the_round(
     llm.states[1] = replace(DONE, digest="bb")
     await member.execute(receive())
     with pytest.raises(PayloadRejected, match=r"staged different tensors: \['aa', 'bb'\]"):
-        await member.execute(Verify(round_id=1))
+        await member.execute(poll.Verify(round_id=1))
 
 
 async def test_missing_peer_is_a_failed_transfer(member: StagedMember, llm: FakeLlm) -> None:
-    llm.connects = replace(llm.connects, outcome=Outcome.TRANSFER_FAILED, message="1 of 3 came")
+    llm.connects = replace(llm.connects, outcome=poll.Outcome.TRANSFER_FAILED, message="1 of 3 came")
     with pytest.raises(TransferFailed, match="1 of 3 came"):
-        await member.execute(Connect(init_info={}))
+        await member.execute(poll.Connect(init_info={}))
 
 
 async def test_commit_of_a_dropped_round_fails(member: StagedMember) -> None:
     await member.execute(receive())
-    await member.execute(Drop(round_id=1))
+    await member.execute(poll.Drop(round_id=1))
     with pytest.raises(RuntimeError, match=r"^round 1 is not verified; staged is None$"):
         await member.execute(COMMIT)
 
@@ -161,7 +148,7 @@ async def receiving(llm: DirectLlm) -> asyncio.Task[Any]:
 async def test_receive_ends_when_the_last_worker_has_staged() -> None:
     llm = DirectLlm(workers=2)
     task = await receiving(llm)
-    llm.states[0] = replace(DONE, outcome=Outcome.REJECTED, message="wrong")
+    llm.states[0] = replace(DONE, outcome=poll.Outcome.REJECTED, message="wrong")
     llm.ends[0].set()
     await asyncio.sleep(0.01)
     assert not task.done(), "one worker has not staged the payload"
@@ -183,7 +170,7 @@ async def test_dead_engine_ends_the_wait_for_progress() -> None:
 # -- what it stores and loads -----------------------------------------------------------------------
 
 
-KEEP = WriteVersion(version=4, label="l", fleet_id="f", digest=None)
+KEEP = poll.WriteVersion(version=4, label="l", fleet_id="f", digest=None)
 LOCK_POLL_S = 0.02
 
 
@@ -201,14 +188,14 @@ def store_at(directory: Path, *, shared: bool = True) -> HostStore:
 async def commit(member: StagedMember, version: int = 4) -> None:
     number = version - 3
     await member.execute(replace(receive(retain=version), round_id=number))
-    await member.execute(Verify(round_id=number))
+    await member.execute(poll.Verify(round_id=number))
     keep = replace(KEEP, version=version)
     await member.execute(replace(COMMIT, round_id=number, version=version, keep=keep))
 
 
-def ended(directory: Path, problem: str = "", version: int = 4) -> StoreResult:
+def ended(directory: Path, problem: str = "", version: int = 4) -> poll.StoreResult:
     path = "" if problem else str(Store(directory).path(version))
-    return StoreResult(version=version, label="l", path=path, problem=problem)
+    return poll.StoreResult(version=version, label="l", path=path, problem=problem)
 
 
 async def test_a_committed_version_is_written_reported_and_freed(
@@ -335,7 +322,7 @@ async def test_only_an_intact_stored_version_is_loaded(
 ) -> None:
     committed = CommittedVersion(version=4, label=None, tensors={"w": torch.zeros(3)})
     path = write_version(committed, Store(tmp_path), lambda directory: None)
-    catch_up = CatchUp(version=4, path=str(path))
+    catch_up = poll.CatchUp(version=4, path=str(path))
     if intact:
         load, removed = member._engine.load, list[bool]()
 
@@ -361,5 +348,5 @@ async def test_model_that_vllm_cannot_reload_is_refused(
     path = write_version(committed, Store(tmp_path), lambda directory: None)
     llm.reload_refusal = "vLLM's GptOssForCausalLM copies weights past its loaders"
     with pytest.raises(PayloadRejected, match="copies weights past its loaders"):
-        await member.execute(CatchUp(version=4, path=str(path)))
+        await member.execute(poll.CatchUp(version=4, path=str(path)))
     assert member.version == 3 and not llm.named("load_checkpoint")

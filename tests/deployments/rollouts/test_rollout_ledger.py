@@ -5,14 +5,7 @@ from typing import Any
 
 import pytest
 
-from deployments.protocol.errors import (
-    Conflict,
-    FleetUnavailable,
-    InvalidRequest,
-    NotFound,
-    OverQuota,
-    PayloadTooLarge,
-)
+from deployments.protocol import errors
 from deployments.rollouts import rollout_ledger
 from deployments.rollouts.rollout_ledger import NewTurn, RolloutLedger, State
 from tests.deployments.rollouts.turns import LIMITS, request
@@ -64,9 +57,9 @@ def test_a_rollout_is_consumed_by_one_step_which_gets_it_again() -> None:
     assert again is not None and again.groups == ("~a",)
     assert taken(ledger, "step 3") == []
     assert ledger.counts(5)[1] == {"consumed": 2}
-    with pytest.raises(Conflict, match="step 'step 1' is of the run '', got 'r'"):
+    with pytest.raises(errors.Conflict, match="step 'step 1' is of the run '', got 'r'"):
         taken(ledger, "step 1", run="r")
-    with pytest.raises(Conflict, match="'a' is consumed, and cannot be discarded"):
+    with pytest.raises(errors.Conflict, match="'a' is consumed, and cannot be discarded"):
         ledger.discard("a", "", 5)
 
 
@@ -82,9 +75,11 @@ def test_what_a_step_consumed_and_is_no_longer_kept_is_not_replaced_by_others() 
     taken(ledger, "step")
     for number in range(LIMITS.max_rollouts):
         ledger.open(request(f"b{number}"), 0)
-    with pytest.raises(NotFound, match="'a' is unknown"):
+    with pytest.raises(errors.NotFound, match="'a' is unknown"):
         ledger.state("a")
-    with pytest.raises(Conflict, match="step 'step' has consumed its groups, and they are no longer kept"):
+    with pytest.raises(
+        errors.Conflict, match="step 'step' has consumed its groups, and they are no longer kept"
+    ):
         taken(ledger, "step")
 
 
@@ -96,7 +91,7 @@ def test_a_group_is_taken_whole_when_its_members_are_rewarded_or_discarded() -> 
     ledger.discard("c", "", 0)
     assert taken(ledger, "step") == ["g"] and [each.key for each in ledger.rewarded("g")] == ["a", "b"]
     ledger.discard("c", "", 0)
-    with pytest.raises(Conflict, match="closed: expected another group"):
+    with pytest.raises(errors.Conflict, match="closed: expected another group"):
         ledger.open(request("d", group="g"), 0)
 
 
@@ -106,7 +101,7 @@ def test_a_group_that_never_completes_closes_at_its_deadline() -> None:
     ledger.open(request("c"), 0)
     assert taken(ledger, "step", now=due - 1) == []
     assert taken(ledger, "step", now=due) == ["g"] and ledger.state("b") is State.DISCARDED
-    with pytest.raises(Conflict, match="'b' is discarded"):
+    with pytest.raises(errors.Conflict, match="'b' is discarded"):
         ledger.reward("b", "", 1.0, due)
     assert ledger.counts(due)[1] == {"consumed": 1, "unrewarded": 1}
 
@@ -119,7 +114,7 @@ def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
         ledger.open(request(name, group="r.0"), 0)
         ledger.append(name, "", new_turn())
     ledger.saved()
-    with pytest.raises(NotFound, match=r"group 'r\.0' has no rollout 'c'"):
+    with pytest.raises(errors.NotFound, match=r"group 'r\.0' has no rollout 'c'"):
         ledger.settle("r.0", {"a": 1.0, "c": 1.0}, "", 0)
     ledger.undo()
     ledger.reward("a", "", 1.0, 0)  # by an agent, which the job does not ask
@@ -127,16 +122,16 @@ def test_a_job_settles_its_groups_and_each_of_its_numbers_has_one_end() -> None:
         for _ in range(2):
             ledger.settle(f"r.{number}", rewards, "unanswered", 0)
     assert ledger.state("a") is State.DISCARDED and ledger.state("b") is State.REWARDED
-    with pytest.raises(Conflict, match=r"group 'r\.0' is rewarded, with other members"):
+    with pytest.raises(errors.Conflict, match=r"group 'r\.0' is rewarded, with other members"):
         ledger.settle("r.0", {"a": 1.0}, "", 0)
     run, opened, ready = ledger.position("r", 0)
     assert (run.next, opened, ready, run.ends) == (4, ["r.1", "r.3"], 1, {"unanswered": 1})
     assert taken(ledger, "step") == [] and taken(ledger, "step", run="r") == ["r.0"]
     assert ledger.position("r", 0)[0].ends == {"unanswered": 1, "consumed": 1}
-    with pytest.raises(NotFound, match=r"group 'r\.9' is unknown"):
+    with pytest.raises(errors.NotFound, match=r"group 'r\.9' is unknown"):
         ledger.settle("r.9", {}, "", 0)
     ledger.open(request("d", group="r.4"), 0)
-    with pytest.raises(Conflict, match=r"'r\.4' was begun by a request"):
+    with pytest.raises(errors.Conflict, match=r"'r\.4' was begun by a request"):
         ledger.begin("r", 4, 1, 0)
 
 
@@ -152,7 +147,7 @@ def test_a_job_that_is_away_finds_what_it_has_not_finished() -> None:
     assert taken(ledger, "r/1", run="r") == ["r.0"] and taken(ledger, "r/2", run="r") == ["r.1"]
     later = rollout_ledger.RUN_KEPT_S - 1
     assert taken(ledger, "r/2", run="r", now=later) == ["r.1"]
-    with pytest.raises(NotFound):
+    with pytest.raises(errors.NotFound):
         ledger.state("a0")
     assert taken(ledger, "r/3", run="r", now=later) == ["r.2"]
     run, opened, ready = ledger.position("r", later + 2)
@@ -170,7 +165,7 @@ def test_what_belongs_to_another_user_is_refused() -> None:
         lambda: ledger.reward("a", "bob", 1.0, 0),
         lambda: ledger.discard("a", "bob", 0),
     ):
-        with pytest.raises(Conflict, match="begun with another token"):
+        with pytest.raises(errors.Conflict, match="begun with another token"):
             call()
     ledger.reward("a", "", 1.0, 0)  # the operator
 
@@ -178,11 +173,11 @@ def test_what_belongs_to_another_user_is_refused() -> None:
 def test_a_rollout_keeps_its_group_and_a_group_its_size() -> None:
     ledger = RolloutLedger(LIMITS)
     ledger.open(request("a", group="g", size=1), 0)
-    with pytest.raises(Conflict, match="of the group 'g', not 'h'"):
+    with pytest.raises(errors.Conflict, match="of the group 'g', not 'h'"):
         ledger.open(request("a", group="h"), 0)
-    with pytest.raises(Conflict, match="begun with size 1, got 2"):
+    with pytest.raises(errors.Conflict, match="begun with size 1, got 2"):
         ledger.open(request("b", group="g", size=2), 0)
-    with pytest.raises(Conflict, match="has all of its 1 rollouts"):
+    with pytest.raises(errors.Conflict, match="has all of its 1 rollouts"):
         ledger.open(request("b", group="g"), 0)
 
 
@@ -201,26 +196,26 @@ def test_a_wrong_reward_is_refused(reward: Any, says: str) -> None:
     ledger.open(request("a"), 0)
     ledger.append("a", "", new_turn("k"))
     ledger.append("a", "", new_turn("l", sampled="stu"))
-    with pytest.raises(InvalidRequest, match=says):
+    with pytest.raises(errors.InvalidRequest, match=says):
         ledger.reward("a", "", reward, 0)
     ledger.reward("a", "", (1.0, (1.0, 2.0, 3.0)), 0)
 
 
 def test_a_reward_comes_once_and_may_be_repeated() -> None:
     ledger = RolloutLedger(LIMITS)
-    with pytest.raises(NotFound, match="rollout 'a' is unknown"):
+    with pytest.raises(errors.NotFound, match="rollout 'a' is unknown"):
         ledger.reward("a", "", 1.0, 0)
     ledger.open(request("a"), 0)
-    with pytest.raises(Conflict, match="has no turn to reward"):
+    with pytest.raises(errors.Conflict, match="has no turn to reward"):
         ledger.reward("a", "", 1.0, 0)
     ledger.append("a", "", new_turn())
     for _ in range(2):
         ledger.reward("a", "", 1.0, 0)
-    with pytest.raises(Conflict, match="'a' is rewarded: expected an open one"):
+    with pytest.raises(errors.Conflict, match="'a' is rewarded: expected an open one"):
         ledger.reward("a", "", 2.0, 0)
-    with pytest.raises(Conflict, match="'a' is rewarded"):
+    with pytest.raises(errors.Conflict, match="'a' is rewarded"):
         ledger.append("a", "", new_turn("later"))
-    with pytest.raises(Conflict, match="'a' is rewarded"):
+    with pytest.raises(errors.Conflict, match="'a' is rewarded"):
         ledger.open(request("a"), 0)
 
 
@@ -254,10 +249,10 @@ def test_no_client_gets_another_answer_than_the_one_that_is_kept() -> None:
     ledger = RolloutLedger(LIMITS)
     ledger.open(request("a"), 0)
     ledger.append("a", "", new_turn(attempt=2, sampled="seen"))
-    with pytest.raises(Conflict, match="kept one began later"):
+    with pytest.raises(errors.Conflict, match="kept one began later"):
         ledger.append("a", "", new_turn(attempt=1, sampled="late"))
     ledger.append("a", "", new_turn("next", prompt="pseen.", sampled="s"))
-    with pytest.raises(Conflict, match="has a next turn"):
+    with pytest.raises(errors.Conflict, match="has a next turn"):
         ledger.append("a", "", new_turn(attempt=3, sampled="?"))
     assert ledger.append("a", "", new_turn(attempt=2, sampled="seen")) is None, "it is sent again"
 
@@ -290,9 +285,9 @@ def test_bounds() -> None:
     ledger = RolloutLedger(LIMITS)
     for number in range(LIMITS.max_rollouts):
         ledger.open(request(f"a{number}"), 0)
-    with pytest.raises(FleetUnavailable, match="6 rollouts are kept"):
+    with pytest.raises(errors.FleetUnavailable, match="6 rollouts are kept"):
         ledger.open(request("b"), 0)
-    with pytest.raises(PayloadTooLarge, match="at most 1048576 tokens"):
+    with pytest.raises(errors.PayloadTooLarge, match="at most 1048576 tokens"):
         ledger.append("a0", "", new_turn(prompt="p" * (1 << 20)))
 
 
@@ -307,14 +302,14 @@ def test_one_users_rollouts_leave_room_for_those_of_others() -> None:
         play(name, "ann")
     says = "expected at most 3 that are open or wait for a trainer, and 5368709 bytes, got 4 and 12528:"
     for _ in range(2):
-        with pytest.raises(OverQuota, match=says):
+        with pytest.raises(errors.OverQuota, match=says):
             play("d", "ann")
     play("b1", "bob")
     play("o", "")
     ledger.discard("a", "ann", 0)
     play("d", "ann")
     ledger.reward("b", "ann", 1.0, 0)
-    with pytest.raises(OverQuota):
+    with pytest.raises(errors.OverQuota):
         play("e", "ann")
     assert taken(ledger, "step") == ["~b"]
     play("e", "ann")
@@ -327,7 +322,7 @@ def test_a_user_whose_rollouts_are_too_large_gets_no_more_turns_until_some_are_d
         ledger.open(request(name, owner="ann"), 0)
     ledger.append("a", "ann", new_turn(prompt="p" * 90_000))
     for name in ("b", "c"):
-        with pytest.raises(OverQuota, match=r"and 2684354 bytes, got \d and 36"):
+        with pytest.raises(errors.OverQuota, match=r"and 2684354 bytes, got \d and 36"):
             ledger.open(request(name, owner="ann"), 0)
     ledger.open(request("d", owner="bob"), 0)
     ledger.discard("a", "ann", 0)
@@ -351,7 +346,7 @@ def test_runs_that_were_given_up_take_no_room_from_others() -> None:
         ledger.open(request(f"a{number}", group=f"r{number}.0"), 0)
     ledger.append("a0", "", new_turn())
     ledger.settle("r0.0", {"a0": 1.0}, "", 0)
-    with pytest.raises(FleetUnavailable, match="6 rollouts are kept"):
+    with pytest.raises(errors.FleetUnavailable, match="6 rollouts are kept"):
         ledger.open(request("b"), LIMITS.keep_s)
     for name in ("b", "c"):
         ledger.open(request(name), LIMITS.keep_s + 1)
@@ -368,7 +363,7 @@ def test_what_ended_is_removed_after_a_while_and_so_is_what_nobody_takes() -> No
     taken(ledger, "step")
     states, ends = ledger.counts(LIMITS.keep_s)
     assert states["discarded"] == 1 and ends == {"consumed": 1, "expired": 1}
-    with pytest.raises(NotFound):
+    with pytest.raises(errors.NotFound):
         ledger.state("a")
     states, _ = ledger.counts(2 * LIMITS.keep_s + 1)
     assert set(states.values()) == {0}

@@ -10,20 +10,7 @@ from deployments.trainer import stored_weights
 from deployments.trainer.spec import TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
 from tests.deployments.controller_in_process import ControllerInProcess
-from tests.deployments.trainer.one_worker import (
-    BATCH,
-    equal,
-    everything,
-    go_on,
-    lines,
-    of_step,
-    published,
-    saved,
-    spec_of,
-    started,
-    stored,
-    trained,
-)
+from tests.deployments.trainer import one_worker
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.full_disk import full_disk
 
@@ -49,24 +36,27 @@ def test_a_restarted_trainer_is_exactly_where_it_was(
     kind: str, wire_dtype: str | None, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
     """Also where weights are published, and so stored, rounded."""
-    spec = spec_of(tmp_path, kind, wire_dtype=wire_dtype)
+    spec = one_worker.spec_of(tmp_path, kind, wire_dtype=wire_dtype)
     steps = 2
     if "stored" in kind:
         spec = with_config(spec, loss={"kl_coefficient": 10.0})  # from the model, not from the base
-        trained(with_config(spec, checkpoint_every=0), controller, steps=1)
+        one_worker.trained(with_config(spec, checkpoint_every=0), controller, steps=1)
         steps = 3
-    straight = started(spec, controller)
-    go_on(straight, 2)
+    straight = one_worker.started(spec, controller)
+    one_worker.go_on(straight, 2)
     resumed = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     loaded = resumed.load(("", 0))
     assert (loaded.version, loaded.step, loaded.fleet_id) == (steps, steps, controller.status.fleet_id)
-    before = everything(straight)
-    assert equal(everything(resumed), before)
-    assert equal(before, stored(spec, steps)) is (wire_dtype is None)
+    before = one_worker.everything(straight)
+    assert one_worker.equal(one_worker.everything(resumed), before)
+    assert one_worker.equal(before, one_worker.stored(spec, steps)) is (wire_dtype is None)
     if kind == "all":
         assert loaded.parameters == sum(tensor.numel() for tensor in before.values())
-    assert [of_step(resumed), of_step(resumed)] == [of_step(straight), of_step(straight)]
-    assert equal(everything(resumed), everything(straight))
+    assert [one_worker.of_step(resumed), one_worker.of_step(resumed)] == [
+        one_worker.of_step(straight),
+        one_worker.of_step(straight),
+    ]
+    assert one_worker.equal(one_worker.everything(resumed), one_worker.everything(straight))
 
 
 @pytest.mark.slow
@@ -74,14 +64,16 @@ def test_a_restarted_trainer_is_exactly_where_it_was(
 def test_a_rollback_publishes_the_old_weights_as_a_newer_version_and_goes_on_from_them(
     kind: str, tmp_path: Path, controller: ControllerInProcess
 ) -> None:
-    spec = spec_of(tmp_path, kind)
-    worker = trained(spec, controller, steps=2)
-    assert not equal(controller.received, stored(spec, 1))
+    spec = one_worker.spec_of(tmp_path, kind)
+    worker = one_worker.trained(spec, controller, steps=2)
+    assert not one_worker.equal(controller.received, one_worker.stored(spec, 1))
     worker.load_version(1)
-    assert published(worker, "rollback to 1").version == 3
-    assert equal(controller.received, stored(spec, 1))
-    go_on(worker, 1)
-    assert equal(everything(started(spec, controller)), everything(worker))
+    assert one_worker.published(worker, "rollback to 1").version == 3
+    assert one_worker.equal(controller.received, one_worker.stored(spec, 1))
+    one_worker.go_on(worker, 1)
+    assert one_worker.equal(
+        one_worker.everything(one_worker.started(spec, controller)), one_worker.everything(worker)
+    )
     with pytest.raises(InvalidRequest, match="version 9 is not in"):
         worker.load_version(9)
 
@@ -89,15 +81,15 @@ def test_a_rollback_publishes_the_old_weights_as_a_newer_version_and_goes_on_fro
 def test_a_restart_without_a_checkpoint_resumes_the_schedule(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
-    trained(with_config(spec, checkpoint_every=0), controller, steps=1)
-    metrics = started(spec, controller).step(BATCH)
+    one_worker.trained(with_config(spec, checkpoint_every=0), controller, steps=1)
+    metrics = one_worker.started(spec, controller).step(one_worker.BATCH)
     assert metrics["step"] == 2 and metrics["learning_rate"] == pytest.approx(1e-3 * 2 / 5)
 
 
 def test_before_the_first_step_there_is_nothing_to_save(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
-    worker = started(spec, controller)
+    worker = one_worker.started(spec, controller)
     worker.publish(None)
     worker.save_checkpoint()
     assert worker.flush(30.0)
@@ -108,7 +100,7 @@ def test_before_the_first_step_there_is_nothing_to_save(
 def test_one_step_that_is_published_twice_is_saved_once(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
-    worker = trained(spec, controller, steps=1)
+    worker = one_worker.trained(spec, controller, steps=1)
     (before,) = checkpoints(spec)
     written = before.stat().st_mtime_ns
     worker.publish(None)
@@ -132,30 +124,33 @@ def test_a_damaged_checkpoint_costs_the_moments_and_not_the_trainer(
     caplog: pytest.LogCaptureFixture,
     controller: ControllerInProcess,
 ) -> None:
-    worker = trained(spec, controller, steps=1)
+    worker = one_worker.trained(spec, controller, steps=1)
     (checkpoint,) = checkpoints(spec)
     content = (checkpoint / file).read_bytes()
     (checkpoint / file).write_bytes(content[: len(content) // 2])
     with caplog.at_level("INFO", "ray.serve"):
-        resumed = started(spec, controller)
-    (line,) = lines(caplog)
+        resumed = one_worker.started(spec, controller)
+    (line,) = one_worker.lines(caplog)
     assert line.startswith("the trainer resumes from version 1, step 1; moments start at zero: ")
     assert str(checkpoint.parent) in line and "\n" not in line
-    assert equal(saved(resumed, tmp_path / "resumed again"), saved(worker, tmp_path / "trained on"))
-    assert resumed.step(BATCH)["step"] == 2
+    assert one_worker.equal(
+        one_worker.saved(resumed, tmp_path / "resumed again"),
+        one_worker.saved(worker, tmp_path / "trained on"),
+    )
+    assert resumed.step(one_worker.BATCH)["step"] == 2
 
 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_leaves_the_one_before(
     spec: TrainerSpec, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
-    trained(spec, controller, steps=3)
+    one_worker.trained(spec, controller, steps=3)
     older, newest = checkpoints(spec)
     assert (older.name, newest.name) == ("step-000002", "step-000003"), "two are kept"
     (newest / "__0_0.distcp").write_bytes(b"")
     with caplog.at_level("INFO", "ray.serve"):
-        started(spec, controller)
-    assert lines(caplog) == [
+        one_worker.started(spec, controller)
+    assert one_worker.lines(caplog) == [
         "the trainer resumes from version 3, step 3; weights as stored, moments of step 2"
     ]
 
@@ -164,15 +159,15 @@ def test_a_damaged_checkpoint_leaves_the_one_before(
 def test_a_full_disk_does_not_end_training(
     spec: TrainerSpec, caplog: pytest.LogCaptureFixture, controller: ControllerInProcess
 ) -> None:
-    worker = trained(spec, controller, steps=1)
-    worker.step(BATCH)
+    worker = one_worker.trained(spec, controller, steps=1)
+    worker.step(one_worker.BATCH)
     worker.publish(None)
     assert worker.flush(30.0)
     controller.close()  # it writes to that disk, too
     with caplog.at_level("INFO", "ray.serve"), full_disk(1 << 14):
         worker.save_checkpoint()
         assert worker.flush(30.0)
-    (line,) = lines(caplog)
+    (line,) = one_worker.lines(caplog)
     assert line.startswith("failed to save the trainer's checkpoint of step 2, the previous ones stay: ")
     assert [each.name for each in checkpoints(spec)] == ["step-000001"]
     worker.save_checkpoint()
@@ -204,7 +199,7 @@ def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stored_weights, "STORE_WAIT_S", 0.0)
-    trained(spec, controller, steps=2)
+    one_worker.trained(spec, controller, steps=2)
     damage(spec, 2) if fault == "damaged" else lose(spec, 2)
     worker = TrainerWorker(spec, 0, controller)  # type: ignore[arg-type]
     loaded = worker.load(("127.0.0.1", 0))
@@ -218,14 +213,14 @@ def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_
         worker.publish(None, loaded.version)
     report = worker.publish(None, 2)
     assert report is not None and report.version == 3
-    assert equal(controller.received, load_file(controller.directory_of(1) / "model.safetensors"))
+    assert one_worker.equal(controller.received, load_file(controller.directory_of(1) / "model.safetensors"))
 
 
 @pytest.mark.slow
 def test_a_version_that_is_stored_late_is_waited_for(
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained(spec, controller, steps=2)
+    one_worker.trained(spec, controller, steps=2)
     lost = lose(spec, 2)
 
     def sleep(duration_s: float) -> None:
@@ -241,7 +236,7 @@ def test_with_no_version_at_all_the_model_replaces_what_is_served_only_when_told
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_weights, "STORE_WAIT_S", 0.0)
-    trained(spec, controller, steps=1)
+    one_worker.trained(spec, controller, steps=1)
     lose(spec, 1)
     loaded = TrainerWorker(spec, 0, controller).load(("127.0.0.1", 0))  # type: ignore[arg-type]
     assert loaded.version == 0 and loaded.missed is not None
@@ -254,29 +249,29 @@ def test_with_no_version_at_all_the_model_replaces_what_is_served_only_when_told
 def test_a_trainer_does_not_start_where_every_version_is_damaged(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
-    trained(spec, controller, steps=2)
+    one_worker.trained(spec, controller, steps=2)
     damage(spec, 1)
     damage(spec, 2)
     with pytest.raises(ValueError, match=r"no version in .* can be used: version 2 .*; version 1"):
-        started(spec, controller)
+        one_worker.started(spec, controller)
 
 
 @pytest.mark.slow
 def test_a_rollback_to_a_damaged_version_is_refused_and_changes_nothing(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
-    worker = trained(spec, controller, steps=2)
-    published(worker)
+    worker = one_worker.trained(spec, controller, steps=2)
+    one_worker.published(worker)
     before = {name: tensor.clone() for name, tensor in controller.received.items()}
     damage(spec, 1)
     with pytest.raises(InvalidRequest, match=r"version 1 is not loaded: version 1 in .* is damaged"):
         worker.load_version(1)
-    published(worker)
-    assert equal(controller.received, before)
+    one_worker.published(worker)
+    assert one_worker.equal(controller.received, before)
     damage(spec, 1)
     worker.load_version(1)
-    published(worker)
-    assert not equal(controller.received, before)
+    one_worker.published(worker)
+    assert not one_worker.equal(controller.received, before)
 
 
 @pytest.mark.slow
@@ -284,11 +279,11 @@ def test_a_rollback_whose_checkpoints_cannot_be_removed_changes_no_weights(
     spec: TrainerSpec, controller: ControllerInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caller gets an error: the next step must go on from what the fleet serves."""
-    worker = trained(spec, controller, steps=2)
-    before = everything(worker)
+    worker = one_worker.trained(spec, controller, steps=2)
+    before = one_worker.everything(worker)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Directory not empty"):
         patch.setattr("shutil.rmtree", MagicMock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
         worker.load_version(1)
-    assert equal(everything(worker), before)
+    assert one_worker.equal(one_worker.everything(worker), before)
     worker.load_version(1)
-    assert equal(everything(worker), stored(spec, 1))
+    assert one_worker.equal(one_worker.everything(worker), one_worker.stored(spec, 1))
