@@ -9,7 +9,6 @@ a lease.
 """
 
 import asyncio
-import fcntl
 import os
 import secrets
 import shutil
@@ -24,6 +23,7 @@ from typing import TypeVar
 
 from deployments.calls.publish_session import PublishSession
 from deployments.calls.rpc import CallHandle
+from deployments.host.durable_files import locked
 from deployments.protocol import errors
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from deployments.weights.store.checkpoint_files import PART_BYTES, Checkpoint, stated
@@ -157,8 +157,7 @@ class Incoming:
         # Also for a download that ends after its caller gave up.
         self.remove = weakref.finalize(self, _remove, self.directory, lock)
         try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            locked(lock)
             download(source, self.directory, Store(store))
         except BaseException:  # removes an incomplete directory and its lock
             self.remove()
@@ -173,11 +172,11 @@ def _remove(directory: Path, lock: int) -> None:
 def remove_left(parent: Path) -> None:
     """Left by killed routers."""
     for lock in parent.glob(f"*/{LOCK}"):
-        with suppress(OSError):  # it is in use
+        with suppress(FileNotFoundError):
             descriptor = os.open(lock, os.O_RDWR)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                if locked(descriptor):
+                    shutil.rmtree(lock.parent, ignore_errors=True)
             finally:
                 os.close(descriptor)
 

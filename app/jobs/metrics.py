@@ -1,6 +1,5 @@
 """A run's record (JSON Lines), which `--resume` reads."""
 
-import fcntl
 import json
 import os
 import time
@@ -15,6 +14,7 @@ from pydantic import JsonValue, TypeAdapter
 from app.jobs.evaluation import Evaluation
 from app.jobs.groups import Group
 from app.jobs.run_display import duration_text
+from deployments.host.durable_files import locked
 from deployments.protocol.responses import RolloutSample
 
 RUNS = Path("~/.cache/slipstream/runs")
@@ -156,14 +156,8 @@ def claimed(path: Path, resume: bool) -> Iterator[None]:
         raise ValueError(f"the metrics file {path} cannot be read: there is none to resume")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another job writes the record {path}: name another file with --metrics"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+        if locked(stream.fileno()) is False:
+            raise ValueError(f"another job writes the record {path}: name another file with --metrics")
         if not resume and stream.tell():
             raise ValueError(
                 f"{path} has the record of a run: --resume continues it, another --metrics begins a new one"

@@ -1,5 +1,6 @@
-"""Files and directories that are complete once they have their name, even after a host crash."""
+"""Files and directories that are complete once they have their name, even after a host crash; file locks."""
 
+import fcntl
 import os
 import shutil
 import threading
@@ -44,6 +45,18 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def locked(descriptor: int, *, shared: bool = False) -> bool | None:
+    """Lock a file until its descriptor is closed. False: another process has it. None: a file system without
+    locks."""
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 @contextmanager

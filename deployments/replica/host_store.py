@@ -8,7 +8,6 @@ starting replicas that lack them:
 """
 
 import asyncio
-import fcntl
 import os
 import random
 import time
@@ -20,6 +19,7 @@ import httpx
 from pydantic import TypeAdapter
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
+from deployments.host.durable_files import locked
 from deployments.host.logs import serve_logger
 from deployments.protocol.poll import CatchUp, JoinAnswer, WriteVersion
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
@@ -60,12 +60,8 @@ class HostStore:
         with ExitStack() as stack:
             descriptor = os.open(self.directory / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if locked(descriptor) is False:  # without locks several write, and the first to finish counts
                 return None
-            except OSError:  # a file system without locks: several write, the first to finish counts
-                pass
             for version in self._store.list()[: -self._keep] if self._keep is not None else ():
                 self._store.remove(version)  # one that is being read stays for now
             stack.pop_all()

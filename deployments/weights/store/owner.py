@@ -1,7 +1,6 @@
 """Which fleet a store belongs to: `fleet.json`. The store holds all durable state but the journal, so it
 belongs to one fleet and moves as one."""
 
-import fcntl
 import os
 import socket
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from deployments.host.durable_files import sync
+from deployments.host.durable_files import locked, sync
 from deployments.protocol.errors import JournalError
 
 OWNER = "fleet.json"
@@ -104,21 +103,15 @@ def hold(directory: Path, wait_s: float = 0.0) -> int:
         descriptor = os.open(directory / OWNER, os.O_RDWR)  # network file systems lock no other
     except OSError as error:
         raise JournalError(f"the store {directory} cannot be used: {error}") from error
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < until:
-                time.sleep(RETRY_S)
-                continue
+    while locked(descriptor) is False:
+        if time.monotonic() >= until:
             os.close(descriptor)
             raise JournalError(
                 f"the store {directory} is used by another controller of the same fleet: was 'state_dir' "
                 "copied? Stop that fleet, or copy the store too and set 'store.path' to the copy"
-            ) from None
-        except OSError:
-            pass
-        return descriptor
+            )
+        time.sleep(RETRY_S)
+    return descriptor
 
 
 def _place(aside: Path, file: Path) -> None:

@@ -17,14 +17,14 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from deployments.host.durable_files import replacing
+from deployments.host.durable_files import locked, replacing
 from deployments.weights.store.owner import check_owner
 
 MANIFEST = "manifest.json"
@@ -96,15 +96,9 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = os.open(_lockable(directory), os.O_RDONLY | os.O_CLOEXEC)
-        removed = False
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            removed = not directory.exists()
-        except BlockingIOError:
-            removed = True
-        except OSError:
-            return  # a file system without locks: nothing is removed there
-        if removed:
+        held = locked(self._descriptor, shared=True)
+        # Without locks nothing is removed.
+        if held is not None and not (held and directory.exists()):
             self.close()
             raise ValueError(f"{directory} is being removed from the store")
 
@@ -161,8 +155,7 @@ class Store:
         partial.mkdir(parents=True)
         lock = os.open(partial, os.O_RDONLY)
         try:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_SH)
+            locked(lock, shared=True)
             with replacing(final, partial):
                 yield partial
         except OSError as error:
@@ -187,15 +180,10 @@ class Store:
                 descriptor = os.open(partial, os.O_RDONLY)
             except FileNotFoundError:  # it is complete by now
                 continue
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if locked(descriptor) is False:
                 size = sum(map(_size, partial.glob("*")))
                 found.append(f"{partial.name.split('.')[1]} ({size / 1e9:.1f} GB)")
-            except OSError:
-                pass
-            finally:
-                os.close(descriptor)
+            os.close(descriptor)
         return found
 
     @contextmanager
