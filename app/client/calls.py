@@ -25,36 +25,30 @@ class _Tokens:
 
 def health() -> Call[responses.Health]:
     """Fails with status 503 while no replica serves."""
-    return Call(method="GET", path="/health", read=typed(responses.Health))
+    return _get("/health", responses.Health)
 
 
 def fleet() -> Call[responses.FleetStatus]:
-    return Call(method="GET", path="/fleet", read=typed(responses.FleetStatus))
+    return _get("/fleet", responses.FleetStatus)
 
 
 def rounds() -> Call[Sequence[RoundReport]]:
     """Ended rounds, oldest first."""
-    return Call(
-        method="GET", path="/fleet/rounds", read=_then(typed(responses.History), lambda made: made.rounds)
-    )
+    return _get("/fleet/rounds", responses.History, lambda made: made.rounds)
 
 
 def load() -> Call[responses.FleetLoad]:
-    return Call(method="GET", path="/fleet/load", read=typed(responses.FleetLoad))
+    return _get("/fleet/load", responses.FleetLoad)
 
 
 def adapters() -> Call[Sequence[AdapterStatus]]:
-    return Call(
-        method="GET",
-        path="/fleet/adapters",
-        read=_then(typed(responses.AdapterList), lambda made: made.adapters),
-    )
+    return _get("/fleet/adapters", responses.AdapterList, lambda made: made.adapters)
 
 
 def publish_directory(path: str, label: str | None = None) -> Call[RoundReport]:
     """Publish a checkpoint directory that is visible on every replica's host, or what is at a URL."""
     body = {"path": path} if label is None else {"path": path, "label": label}
-    return Call(method="POST", path="/fleet/publish", body=body, read=typed(RoundReport), repeatable=False)
+    return _post("/fleet/publish", body, RoundReport, repeatable=False)
 
 
 def abort_update(round_id: int) -> Call[None]:
@@ -64,13 +58,11 @@ def abort_update(round_id: int) -> Call[None]:
 
 
 def rollback(version: int) -> Call[RoundReport]:
-    body = {"version": version}
-    return Call(method="POST", path="/fleet/rollback", body=body, read=typed(RoundReport), repeatable=False)
+    return _post("/fleet/rollback", {"version": version}, RoundReport, repeatable=False)
 
 
 def scale(replicas: int | Literal["auto"]) -> Call[responses.SizeStatus]:
-    body = {"replicas": replicas}
-    return Call(method="POST", path="/fleet/scale", body=body, read=typed(responses.SizeStatus))
+    return _post("/fleet/scale", {"replicas": replicas}, responses.SizeStatus)
 
 
 def pause(mode: Literal["keep", "wait", "abort"] | None = None) -> Call[responses.Status]:
@@ -84,8 +76,7 @@ def resume() -> Call[responses.Status]:
 
 
 def world_size() -> Call[int]:
-    read = _then(typed(responses.WorldSize), lambda made: made.world_size)
-    return Call(method="GET", path="/get_world_size", read=read)
+    return _get("/get_world_size", responses.WorldSize, lambda made: made.world_size)
 
 
 def disconnect() -> Call[None]:
@@ -97,28 +88,25 @@ def disconnect() -> Call[None]:
 
 
 def run_position(run: str) -> Call[responses.RunPosition]:
-    return Call(method="GET", path=f"/rollouts/runs/{run}", read=typed(responses.RunPosition))
+    return _get(f"/rollouts/runs/{run}", responses.RunPosition)
 
 
 def begin_groups(run: str, number: int, count: int) -> Call[responses.Status]:
-    body = {"run": run, "number": number, "count": count}
-    return Call(method="POST", path="/rollouts/begin", body=body, read=typed(responses.Status))
+    return _post("/rollouts/begin", {"run": run, "number": number, "count": count}, responses.Status)
 
 
 def settle_groups(groups: Sequence[Mapping[str, JsonValue]]) -> Call[responses.Status]:
     """Close groups. Each is a `group`, the `rollouts` that are learned from (`id`, `reward`, `info`), and a
     `reason` if there are none."""
-    body = {"groups": list(groups)}
-    return Call(method="POST", path="/rollouts/settle", body=body, read=typed(responses.Status))
+    return _post("/rollouts/settle", {"groups": list(groups)}, responses.Status)
 
 
 def take(
     step: str, run: str, groups: int, max_staleness: int | None, offset: int = 0
 ) -> Call[responses.TakenStep]:
     """The groups that a step consumes, from `offset` on; the same ones again for the same step."""
-    body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness}
-    body |= {"offset": offset}
-    return Call(method="POST", path="/rollouts/take", body=body, read=typed(responses.TakenStep))
+    body = {"step": step, "run": run, "groups": groups, "max_staleness": max_staleness, "offset": offset}
+    return _post("/rollouts/take", body, responses.TakenStep)
 
 
 def rollout_image(digest: str) -> Call[bytes]:
@@ -157,8 +145,7 @@ def publish(
     version, or `after`, is committed."""
     given = {"label": label, "step": step, "after": after}
     body = {name: value for name, value in given.items() if value is not None}
-    read = typed(RoundReport | responses.AdapterReport)
-    return Call(method="POST", path="/train/publish", body=body, read=read, repeatable=False)
+    return _post("/train/publish", body, RoundReport | responses.AdapterReport, repeatable=False)
 
 
 def report_step(
@@ -166,42 +153,35 @@ def report_step(
 ) -> Call[responses.Status]:
     samples = [asdict(each) for each in rollouts]
     body = {"run": run, "step": step, "values": dict(values), "rollouts": samples}
-    return Call(method="POST", path="/train/report", body=body, read=typed(responses.Status))
+    return _post("/train/report", body, responses.Status)
 
 
 def save(path: str | None = None) -> Call[responses.SavedCheckpoint]:
     """`path` None: the trainer chooses a directory on its host."""
     body = {} if path is None else {"path": path}
-    read = typed(responses.SavedCheckpoint)
-    return Call(method="POST", path="/train/save", body=body, read=read, repeatable=False)
+    return _post("/train/save", body, responses.SavedCheckpoint, repeatable=False)
 
 
 def train_status() -> Call[responses.TrainerStatus]:
-    return Call(method="GET", path="/train/status", read=typed(responses.TrainerStatus))
+    return _get("/train/status", responses.TrainerStatus)
 
 
 # -- vLLM's ----------------------------------------------------------------------------------------
 
 
 def model() -> Call[str]:
-    return Call(
-        method="GET",
-        path="/v1/models",
-        read=_then(typed(Object), lambda models: str(models["data"][0]["id"])),
-    )
+    return _get("/v1/models", Object, lambda models: str(models["data"][0]["id"]))
 
 
 def tokenize(model: str, prompt: str) -> Call[list[int]]:
     body = {"model": model, "prompt": prompt, "add_special_tokens": False}
-    read = _then(typed(_Tokens), lambda made: made.tokens)
-    return Call(method="POST", path="/tokenize", body=body, read=read)
+    return _post("/tokenize", body, _Tokens, lambda made: made.tokens)
 
 
 def tokenize_chat(model: str, messages: Sequence[Mapping[str, str]]) -> Call[list[int]]:
     """With the generation prompt."""
     body = {"model": model, "messages": list(messages), "add_generation_prompt": True}
-    read = _then(typed(_Tokens), lambda made: made.tokens)
-    return Call(method="POST", path="/tokenize", body=body, read=read)
+    return _post("/tokenize", body, _Tokens, lambda made: made.tokens)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -214,5 +194,22 @@ def typed(kind: Any) -> Reader[Any]:
     return lambda content, headers: adapter.validate_json(content)
 
 
-def _then(read: Reader[Any], choose: Callable[[Any], T]) -> Reader[T]:
-    return lambda content, headers: choose(read(content, headers))
+def _get(path: str, kind: Any, choose: Callable[[Any], Any] | None = None) -> Call[Any]:
+    return Call(method="GET", path=path, read=_chosen(kind, choose))
+
+
+def _post(
+    path: str,
+    body: Mapping[str, Any],
+    kind: Any,
+    choose: Callable[[Any], Any] | None = None,
+    *,
+    repeatable: bool = True,
+) -> Call[Any]:
+    read = _chosen(kind, choose)
+    return Call(method="POST", path=path, body=dict(body), read=read, repeatable=repeatable)
+
+
+def _chosen(kind: Any, choose: Callable[[Any], Any] | None) -> Reader[Any]:
+    read = typed(kind)
+    return read if choose is None else lambda content, headers: choose(read(content, headers))
