@@ -112,9 +112,9 @@ def running(config: dict[str, Any], root: Path, *, replicas: int, trainer: bool)
     command += ["--dashboard-port", str(port + 1)]
     with _process(command, root / "log", {}) as process:
         url = f"http://127.0.0.1:{port}"
-        _until_healthy(process, url, root / "log", serving=replicas)
+        _until_ready(process, f"{url}/health", root / "log", replicas)
         if trainer:
-            _until_trainer(url)
+            _until_ready(process, f"{url}/train/status", root / "log")
         yield url
 
 
@@ -142,7 +142,7 @@ def vllm_serve(port: int, *, setup: Setup = CPU) -> Iterator[str]:
         }
         with _process(command, Path(root) / "log", environment) as process:
             url = f"http://127.0.0.1:{port}"
-            _until_healthy(process, url, Path(root) / "log", serving=None)
+            _until_ready(process, f"{url}/health", Path(root) / "log")
             yield url
 
 
@@ -166,28 +166,17 @@ def _process(command: list[str], log: Path, environment: dict[str, str]) -> Iter
                 process.kill()
 
 
-def _until_healthy(process: subprocess.Popen[bytes], url: str, log: Path, serving: int | None) -> None:
+def _until_ready(process: subprocess.Popen[bytes], url: str, log: Path, serving: int | None = None) -> None:
+    """`serving`: replicas that the answer must report."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended:\n{log.read_text()[-3000:]}")
         try:
-            answer = httpx.get(f"{url}/health", timeout=5)
+            answer = httpx.get(url, timeout=30)
             if answer.status_code == 200 and (serving is None or answer.json()["serving"] >= serving):
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise TimeoutError(f"{url} was not healthy within {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")
-
-
-def _until_trainer(url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{url}/train/status", timeout=30).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise TimeoutError("the trainer did not come up")
+    raise TimeoutError(f"{url} was not ready within {START_TIMEOUT_S:.0f} s:\n{log.read_text()[-3000:]}")

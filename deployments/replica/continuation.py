@@ -46,7 +46,7 @@ class Piece:
 
 
 class Said:
-    """An answer: what the former replica said, and this one.."""
+    """An answer: what the former replica said, and this one."""
 
     def __init__(self, received: bytes = b"") -> None:
         begin, *self._lines = received.splitlines() or [b"null"]

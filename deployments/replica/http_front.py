@@ -36,7 +36,7 @@ from deployments.protocol.routing import (
 from deployments.replica.capture import Capture, Ledger
 from deployments.replica.continuation import Said
 from deployments.replica.host_store import VERSIONS
-from deployments.replica.spans import RECORDER, SpanRecorder, StreamAnnotator, annotate_json
+from deployments.replica.spans import RECORDER, SpanRecorder, annotate_events, annotate_json
 
 
 class ClientDisconnected(Exception):
@@ -215,7 +215,6 @@ class _Response:
         self._send = send
         self._recorder = recorder
         self._part = part
-        self._annotate = StreamAnnotator(recorder)
         self._start: Message | None = None  # held back until the first piece of the body
         self.begun = False
         self._is_json = self._is_stream = self._is_named = False  # named events, as on /v1/messages
@@ -302,7 +301,7 @@ class _Response:
                 self._replacement = refused
                 if refused is not None:
                     return
-            piece = self._annotate(piece)
+            piece = annotate_events(piece, self._recorder)
         if not self.begun:
             if self._recorder.capture is not None:
                 await self._recorder.capture.opened()

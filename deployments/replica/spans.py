@@ -101,30 +101,28 @@ def annotate_json(body: bytes, recorder: SpanRecorder, status: int, part: Part |
     return _encode(answer)
 
 
-class StreamAnnotator:
-    def __init__(self, recorder: SpanRecorder) -> None:
-        self._recorder = recorder
+def annotate_events(chunk: bytes, recorder: SpanRecorder) -> bytes:
+    """A piece of a stream with versions."""
+    # Spans are known when a choice finishes, before vLLM's event for it: do not parse earlier events.
+    if not recorder.spans:
+        return chunk
+    return b"\n\n".join(_annotate_event(event, recorder) for event in chunk.split(b"\n\n"))
 
-    def __call__(self, chunk: bytes) -> bytes:
-        # Spans are known when a choice finishes, before vLLM's event for it: do not parse earlier events.
-        if not self._recorder.spans:
-            return chunk
-        return b"\n\n".join(self._event(event) for event in chunk.split(b"\n\n"))
 
-    def _event(self, event: bytes) -> bytes:
-        if not event.startswith(b"data: {"):
-            if not event.startswith(_NAMED_ENDS):
-                return event
-            name, newline, event = event.partition(b"\n")
-            return name + newline + self._event(event)
-        try:
-            data = json.loads(event[len(b"data: ") :])
-        except (ValueError, RecursionError):  # split by the transport: leave it
+def _annotate_event(event: bytes, recorder: SpanRecorder) -> bytes:
+    if not event.startswith(b"data: {"):
+        if not event.startswith(_NAMED_ENDS):
             return event
-        if "error" in data:
-            return event
-        _annotate(data, self._recorder)
-        return b"data: " + _encode(data)
+        name, newline, event = event.partition(b"\n")
+        return name + newline + _annotate_event(event, recorder)
+    try:
+        data = json.loads(event[len(b"data: ") :])
+    except (ValueError, RecursionError):  # split by the transport: leave it
+        return event
+    if "error" in data:
+        return event
+    _annotate(data, recorder)
+    return b"data: " + _encode(data)
 
 
 def _place(answer: dict[str, Any], choices: list[dict[str, Any]], part: Part) -> None:

@@ -9,7 +9,6 @@ Each part is retried alone. A part's client error is the response to the whole. 
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from starlette.responses import Response
 
@@ -23,12 +22,6 @@ NOT_RETURNED = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartRequest:
-    request: Outgoing
-    attempts: AttemptHistory
-
-
 class _Refused(Exception):
     def __init__(self, response: Response) -> None:
         super().__init__(response.status_code)
@@ -36,7 +29,7 @@ class _Refused(Exception):
 
 
 async def respond_in_parts(
-    forwarder: Forwarder, requests: Sequence[PartRequest], limits: RouterLimits
+    forwarder: Forwarder, requests: Sequence[tuple[Outgoing, AttemptHistory]], limits: RouterLimits
 ) -> Response:
     """In list order, or one part's error response.
 
@@ -46,7 +39,7 @@ async def respond_in_parts(
     """
     try:
         async with asyncio.TaskGroup() as group:
-            parts = [group.create_task(_part(forwarder, each, limits)) for each in requests]
+            parts = [group.create_task(_part(forwarder, *each, limits)) for each in requests]
     except BaseExceptionGroup as errors:
         error = errors.exceptions[0]
         if isinstance(error, _Refused):
@@ -69,14 +62,16 @@ def response_of(body: bytes, started: StartedResponse) -> Response:
     return response
 
 
-async def _part(forwarder: Forwarder, part: PartRequest, limits: RouterLimits) -> tuple[bytes, Headers]:
+async def _part(
+    forwarder: Forwarder, request: Outgoing, attempts: AttemptHistory, limits: RouterLimits
+) -> tuple[bytes, Headers]:
     while True:
-        started = await forwarder.forward(part.request, part.attempts, limits)
+        started = await forwarder.forward(request, attempts, limits)
         async with started.connection:
             try:
                 body = await started.body()
             except ResponseLost as error:
-                forwarder.count_loss(part.request, part.attempts, started.replica_id, str(error))
+                forwarder.count_loss(request, attempts, started.replica_id, str(error))
                 continue
         if started.response.status >= 400 or started.whole is None:
             raise _Refused(response_of(body, started))

@@ -38,7 +38,7 @@ from deployments.router.forwarding import (
     StartedResponse,
 )
 from deployments.router.http_client import Headers, ResponseLost
-from deployments.router.parts import PartRequest, respond_in_parts, response_of, returned_headers
+from deployments.router.parts import respond_in_parts, response_of, returned_headers
 from deployments.router.prompt_lists import MIN_SEQUENCES, PromptList, split_prompts
 from deployments.router.request_inspection import check_headers, inspect, read_body
 from deployments.router.scrape import Scraped
@@ -237,7 +237,7 @@ class Router:
 
     async def _parts(
         self, request: Outgoing, attempts: AttemptHistory, prompts: PromptList
-    ) -> list[PartRequest]:
+    ) -> list[tuple[Outgoing, AttemptHistory]]:
         if request.sequences < 2 * MIN_SEQUENCES:
             return []
         loads = await self._forwarder.loads(attempts.demand)
@@ -253,7 +253,7 @@ class Router:
                 sequences=(share.stop - share.start) * prompts.completions,
             )
             demand = replace(attempts.demand, prefer=share.replica_id)
-            parts.append(PartRequest(request=outgoing, attempts=AttemptHistory(demand=demand)))
+            parts.append((outgoing, AttemptHistory(demand=demand)))
         return parts
 
     def _response(self, started: StartedResponse, request: Outgoing, attempts: AttemptHistory) -> Response:

@@ -200,11 +200,6 @@ class ControllerInProcess:
         self.ask("connect", token, init_info or {})
         self.ask("release", token)
 
-    def disconnect_as(self, publisher: str) -> None:
-        token = self.ask("acquire", publisher).token
-        self.ask("disconnect", token)
-        self.ask("release", token)
-
     def publish_as(self, publisher: str, init_info: dict[str, Any] | None = None) -> RoundReport:
         """A round of another publisher, whose tensors nobody reads."""
         self.connect_as(publisher, init_info)

@@ -20,7 +20,7 @@ from deployments.controller.journal import NAME, Journal, JournalError
 from deployments.ledger.decisions import Labelled, LeaseIssued, Started, encode
 from deployments.protocol.errors import InvalidRequest
 from deployments.protocol.routing import demand_of
-from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json
+from deployments.replica.spans import SpanRecorder, annotate_events, annotate_json
 from deployments.weights.store.versions import VersionManifest
 from deployments.weights.wire.chunk_layout import layout
 from trainers.trajectory import parse_trajectories
@@ -173,4 +173,4 @@ def test_answers_of_an_engine(body: bytes, status: int) -> None:
     recorder = SpanRecorder(3)
     recorder.record(0, [{"version": 4, "start": 0, "end": 2}])
     assert isinstance(annotate_json(body, recorder, status), bytes)
-    StreamAnnotator(recorder)(b"data: " + body + b"\n\ndata: [DONE]\n\n")
+    annotate_events(b"data: " + body + b"\n\ndata: [DONE]\n\n", recorder)

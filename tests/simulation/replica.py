@@ -115,11 +115,6 @@ class Replica:
         return await self.member.generate(seconds)
 
     @property
-    def admits(self) -> bool:
-        """Whether a request that comes now is taken."""
-        return self.process.runs and self.admission is not None and self.admission.refusal() is None
-
-    @property
     def version(self) -> int | None:
         """Which version a request would be answered from now; None if none would."""
         if self.admission is None or self.member is None or not self.process.runs:

@@ -1,6 +1,7 @@
 """Against vLLM's own models of the answer: ours adds to them, and they read what it added to."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from vllm.utils import random_uuid
 
 from deployments.protocol.routing import Part
 from deployments.replica.replica_engine import _BEAM
-from deployments.replica.spans import SpanRecorder, StreamAnnotator, annotate_json, name_tokens
+from deployments.replica.spans import SpanRecorder, annotate_events, annotate_json, name_tokens
 
 SPANS = [{"version": 3, "start": 0, "end": 5}, {"version": 4, "start": 5, "end": 9}]
 
@@ -58,13 +59,12 @@ def test_errors_have_the_fleets_format() -> None:
 
 def test_stream_is_parsed_only_after_a_choice_has_finished() -> None:
     made = SpanRecorder(3)
-    annotate = StreamAnnotator(made)
     early = b'data: {"choices": [{"index": 0, "finish_reason": null}]}\n\n'
-    assert annotate(early) is early
+    assert annotate_events(early, made) is early
     made.record(made.open_call(1), SPANS)
     finished = b'data: {"choices": [{"index": 0, "finish_reason": "stop"}]}\n\n'
     last = finished + b'data: {"choices": []}\n\ndata: [DONE]\n\n'
-    events = annotate(last).split(b"\n\n")
+    events = annotate_events(last, made).split(b"\n\n")
     assert json.loads(events[0][6:])["choices"][0]["weight_versions"] == SPANS
     assert json.loads(events[1][6:]) == {"choices": [], "weight_version": 4}
     assert events[2:] == [b"data: [DONE]", b""]
@@ -78,7 +78,7 @@ def test_stream_is_parsed_only_after_a_choice_has_finished() -> None:
     ],
 )
 def test_last_named_event_has_the_version(name: bytes, data: bytes) -> None:
-    annotate = StreamAnnotator(recorder())
+    annotate = partial(annotate_events, recorder=recorder())
     before = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":0}\n\n'
     assert annotate(before) == before
     named, _, annotated = annotate(b"event: " + name + b"\ndata: " + data + b"\n\n").partition(b"\n")
@@ -92,9 +92,8 @@ def test_last_named_event_has_the_version(name: bytes, data: bytes) -> None:
 
 
 def test_split_event_is_unchanged() -> None:
-    annotate = StreamAnnotator(recorder())
     half = b'data: {"choices": [{"ind'
-    assert annotate(half) == half
+    assert annotate_events(half, recorder()) == half
 
 
 PART = Part(first_choice=6, created=99)
