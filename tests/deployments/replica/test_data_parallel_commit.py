@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from threading import Barrier
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore, ProcessGroupGloo
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import DPEngineCoreProc, EngineShutdownState
 from vllm.v1.outputs import ModelRunnerOutput
@@ -22,7 +23,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from deployments.replica import engine_core
 from deployments.replica.engine_core import COMMIT
 from tests.deployments.replica.bare_core import Core, config_of
-from tests.free_ports import free_ports
 
 RANKS = 2
 INTERVAL = 4  # steps between two agreements
@@ -90,13 +90,13 @@ class Rank(Core):
 
     kind = DPEngineCoreProc
 
-    def __init__(self, config: VllmConfig, barrier: Barrier, port: int, rank: int) -> None:
+    def __init__(self, config: VllmConfig, barrier: Barrier, store: HashStore, rank: int) -> None:
         super().__init__(config)
         core, self.workers = self.core, Workers(barrier)
         core.model_executor, core.vllm_config, core.log_stats = self.workers, config, False
         core.engine_index = core.dp_rank = rank
         core.dp_size, core.dp_sync_interval, core.prefill_schedule_interval = RANKS, INTERVAL, 1
-        core.dp_group = stateless_init_torch_distributed_process_group("127.0.0.1", port, rank, RANKS, "gloo")
+        core.dp_group = ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=LIMIT_S))
         core.has_coordinator = core.publish_dp_lb_stats = core.enable_fault_tolerance = False
         core.step_counter = core.current_wave = 0
         core.pending_pause = core.ignore_start_dp_wave = core.reject_new_requests = False
@@ -158,9 +158,9 @@ def config(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 @pytest.fixture
 def ranks(config: VllmConfig) -> Iterator[list[Rank]]:
-    barrier, [port] = Barrier(RANKS), free_ports(1)
+    barrier, store = Barrier(RANKS), HashStore()
     with ThreadPoolExecutor(RANKS) as pool, set_current_vllm_config(config):
-        made = list(pool.map(partial(Rank, config, barrier, port), range(RANKS)))
+        made = list(pool.map(partial(Rank, config, barrier, store), range(RANKS)))
         loops = [pool.submit(rank.run) for rank in made]
         yield made
         for rank in made:
