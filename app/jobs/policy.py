@@ -116,8 +116,7 @@ def image_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 def only_text(messages: Sequence[Mapping[str, Any]]) -> None:
     if urls := image_urls(messages):
         raise ValueError(
-            f"expected messages of text alone, from an environment of several turns, and for a teacher that "
-            f"answers in the policy's place (--loss sft), got {len(urls)} images"
+            f"expected messages of text alone, from an environment of several turns, got {len(urls)} images"
         )
 
 

@@ -21,7 +21,7 @@ from app.client import calls, completions
 from app.client.completions import Answer, Completion
 from app.client.connection import AsyncFleetClient, Call, FleetError
 from app.jobs.options import JobOptions
-from app.jobs.policy import Policy, Unanswered, is_too_long, only_text
+from app.jobs.policy import Policy, Unanswered, image_urls, is_too_long
 from app.jobs.task_groups import all_of
 from trainers.trajectory import TeacherLogprobs, Trajectory
 
@@ -211,14 +211,18 @@ class SamplingTeacher(Policy):
     made: dict[str, list[Trajectory]] = field(default_factory=dict)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], attempts: Sequence[str]) -> Sequence[Answer]:
-        """Raises as `forward`, and Unanswered for a conversation that exceeds the teacher's context."""
-        prompt = await self.tokenize(messages)
-        settings = self._sampling() | {"ignore_eos": False, "n": len(attempts)}
-        call = completions.complete(self.model, prompt, **settings)
+        """Raises as `forward`, and Unanswered for a conversation that exceeds the teacher's context, or an
+        image that it cannot read."""
+        settings, sees = self._sampling() | {"n": len(attempts)}, bool(image_urls(messages))
+        if sees:  # which token ids lack: the teacher's chat template renders them
+            call = completions.chat(settings | {"model": self.model, "messages": list(messages)})
+        else:
+            prompt = await self.tokenize(messages)
+            call = completions.complete(self.model, prompt, **settings | {"ignore_eos": False})
         try:
             return (await self.forward(call, "", ",".join(attempts))).answers
         except FleetError as error:
-            if is_too_long(error):
+            if is_too_long(error) or (sees and error.status == 400):
                 raise Unanswered(error.message) from error
             raise
 
@@ -227,10 +231,10 @@ class SamplingTeacher(Policy):
         return await self.student.tokenize(messages)
 
     async def forward(self, call: Call[Completion], session: str, attempt: str) -> Completion:
-        """Raises ValueError for images, and FleetError; its status is 400 if the teacher refuses this
-        request."""
+        """Raises ValueError for the address of an image, and FleetError; its status is 400 if the teacher
+        refuses this request."""
         body, attempts = call.body or {}, attempt.split(",")
-        only_text(body.get("messages", ()))
+        images = image_files(body.get("messages", ()))
         completion = await self.teacher.ask(call)
         answers = completion.answers
         if len(answers) != len(attempts) or not all(answer.token_ids for answer in answers):
@@ -240,12 +244,27 @@ class SamplingTeacher(Policy):
             )
         prompt = tuple(body.get("prompt") or body.get("token_ids") or completion.prompt_token_ids)
         for name, answer in zip(attempts, answers, strict=True):
-            add_turn(self.made.setdefault(name, []), prompt, tuple(answer.token_ids))
+            add_turn(self.made.setdefault(name, []), prompt, tuple(answer.token_ids), images)
         return completion
 
 
-def add_turn(sequences: list[Trajectory], prompt: tuple[int, ...], sampled: tuple[int, ...]) -> None:
-    """Extends the sequence that the turn's prompt begins with, or adds one."""
+def image_files(messages: Sequence[Mapping[str, Any]]) -> tuple[bytes, ...]:
+    urls = [each["url"] for each in image_urls(messages)]
+    if far := [url for url in urls if not url.startswith("data:")]:
+        raise ValueError(
+            "expected files or data URLs of images, for a teacher that answers in the policy's place (--loss "
+            f"sft), got {far[0][:80]!r}"
+        )
+    return tuple(base64.b64decode(url.partition(",")[2]) for url in urls)
+
+
+def add_turn(
+    sequences: list[Trajectory],
+    prompt: tuple[int, ...],
+    sampled: tuple[int, ...],
+    images: tuple[bytes, ...] = (),
+) -> None:
+    """Extends the sequence that the turn's prompt begins with, or adds one. `images`: of all the prompt."""
     before = Trajectory(prompt_token_ids=prompt, token_ids=(), logprobs=(), advantage=0.0, loss_mask=())
     for number, each in enumerate(sequences):
         if prompt[: len(each)] == each.prompt_token_ids + each.token_ids:
@@ -255,7 +274,8 @@ def add_turn(sequences: list[Trajectory], prompt: tuple[int, ...], sampled: tupl
     tokens = before.token_ids + told + sampled
     assert before.loss_mask is not None
     mask = before.loss_mask + (False,) * len(told) + (True,) * len(sampled)
-    sequences.append(replace(before, token_ids=tokens, logprobs=(0.0,) * len(tokens), loss_mask=mask))
+    logprobs = (0.0,) * len(tokens)
+    sequences.append(replace(before, token_ids=tokens, logprobs=logprobs, loss_mask=mask, images=images))
 
 
 @asynccontextmanager

@@ -103,6 +103,27 @@ def test_a_teacher_sees_the_pictures(seeing: Fleet, tmp_path: Path) -> None:
         assert [step.teacher_kl, step.trainer["loss"]] == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
+def test_a_policy_imitates_what_a_teacher_says_of_pictures(seeing: Fleet, tmp_path: Path) -> None:
+    """The fleet is its own teacher: cross entropy is that of its own samples."""
+    options = JobOptions(
+        url=seeing.url,
+        prompts=prompts(tmp_path),
+        teacher=seeing.url,
+        loss="sft",
+        steps=2,
+        groups_per_step=2,
+        answers_per_group=4,
+        max_tokens=4,
+        metrics=tmp_path / "metrics.jsonl",
+    )
+    with seeing.client() as client:
+        before = client.get("/train/status").json()["step"]
+        assert grpo.run(options, time.monotonic()) == 0
+        assert client.get("/train/status").json()["step"] == before + 2
+    for step in metrics.records(options.metrics):
+        assert step.trainer["tokens"] and step.trainer["grad_norm"] > 0
+
+
 def test_bad_images_are_refused_and_nothing_is_lost(seeing: Fleet) -> None:
     def ask(*parts: Any) -> httpx.Response:
         chat = {"model": MODEL, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 4}

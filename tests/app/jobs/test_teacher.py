@@ -1,7 +1,7 @@
 """A teacher that is a function: what is asked, what the trainer gets, and what a failure does not lose."""
 
 import json
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 from app.client import completions
 from app.client.connection import FleetError
-from app.jobs.policy import Policy
+from app.jobs.policy import Policy, Unanswered
 from app.jobs.teacher import SamplingTeacher, Teacher, read_scores
 from tests.app.fake_answers import client_of, refusal
 from tests.app.jobs.fake_fleet import FakeFleet, run_job
@@ -147,14 +147,24 @@ async def test_of_an_agents_request_the_prompt_is_what_the_teacher_has_read() ->
     assert (sequence.prompt_token_ids, sequence.token_ids) == ((3, 1), (4, 2))
 
 
-async def test_a_teacher_that_samples_is_refused_images() -> None:
-    policy = sampling(FakeTeacher())
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    messages: list[dict[str, Any]] = [{"role": "user", "content": [image]}]
-    with pytest.raises(ValueError, match=r"expected messages of text alone, .*\(--loss sft\), got 1 images"):
-        await policy.chat(messages, ["a"])
-    with pytest.raises(ValueError, match="got 1 images"):
-        await policy.forward(completions.chat({"messages": messages}), "", "a")
+async def test_a_teacher_that_samples_sees_the_images_and_the_trainer_gets_their_files() -> None:
+    fake = FakeTeacher()
+    policy = sampling(fake)
+
+    def messages(url: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+
+    seen = messages(f"data:image/png;base64,{b64encode(b'picture').decode()}")
+    assert len(await policy.chat(seen, ["a", "b"])) == 2
+    assert (fake.asked[0]["messages"], fake.asked[0]["n"]) == (seen, 2)
+    for (sequence,) in (policy.made["a"], policy.made["b"]):
+        assert sequence.prompt_token_ids == (3, 1), "as the teacher's processor expanded it"
+        assert (sequence.token_ids, sequence.images) == ((4, 2), (b"picture",))
+    fake.refused = {-1: "cannot identify image file"}
+    with pytest.raises(Unanswered, match="cannot identify"):
+        await policy.chat(seen, ["c"])
+    with pytest.raises(ValueError, match=r"expected files or data URLs .*\(--loss sft\), got 'https://a/b'"):
+        await policy.chat(messages("https://a/b"), ["d"])
 
 
 async def test_a_teacher_that_is_down_loses_nothing(tmp_path: Path) -> None:
