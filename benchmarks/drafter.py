@@ -82,14 +82,21 @@ class Rollouts:
         ]
         self._numbers = itertools.count()
 
-    async def sample(self, prompts: Sequence[int], streams: int, seed: int) -> Answers:
+    async def sample(self, prompts: Sequence[int], streams: int) -> Answers:
         """An answer to each of the numbered prompts, `streams` at a time."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
-        gate, tokens = asyncio.Semaphore(streams), self._options.answer
+        gate = asyncio.Semaphore(streams)
+        # Without seeds: vLLM samples each seeded request by itself.
+        sampling = SamplingParams(
+            temperature=1.0,
+            max_tokens=self._options.answer,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
-        async def one(index: int, number: int) -> Any:
-            sampling = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, seed=seed + index)
+        async def one(number: int) -> Any:
             prompt = {"prompt_token_ids": list(self.prompts[number])}
             async with gate:
                 async for output in self.engine.llm.generate(prompt, sampling, f"r{next(self._numbers)}"):
@@ -97,7 +104,7 @@ class Rollouts:
             return found
 
         before, began = _counts(), time.perf_counter()
-        answers = await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
+        answers = await asyncio.gather(*map(one, prompts))
         seconds = time.perf_counter() - began
         counts = [now - then for now, then in zip(_counts(), before, strict=True)]
         made = [
@@ -178,11 +185,11 @@ async def measure(options: argparse.Namespace, root: Path) -> None:
     engine = await start_engine(str(options.model), backend, staging, speculative_config=drafts, **arguments)
     rollouts = Rollouts(engine, options)
     drawn = torch.Generator().manual_seed(0)
-    versions, seeds = itertools.count(1), itertools.count(0, 10_000)
+    versions = itertools.count(1)
 
     async def batch() -> Answers:
         chosen = torch.randperm(len(PROMPTS), generator=drawn)[: options.groups].tolist()
-        return await rollouts.sample([each for each in chosen for _ in range(GROUP)], 256, next(seeds))
+        return await rollouts.sample([each for each in chosen for _ in range(GROUP)], 256)
 
     new = write(policy, options.model, root / "new")
     before = policy.model.get_input_embeddings().weight.detach().clone()
@@ -211,10 +218,10 @@ async def measure(options: argparse.Namespace, root: Path) -> None:
     print("\n| drafter | streams | accepted | a step | tokens/s |\n" + "|---" * 5 + "|")
 
     async def ask(name: str) -> None:
-        await rollouts.sample(range(8), 8, 1)
+        await rollouts.sample(range(8), 8)
         for streams in options.streams:
             numbers = [each % len(PROMPTS) for each in range(max(streams, 8) * options.repetitions)]
-            print((await rollouts.sample(numbers, streams, 777)).row(name, streams), flush=True)
+            print((await rollouts.sample(numbers, streams)).row(name, streams), flush=True)
 
     for name, directory in (("new", new / "drafter"), ("stale", root / "stale"), ("fresh", None)):
         loaded = root / f"ask-{name}"

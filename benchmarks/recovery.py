@@ -86,7 +86,8 @@ def fleet(file: Path, mark: str, *, forked: bool) -> Iterator[tuple[httpx.Client
         tempfile.TemporaryDirectory() as root,
         mock.patch.dict(os.environ, marked(mark) | ({} if forked else {SWITCH: "off"})),
     ):
-        arguments |= {"state_dir": f"{root}/state", "security": {"checkpoint_roots": [root]}}
+        model = resolve_model(arguments["model"])
+        arguments |= {"state_dir": f"{root}/state", "security": {"checkpoint_roots": [root, model]}}
         begin = time.monotonic()
         with (
             running(config, Path(root), replicas=replicas, trainer="trainer" in arguments) as url,
@@ -95,7 +96,7 @@ def fleet(file: Path, mark: str, *, forked: bool) -> Iterator[tuple[httpx.Client
             start_s = time.monotonic() - begin
             published = Path(root, "published")
             published.mkdir()
-            for each in Path(resolve_model(arguments["model"])).iterdir():
+            for each in Path(model).iterdir():
                 published.joinpath(each.name).symlink_to(each)
             with FleetClient.connect(url) as publisher:
                 publisher.send(calls.publish_directory(str(published), None))
