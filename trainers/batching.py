@@ -21,10 +21,16 @@ from trainers.trajectory import Trajectory
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from trainers.images import ImageInputs
-
 Row = tuple[int, ...]  # trajectories that share a prompt
 UNKNOWN_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageInputs:
+    # On the CPU: a step has all of its batches at once.
+    pixel_values: torch.Tensor  # float32 [patches of all images, values of a patch]
+    image_grid_thw: torch.Tensor  # int64 [images, 3]
+    sampled_placeholders: torch.Tensor  # bool [R, L]: the model sampled the token, and no image is there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +55,7 @@ class TokenBatch:
     advantages: torch.Tensor  # float32 [M]
     # int64 [M]; UNKNOWN_VERSION where it is not known
     versions: torch.Tensor
-    images: "ImageInputs | None" = None
+    images: ImageInputs | None = None
     # int16 [R * L, layers, top_k], see `trainers.routing_replay`; -1: the router chooses; None: all do
     routed: torch.Tensor | None = None
     # A teacher's most probable tokens, int64 and float32 [M, K]; None: not all completions have a teacher's

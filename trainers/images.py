@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoImageProcessor, PreTrainedModel
 
-from trainers.batching import TokenBatch
+from trainers.batching import ImageInputs, TokenBatch
 from trainers.image_files import opened
 from trainers.trajectory import MAX_NAMED, Trajectory
 
@@ -24,14 +24,6 @@ class Patches:
     values: torch.Tensor  # float32 [patches, values of a patch]
     grid: torch.Tensor  # int64 [3]: frames, rows and columns of patches
     tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageInputs:
-    # On the CPU: a step has all of its batches at once.
-    pixel_values: torch.Tensor  # float32 [patches of all images, values of a patch]
-    image_grid_thw: torch.Tensor  # int64 [images, 3]
-    sampled_placeholders: torch.Tensor  # bool [R, L]: the model sampled the token, and no image is there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
