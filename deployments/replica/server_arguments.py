@@ -17,6 +17,12 @@ from deployments.vllm_versions import server_parser
 # collective of two integers on the host; each step has one of its own.
 DP_SYNC_STEPS = 4
 
+# They change the memory that vLLM measures, but not the key of its startup plan.
+_SIZES_KV_CACHE = (
+    *("gpu_memory_utilization", "speculative_config"),
+    *("limit_mm_per_prompt", "mm_processor_kwargs", "skip_mm_profiling"),
+)
+
 WORKER_EXTENSION = "deployments.replica.worker_extension.WorkerExtension"
 
 
@@ -71,8 +77,7 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         "additional_config": {
             "staging": spec.staging,
             "checkpoint": spec.checkpoint or spec.model,
-            # vLLM's startup plan is else kept when it changes.
-            "gpu_memory_utilization": str(spec.arguments.get("gpu_memory_utilization")),
+            **{name: str(spec.arguments.get(name)) for name in _SIZES_KV_CACHE},
         },
         "worker_extension_cls": WORKER_EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate; `passed_routes` filters the rest

@@ -11,6 +11,7 @@ from deployments.vllm_plugin import register
 from tests.tiny_models import save_tiny_llama
 
 register()
+DRAFTS = {"method": "ngram", "prompt_lookup_max": 4, "num_speculative_tokens": 1}
 
 
 def key(spec: EngineSpec) -> str:
@@ -27,7 +28,7 @@ def spec(tmp_path: Path) -> EngineSpec:
         served_model_name="tiny",
         backend="shm",
         staging="host",
-        arguments={"dtype": "float32", "gpu_memory_utilization": 0.5},
+        arguments={"dtype": "float32", "gpu_memory_utilization": 0.5, "speculative_config": DRAFTS},
     )
 
 
@@ -37,7 +38,15 @@ def test_a_stored_version_is_compiled_as_its_base_is(spec: EngineSpec, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"dtype": "bfloat16"}, {"max_model_len": 64}, {"gpu_memory_utilization": 0.4}]
+    "changed",
+    [
+        {"dtype": "bfloat16"},
+        {"max_model_len": 64},
+        {"gpu_memory_utilization": 0.4},
+        {"limit_mm_per_prompt": {"image": 2}},
+        {"speculative_config": {**DRAFTS, "num_speculative_tokens": 8}},
+    ],
+    ids=lambda changed: next(iter(changed)),
 )
 def test_other_settings_are_compiled_or_measured_anew(spec: EngineSpec, changed: dict[str, object]) -> None:
     assert key(replace(spec, arguments={**spec.arguments, **changed})) != key(spec)
