@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deployments.protocol.errors import TransferFailed
+from deployments.protocol.poll import FilePart
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
 from deployments.weights.transports.kept_chunks import KeptChunks, apply, header, read_header
 from deployments.weights.transports.registry import DEFAULT_TIMEOUT_S
@@ -151,6 +152,10 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         self._chunks, self._told, self._sent = init_info.chunks(), init_info.keeps, {}
         return self.make_group(init_info, init_info.rank_offset + self.worker_index, check)
 
+    def read_part(self, part: FilePart) -> None:
+        self._sent = {}  # the staging no longer has the last broadcast round
+        super().read_part(part)
+
     def receive(self, update_info: BroadcastInfo) -> Iterator[ReceivedChunk]:
         group = self.group
         group.reserve(largest(self._chunks))
@@ -200,7 +205,7 @@ class BroadcastReceiver(GroupReceiver[RendezvousInfo, BroadcastInfo]):
         yield block
 
     def _has_last_round(self, group: BroadcastGroup) -> bool:
-        """By the first chunk: engines also load directories, and lose weights while they sleep."""
+        """By the first chunk: weights are lost while an engine sleeps."""
         if not self._sent or not self.staging.holds(self._chunks):
             return False
         first = self._chunks[0]

@@ -16,6 +16,7 @@ import torch
 from deployments.host.network import address_towards
 from deployments.protocol.errors import TransferFailed
 from deployments.trainer.weight_publisher import PublishSource
+from deployments.weights.store.checkpoint_files import parts_of, stated
 from deployments.weights.transports.broadcast import BUFFERS, Check
 from deployments.weights.transports.gloo import (
     GlooGroup,
@@ -275,6 +276,26 @@ def test_a_worker_that_has_not_staged_the_last_round_gets_a_whole_one(
     engine.shutdown()
     fleet.drop()
     engine = connect(way, fleet, policy.source)
+    engine.send_weights()
+    assert arrived(fleet, policy) == policy.size_bytes
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("way", [CHAIN, *on_gpus])
+def test_the_round_after_a_published_directory_is_whole(
+    way: str, fleet: Fleet, policy: Policy, checkpoint: Path
+) -> None:
+    """It differs from the last round only in chunks that are not compared before."""
+    engine = connect(way, fleet, policy.source)
+    with torch.no_grad():
+        policy.weights["layer.weight"] += 1
+    engine.send_weights()
+    (part,) = parts_of(checkpoint, [checkpoint / "model.safetensors"], part_bytes=1 << 30)
+    for receiver in fleet.receivers:
+        receiver.start()
+        receiver.read_part(stated(part))
+    assert len({state.digest for state in fleet.verify()}) == 1
+    policy.step()
     engine.send_weights()
     assert arrived(fleet, policy) == policy.size_bytes
     engine.shutdown()

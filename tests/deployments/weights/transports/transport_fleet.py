@@ -20,7 +20,7 @@ import torch
 from vllm.config import LoadConfig
 from vllm.distributed.weight_transfer import ParamMeta
 
-from deployments.protocol.poll import Outcome
+from deployments.protocol.poll import FilePart, Outcome
 from deployments.vllm_versions import Source
 from deployments.weights.staging.host import HostStaging
 from deployments.weights.staging.transfer_engine import StagedWeightTransferEngine
@@ -101,6 +101,9 @@ class Receiver:
 
     def update(self, info: dict[str, Any]) -> None:
         self.engine.update_weights(info)
+
+    def read_part(self, part: FilePart) -> None:
+        self.engine.read_part(part)
 
     def progress(self) -> StagingState:
         return self.engine.progress()
