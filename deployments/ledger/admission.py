@@ -34,9 +34,11 @@ def on_report(state: State, report: Report) -> bool:
     quiet = known is not None and _says_nothing_new(known, report)
     epoch = state.epoch
     member = membership.register(state, report)
-    if member is not None and member.out and report.fenced:
-        membership.on_fence_delivered(state, member)
-    if member is None or member.out:
+    if member is None:
+        return True
+    if member.out:
+        if report.fenced:
+            membership.on_fence_delivered(state, member)
         return True
     _copy(state, member, report)
     follows = stored_versions.on_report(state, member, report)
@@ -48,9 +50,10 @@ def on_report(state: State, report: Report) -> bool:
     if report.failed:  # its engine died, or it failed in an instruction of an earlier controller
         membership.fence(state, member, report.failed)
     _check_version(state, member)
-    _drop_leftovers(state, member, report)
-    if report.scores is not None and member.alive:
-        proof.on_scores(state, report.scores, member.replica_id)
+    if member.alive:
+        _drop_leftovers(state, member, report)
+        if report.scores is not None:
+            proof.on_scores(state, report.scores, member.replica_id)
     if report.ended:
         gone(state, member, "it was stopped, and ended before the fleet let it go")
     return follows or not quiet or state.epoch != epoch
@@ -61,19 +64,18 @@ def _is_of_before(state: State, member: Member, report: Report) -> bool:
     one before it until it swaps; one that left in order may be behind."""
     if member.state is not MemberState.RETURNING or not member.was_serving:
         return False
-    swaps = state.round is not None and member in state.round.commits
+    swaps = state.round is not None
     return report.version < state.committed_version - swaps and not (report.leaving and report.drained)
 
 
 def _says_nothing_new(member: Member, report: Report) -> bool:
     return (
         member.state is MemberState.SERVING
-        and not (report.leaving or report.ended or report.failed)
+        and not report.leaving
         and member.draining == report.draining
         and member.adapters == report.adapters
         and equivalent(member.engine_state, report.condition)
         and member.loading_version == report.loading_version
-        and member.updates_in_place == report.updates_in_place
     )
 
 
@@ -93,7 +95,7 @@ def _copy(state: State, member: Member, report: Report) -> None:
 
 def _check_version(state: State, member: Member) -> None:
     committed, current = state.committed_version, state.round
-    swapping = current is not None and current.decided and member in current.commits
+    swapping = current is not None and member in current.commits
     if member.departing:
         return
     if member.version > committed:
@@ -107,7 +109,7 @@ def _check_version(state: State, member: Member) -> None:
 def _drop_leftovers(state: State, member: Member, report: Report) -> None:
     """A round that ended, or that a restarted controller never decided."""
     known = state.round is not None and state.round.round_id == report.staged_round
-    if member.alive and report.staged_round is not None and not known:
+    if report.staged_round is not None and not known:
         staging_phase.drop(state, member, report.staged_round)
 
 
@@ -247,14 +249,11 @@ def _catch_up(state: State, member: Member) -> None:
 def _caught_up(state: State, call: PendingCall, *, version: int, sent: float) -> None:
     verdict = classify(call)
     for replica_id, reason in verdict.rejected.items():
-        member = state.members.get(replica_id)
-        if member is not None and not member.out:
-            stored_versions.refuse(state, replica_id, member.incarnation, version, reason)
+        member = state.members[replica_id]
+        stored_versions.refuse(state, replica_id, member.incarnation, version, reason)
     reasons = {**verdict.transfer_failed, **verdict.replica_failed}
     for replica_id in verdict.done:
-        member = state.members.get(replica_id)
-        if member is None:
-            continue
+        member = state.members[replica_id]
         if version != state.committed_version:
             member.patience_s = max(2 * member.patience_s, state.now - sent)
         if member.version != version:

@@ -195,7 +195,7 @@ def _send_commit(state: State, current: Round, member: Member) -> None:
 
 def _swapped(state: State, call: PendingCall, *, current: Round, member: Member) -> None:
     current.record(call)
-    if member.replica_id in call.answers and current.commits[member] is call:
+    if member.replica_id in call.answers:
         reason = classify(call).not_done.get(member.replica_id)
         if reason is None and member.version != current.version:
             reason = f"acknowledged version {current.version} but holds {member.version}"
@@ -204,7 +204,7 @@ def _swapped(state: State, call: PendingCall, *, current: Round, member: Member)
 
 
 def _fence_until_certain(state: State, current: Round, member: Member, reason: str) -> None:
-    if not member.out:
+    if not member.fence_delivered:
         _expect_commit(state, current, member)
         membership.fence(state, member, reason)
 

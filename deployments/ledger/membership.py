@@ -9,6 +9,7 @@
 the code that fenced it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from deployments.ledger.decisions import KEPT_FENCES, Admitted, Fenced, Participant
@@ -148,7 +149,7 @@ def _stop_waiting_for(state: State, member: Member, *, certain: bool) -> None:
 
 
 def _start_deadline(state: State, member: Member) -> None:
-    if member.queue and member.queue[0].due is None:
+    if member.queue and member.queue[0].due == math.inf:
         first = member.queue[0]
         first.due = state.now + first.instruction.deadline_s + state.config.grace_s
 
@@ -249,7 +250,7 @@ def check_deadlines(state: State) -> list[str]:
     for member in list(state.members.values()):
         if member.queue:
             first = member.queue[0]
-            if first.due is not None and state.now > first.due:
+            if state.now > first.due:
                 limit_s = first.instruction.deadline_s
                 fence(state, member, f"missed the deadline of {first.body.name} ({limit_s:g} s)")
         silent_s = state.now - member.last_poll
@@ -263,7 +264,7 @@ def count_failed_transfers(state: State, verdict: Verdict, action: str, missing:
     failed = verdict.transfer_failed if verdict.done else missing
     for replica_id, reason in failed.items():
         member = state.members.get(replica_id)
-        if member is None or member.out:
+        if member is None:
             continue
         member.failed_transfers += 1
         if member.failed_transfers >= MAX_FAILED_TRANSFERS:
@@ -336,11 +337,8 @@ def forget_drain(state: State, drain_id: str) -> None:
 def on_draining(state: State, member: Member) -> None:
     draining = member.draining
     for drain in state.drains:
-        if draining is None or drain.drain_id not in draining.drain_ids or draining.running != 0:
-            continue
-        if member in drain.call.waiting:
+        if draining is not None and drain.drain_id in draining.drain_ids and draining.running == 0:
             drain.call.waiting.discard(member)
-            drain.call.answers[member.replica_id] = poll.Acknowledgement(seq=0, outcome=poll.Outcome.DONE)
 
 
 def end_drains(state: State) -> None:

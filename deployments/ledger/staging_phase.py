@@ -161,7 +161,7 @@ def abort(state: State, current: Round, error: errors.SlipstreamError) -> None:
         membership.withdraw(member, lambda body: isinstance(body, poll.Receive | poll.Verify), delivered=True)
         drop(state, member, current.round_id)
     in_place = any(member.updates_in_place for member in current.participants)
-    if current.file_bytes is None and not in_place:
+    if not in_place:
         publisher_session.break_connection(state, current.connection, current.round_id)
     for call in _receives(state, current):
         call.waiting.clear()
@@ -267,7 +267,7 @@ def _not_drained(current: Round, timeout_s: float) -> errors.RoundAborted:
 
 def _answered(state: State, call: PendingCall) -> None:
     current = state.round
-    if current is None or current.round_id != call.round_id or current.decided:
+    if current is None or current.round_id != call.round_id:
         return
     current.record(call)
     if current.part is RoundPart.STAGE and not _receives(state, current):
@@ -291,7 +291,7 @@ def _answered(state: State, call: PendingCall) -> None:
         elif verdict.transfer_failed:
             error = _transfer_failed(current, {**call.absent, **verdict.transfer_failed})
         elif call.name == poll.Verify.name:
-            _compare(state, current, call)
+            _compare(state, current)
             return
         else:
             return
@@ -299,12 +299,8 @@ def _answered(state: State, call: PendingCall) -> None:
     abort(state, current, error)
 
 
-def _compare(state: State, current: Round, call: PendingCall) -> None:
-    staged = {
-        member.replica_id: current.staged[member.replica_id]
-        for member in current.remaining()
-        if member.replica_id in call.answers
-    }
+def _compare(state: State, current: Round) -> None:
+    staged = {member.replica_id: current.staged[member.replica_id] for member in current.remaining()}
     for member in current.remaining():
         member.failed_transfers = 0
     digests = {replica_id: each.digest for replica_id, each in staged.items()}

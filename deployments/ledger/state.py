@@ -138,7 +138,7 @@ class PendingCall:
 class QueuedInstruction:
     instruction: poll.Instruction
     call: PendingCall | None
-    due: float | None = None
+    due: float = math.inf  # from when it is first in the queue
     delivered: bool = False
 
     @property
@@ -500,8 +500,7 @@ class State:
         for member in self.members.values():
             member.last_poll += stalled_s
             for queued in member.queue:
-                if queued.due is not None:
-                    queued.due += stalled_s
+                queued.due += stalled_s
         for drain in self.drains:
             drain.due += stalled_s
         self.publisher.expires += stalled_s

@@ -153,7 +153,7 @@ def test_an_operation_waits_until_no_request_runs(text: str) -> None:
         replica.take_requests(1)
     scene.poll(6)
     assert call.done and call.error is None
-    assert scene.status().condition == (text.split()[0],)
+    assert scene.status().condition == (text.split()[0],) and not scene.ledger.state.drains
     assert [(each.running, each.waiting, len(each.drains)) for each in scene.replicas] == [(0, 1, 0)] * 2
 
 
@@ -186,6 +186,52 @@ def test_an_engine_that_does_not_say_what_runs_is_not_fenced_for_it() -> None:
     assert isinstance(call.error, Conflict) and goes_on(scene)
 
 
+@pytest.mark.parametrize("drains", [False, True])
+def test_an_engine_that_never_says_what_runs_is_named(drains: bool) -> None:
+    scene = busy_fleet(drain_timeout_s=30)
+    scene.replicas[0].end_requests()
+    silent = scene.replicas[1]
+    if drains:
+        silent.running = None  # type: ignore[assignment]
+    else:
+        silent.hangs_in.add(Drain)
+    call = scene.ask("pause wait")
+    scene.wait(29)
+    scene.now += 2
+    scene.ledger.tick(scene.now)
+    assert call.error is not None and "(r1: did not say how many)" in call.error.message
+
+
+def test_a_drain_that_gave_way_before_it_was_delivered_reaches_no_replica() -> None:
+    scene = busy_fleet()
+    scene.ask("pause wait")
+    scene.call("resume")
+    assert not any(isinstance(body, Drain) for each in scene.replicas for body in bodies(each))
+
+
+def test_one_that_drains_for_a_round_has_not_drained_for_an_operation() -> None:
+    scene = busy_fleet()
+    scene.replicas[0].end_requests()
+    scene.publish()
+    call = scene.ask("pause wait")
+    scene.replicas[0].hangs_in.add(Drain)
+    scene.replicas[1].end_requests()
+    scene.poll(1)
+    assert not call.done and len(scene.ledger.state.drains[-1].call.waiting) == 2
+
+
+def test_an_operation_waits_on_when_a_round_beside_it_is_aborted() -> None:
+    scene = busy_fleet()
+    scene.publish()
+    call = scene.ask("pause wait")
+    scene.poll(1)
+    scene.ledger.abort_round(scene.token, 1, "changed its mind", scene.now)
+    for replica in scene.replicas:
+        replica.end_requests()
+    scene.poll(6)
+    assert call.done and call.error is None and scene.status().condition == ("pause",)
+
+
 def test_two_operations_that_wait_are_both_carried_out() -> None:
     scene = busy_fleet()
     calls = [scene.ask("pause wait"), scene.ask("sleep 0 wait")]
@@ -206,6 +252,7 @@ def test_an_operation_that_does_not_wait_ends_one_that_does(text: str) -> None:
     assert isinstance(waits.error, Conflict) and "gave way to a later" in waits.error.message
     assert call.done and call.error is None
     assert not any(each.drains for each in scene.replicas)
+    assert not scene.ledger.state.drains and not scene.ledger.state.pending
     assert scene.status().condition == (() if text == "resume" else (text.split()[0],))
 
 

@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 
+from deployments.protocol.engine_state import IsPaused
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest
-from deployments.protocol.poll import Connect, Receive
+from deployments.protocol.poll import Connect, Outcome, Receive
 from tests.deployments.ledger.fake_replica import FakeReplica
-from tests.deployments.ledger.ledger_scene import Scene, report_of
+from tests.deployments.ledger.ledger_scene import Scene, condition, report_of
 
 
 def test_each_replica_gets_its_own_rank_offset() -> None:
@@ -136,8 +139,95 @@ def test_a_report_that_a_later_one_overtook_fences_nobody() -> None:
     report_of(scene.publish())
     with pytest.raises(FleetUnavailable, match="a later report of r0 overtook this one"):
         scene.ledger.poll(late, scene.now)
+    again = scene.replicas[0].report()
+    for _ in range(2):  # the answer to the first is lost
+        scene.ledger.poll(again, scene.now)
     scene.poll()
     assert [each.admitted for each in scene.replicas] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "looks"),
+    [
+        ({}, False),
+        ({"version": 7}, True),
+        ({"failed": "its engine died"}, True),
+        ({"ended": True}, True),
+        ({"leaving": True}, True),
+        ({"condition": condition(["pause keep"])}, True),
+        ({"drains": {"round 1": None}}, True),
+        ({"loading_version": 1}, True),
+    ],
+)
+def test_a_report_that_says_something_new_is_looked_at_at_once(fields: dict[str, Any], looks: bool) -> None:
+    scene = Scene(replicas=2)
+    for name, value in fields.items():
+        setattr(scene.replicas[0], name, value)
+    assert scene.ledger.on_report(scene.replicas[0].report(), scene.now) is looks
+
+
+def test_a_failure_is_looked_at_at_once_whatever_comes_with_it() -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    round_id = scene.open()
+    scene.replicas[0].outcomes[Receive] = Outcome.REPLICA_FAILED
+    scene.send(round_id)
+    scene.ledger.call(IsPaused(), scene.now)
+    scene.poll(1)
+    assert scene.ledger.on_report(scene.replicas[0].report(), scene.now)
+
+
+def test_a_fenced_replica_is_told_at_once_and_takes_no_instruction() -> None:
+    scene = Scene(replicas=1)
+    replica = scene.replicas[0]
+    replica.failed, replica.staged_round = "its engine died", 9
+    scene.ledger.poll(replica.report(), scene.now)  # the answer is lost
+    assert scene.status().members[0].pending == ()
+    assert scene.ledger.has_updates(replica.report())
+    scene.poll(1)
+    assert replica.fenced is not None
+
+
+def test_a_replica_that_the_ledger_does_not_know_is_answered_at_once() -> None:
+    stranger = FakeReplica(replica_id="r0", incarnation="r0-1")
+    assert Scene().ledger.has_updates(stranger.report())
+
+
+def test_a_fenced_replica_that_does_not_end_counts_as_silent() -> None:
+    scene = Scene(replicas=1, heartbeat_timeout_s=10)
+    scene.replicas[0].failed = "its engine died"
+    scene.poll(2)
+    silent = []
+    for _ in range(12):
+        scene.now += 1
+        scene.poll(1)
+        silent += scene.ledger.tick(scene.now)
+    assert silent == ["r0"] and scene.status().members == ()
+
+
+def test_a_joiner_loads_no_version_but_the_committed_one() -> None:
+    scene = Scene(replicas=1)
+    for _ in range(2):
+        report_of(scene.publish())
+    joiner = scene.start()
+    scene.wait(3)  # the store has none
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    scene.wait(3)
+    assert joiner.names() == ["connect"]
+
+
+def test_events_name_who_comes_and_goes() -> None:
+    scene = Scene(replicas=3)
+    left, fenced, lost = scene.replicas
+    left.leaving = left.drained = True
+    scene.poll(2)
+    left.ended = True
+    fenced.failed = "its engine died"
+    scene.poll(1)
+    scene.ledger.lost([(lost.replica_id, lost.incarnation)], "killed", scene.now)
+    events = [(each.name, each.fields["replica"]) for each in scene.ledger.events_since(0)[1:]]
+    joined = [(name, f"r{number}") for number in range(3) for name in ("register", "admit")]
+    assert events == [*joined, ("leaving", "r0"), ("left", "r0"), ("fence", "r1"), ("lost", "r2")]
 
 
 @pytest.mark.parametrize("staged", [False, True])

@@ -210,6 +210,55 @@ def test_a_fence_and_the_tokens_outlive_a_restart() -> None:
     assert scene.ledger.acquire("trainer", scene.now).token == token + 1
 
 
+def test_after_a_restart_nobody_swaps_before_a_fenced_replica_says_so() -> None:
+    """It does not know, and may serve what the fleet replaces."""
+    scene = Scene(replicas=2)
+    good, bad = scene.replicas
+    bad.failed = "its engine died"
+    scene.ledger.poll(bad.report(), scene.now)  # the answer is lost
+    scene.restart()
+    scene.poll(1, only=[good])
+    scene.token = scene.ledger.acquire("trainer", scene.now).token
+    scene.ledger.connect(scene.token, {}, scene.now)
+    scene.poll(2, only=[good])
+    round_id = scene.open()
+    scene.send(round_id)
+    scene.poll(3, only=[good])
+    task = scene.close(round_id)
+    scene.poll(6, only=[good])
+    assert not task.done and good.version == 0
+    scene.poll(6)
+    assert report_of(task).version == good.version == 1
+
+
+def test_a_joiner_far_behind_that_staged_the_round_finishes_it_after_a_restart() -> None:
+    scene = Scene(replicas=1)
+    for _ in range(2):
+        report_of(scene.publish())
+    joiner = scene.start()
+    for replica in scene.replicas:
+        replica.hangs_in.add(Commit)
+    scene.close(scene.receive())
+    scene.poll(4)
+    scene.restart()
+    for replica in scene.replicas:
+        replica.hangs_in.clear()
+    scene.poll(6)
+    assert [each.version for each in scene.replicas] == [3, 3] and joiner.admitted
+
+
+def test_one_that_left_in_order_may_be_behind_after_a_restart() -> None:
+    scene = Scene(replicas=2)
+    left = scene.replicas[1]
+    left.leaving = left.drained = True
+    scene.poll(1)
+    report_of(scene.publish())
+    scene.restart()
+    left.ended = True
+    scene.poll(1)
+    assert scene.state_of(left) == "gone" and scene.replicas[0].admitted
+
+
 def test_a_label_outlives_a_restart_but_not_its_version() -> None:
     scene = Scene(replicas=1)
     scene.publish(label="one")

@@ -59,10 +59,11 @@ def test_who_is_at_fault_decides_who_is_fenced(
 
 def test_replicas_that_disagree_on_the_digest_lose_to_the_majority() -> None:
     scene = Scene(replicas=3)
-    scene.replicas[1].digest = "bb"
+    scene.replicas[0].digest, scene.replicas[0].compares = "bb", False
     report = report_of(scene.publish())
-    assert scene.replicas[1].fenced == "verify: its digest bb differs from the others' aa"
-    assert set(report.replicas) == {"r0", "r2"} and set(report.fenced) == {"r1"}
+    assert scene.replicas[0].fenced == "verify: its digest bb differs from the others' aa"
+    assert set(report.replicas) == {"r1", "r2"} and set(report.fenced) == {"r0"}
+    assert report.digest == "aa" and Check.DIGESTS in report.checks, "what the majority found"
 
 
 def test_a_tie_of_digests_aborts_and_fences_nobody() -> None:
@@ -140,6 +141,17 @@ def test_rolling_goes_past_a_replica_that_has_not_heard_of_its_fence() -> None:
     assert report_of(task).fenced == {"r1": "its engine died"}
 
 
+def test_rolling_decides_before_a_fenced_replica_says_so() -> None:
+    scene = Scene(replicas=2, commit=CommitMode.ROLLING)
+    good, bad = scene.replicas
+    scene.connect()
+    task = scene.close(scene.receive())
+    bad.failed = "its engine died"
+    scene.ledger.poll(bad.report(), scene.now)  # the answer is lost
+    scene.poll(6, only=[good])
+    assert report_of(task).version == good.version == 1 and bad.fenced is None
+
+
 def test_no_round_opens_with_fewer_replicas_than_must_remain() -> None:
     scene = Scene(replicas=2, min_replicas=2)
     scene.connect()
@@ -187,6 +199,90 @@ def test_a_replica_that_acknowledges_a_commit_but_holds_the_old_version_is_fence
         scene.poll(1)
         liar.version = 0
     assert report_of(task).fenced == {"r0": "commit: acknowledged version 1 but holds 0"}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_one_that_holds_the_old_version_holds_the_others_up_until_it_serves_no_more(lost: bool) -> None:
+    """It acknowledged the commit, and fell before anyone looked at its answer."""
+    scene = Scene(replicas=2)
+    liar, other = scene.replicas
+    other.hangs_in.add(Commit)
+    scene.connect()
+    task = scene.close(scene.receive())
+    while not isinstance(liar.ran[-1].body, Commit):
+        scene.poll(1)
+    other.hangs_in.clear()
+    liar.version = 0
+    if lost:
+        assert not scene.ledger.on_report(liar.report(), scene.now)
+        scene.ledger.lost([(liar.replica_id, liar.incarnation)], "killed", scene.now)
+    else:
+        liar.failed = "its engine died"
+        scene.ledger.poll(liar.report(), scene.now)  # the answer is lost
+    scene.poll(4, only=[other])
+    assert other.version == 1 and other.held != lost
+    if not lost:
+        scene.poll(4)
+    assert not other.held and report_of(task).phase == "committed"
+
+
+def test_what_is_left_of_an_aborted_round_does_not_end_the_next_one() -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    round_id = scene.open()
+    one, other = scene.replicas
+    one.outcomes[Receive] = other.outcomes[Receive] = Outcome.TRANSFER_FAILED
+    scene.send(round_id)
+    scene.poll(1, only=[other])
+    late = scene.send(round_id)
+    scene.poll(1, only=[one])
+    for replica in scene.replicas:  # the first call is complete, and the second waits for one of them
+        scene.ledger.on_report(replica.report(), scene.now)
+    assert late.error is not None and scene.open() == round_id + 1
+    scene.ledger.tick(scene.now)
+    assert scene.status().round is not None
+
+
+def test_events_name_the_phases_of_a_round() -> None:
+    scene = Scene(replicas=2, in_flight=InFlight.WAIT)
+    scene.publish()
+    scene.poll()
+    phases = [each.fields["phase"] for each in scene.ledger.events_since(0) if each.name == "round"]
+    assert phases == ["open", "verifying", "verified", "draining", "committing", "releasing", "committed"]
+
+
+def test_payloads_in_flight_count_as_staging_until_the_last_and_no_longer_than_until_the_close() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    round_id = scene.open()
+    scene.send(round_id)
+    scene.poll(1)
+    scene.send(round_id)
+    for elapsed_s in (1, 2):
+        scene.now += elapsed_s
+        scene.poll(1)
+    scene.send(round_id)
+    closed = scene.close(round_id)
+    scene.poll(1)
+    scene.ledger.on_report(scene.replicas[0].report(), scene.now)
+    scene.now += 4
+    scene.ledger.tick(scene.now)
+    scene.poll(6)
+    parts = report_of(closed).parts
+    assert (parts["stage"], parts["verify"]) == (3, 4)
+
+
+@pytest.mark.parametrize("kind", [Verify, Commit])
+def test_an_acknowledgement_that_leaves_others_waiting_needs_no_look_at_all_members(
+    kind: type[Body],
+) -> None:
+    scene = Scene(replicas=2)
+    last = scene.replicas[-1]
+    scene.connect()
+    scene.close(scene.receive())
+    while not isinstance(last.ran[-1].body, kind):
+        scene.poll(1)
+    assert not scene.ledger.on_report(last.report(), scene.now)
 
 
 def test_a_report_has_the_figures_of_each_replica() -> None:
