@@ -4,6 +4,7 @@ import pytest
 
 from deployments.protocol.errors import Conflict, InvalidRequest
 from deployments.protocol.ledger_config import SizeLimits
+from deployments.protocol.poll import RunOperation
 from tests.deployments.ledger.fake_replica import FakeReplica
 from tests.deployments.ledger.ledger_scene import Scene, report_of
 
@@ -116,6 +117,20 @@ def test_a_new_round_is_without_it() -> None:
     assert list(report.replicas) == ["r0"]
     scene.poll()
     assert leaver.may_leave and leaver.fenced is None, "at the old version, and answering nothing"
+
+
+def test_it_leaves_while_others_are_in_a_round_but_with_no_instruction_on_its_way() -> None:
+    scene = Scene(replicas=2, size=ELASTIC)
+    scene.connect()
+    leaver = scene.replicas[1]
+    leaver.hangs_in.add(RunOperation)
+    scene.ask("is_paused")
+    leave(scene, leaver)
+    scene.receive()
+    assert not leaver.may_leave
+    leaver.hangs_in.clear()
+    scene.poll()
+    assert leaver.may_leave and scene.status().round is not None
 
 
 def test_no_operation_is_asked_of_it() -> None:

@@ -257,6 +257,7 @@ def test_a_joiner_is_told_who_may_have_its_version() -> None:
         scene = host_stores(**config)
         one, other = scene.replicas
         holders = (one.endpoint, other.endpoint) if config is OWN else ()
+        scene.start()  # it has no address yet
         assert scene.begin().holders == holders
         scene.replicas.remove(other)
         scene.ledger.lost([(other.replica_id, other.incarnation)], "killed", scene.now)
@@ -323,8 +324,8 @@ def test_it_outlives_the_controller(twice: bool) -> None:
         scene.restart()
         scene.journal = compact(scene.journal)
     scene.restart()
-    scene.poll()
     assert scene.status().initial == ONE and scene.begin().served, "one that has not polled yet counts"
+    scene.poll()
     other = scene.start(initial=OTHER)
     scene.poll()
     assert not other.admitted and other.fenced is not None and BOTH in other.fenced
