@@ -34,6 +34,12 @@ def recover(state: State, journal: Iterable[decisions.Decision], new_fleet_id: s
                 commit_phase.keep(state, decision.report)
                 if decision.report.phase == RoundPhase.COMMITTED:
                     committed = None
+                    behind = decision.report.fenced.keys()  # or they join again, without a fence
+                    admitted = [
+                        each
+                        for each in admitted
+                        if each.replica_id not in behind or each.incarnation in state.fences
+                    ]
                     commit_phase.weights_replaced(state)
             case _:
                 _fold(state, decision)

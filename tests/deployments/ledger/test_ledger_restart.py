@@ -198,6 +198,25 @@ def test_a_report_from_before_the_restart_that_comes_late_says_nothing_about_who
     assert all(each.admitted and each.version == 2 for each in scene.replicas)
 
 
+def test_a_replica_that_lost_its_staging_in_a_restart_still_joins_after_another_one() -> None:
+    scene = Scene(replicas=2, commit=CommitMode.ROLLING)
+    stale = scene.replicas[1]
+    for replica in scene.replicas:
+        replica.hangs_in.add(Commit)
+    scene.publish()
+    scene.restart()
+    for replica in scene.replicas:
+        replica.hangs_in.clear()
+    stale.staged_round = None
+    scene.poll(4)
+    assert stale.version == 0 and not stale.admitted
+    scene.restart()
+    scene.poll(1)
+    assert report_of(scene.publish()).version == 2
+    scene.poll(4)
+    assert stale.fenced is None and stale.admitted and stale.version == 2
+
+
 def test_a_fence_and_the_tokens_outlive_a_restart() -> None:
     scene = Scene(replicas=2)
     scene.replicas[0].outcomes[Verify] = Outcome.REPLICA_FAILED
