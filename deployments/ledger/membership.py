@@ -311,7 +311,6 @@ def begin_drain(
     def ended(state: State, call: PendingCall) -> None:
         if drain not in state.drains:
             return
-        state.drains.remove(drain)
         if drain.late:
             state.record("drain_expired", what=what, running=dict(drain.late), timeout_s=timeout_s, then=then)
         on_end(drain)
@@ -319,14 +318,12 @@ def begin_drain(
     call = expect(state, poll.Drain.name, members, on_complete=ended)
     drain = PendingDrain(drain_id=drain_id, call=call, due=state.now + timeout_s)
     state.drains.append(drain)
-    state.kept_drains.add(drain_id)
     bodies = {member: poll.Drain(drain_id=drain_id) for member in members}
     send(state, poll.Drain.name, bodies, on_complete=_fence_not_done)
 
 
 def forget_drain(state: State, drain_id: str) -> None:
     """Requests begin again; `on_end` does not run."""
-    state.kept_drains.discard(drain_id)
     for drain in [each for each in state.drains if each.drain_id == drain_id]:
         state.drains.remove(drain)
         forget(state, drain.call)
@@ -347,7 +344,7 @@ def end_drains(state: State) -> None:
             drain.late = {member.replica_id: _running(member) for member in drain.call.waiting}
             drain.call.waiting.clear()
     known = {
-        *state.kept_drains,
+        *(drain.drain_id for drain in state.drains),
         *([] if state.round is None else [poll.drain_of_round(state.round.round_id)]),
     }
     for member in state.live():

@@ -399,8 +399,7 @@ class State:
     epoch: int = 0
     next_seq: int = 1
     pending: list[PendingCall] = field(default_factory=list)
-    drains: list[PendingDrain] = field(default_factory=list)
-    kept_drains: set[str] = field(default_factory=set)  # ids; replicas stay drained until `forget_drain`
+    drains: list[PendingDrain] = field(default_factory=list)  # replicas stay drained until `forget_drain`
 
     founded: Founded | None = None
     committed_version: int = 0

@@ -389,3 +389,12 @@ def test_whether_others_serve_it_is_told() -> None:
     scene.poll()
     scene.ledger.lost([(first.replica_id, first.incarnation)], "its process is gone", scene.now)
     assert scene.begin() == poll.JoinAnswer(version=0, path=None, initial=ONE)
+
+
+def test_one_that_a_round_brings_to_the_fleets_version_does_not_say_what_version_0_is() -> None:
+    scene = StoreScene(replicas=0)
+    scene.start(initial=ONE)
+    scene.round()
+    other = scene.start(initial=OTHER)
+    scene.round()
+    assert other.admitted and other.version == 2 and scene.status().initial == ONE

@@ -216,6 +216,33 @@ def test_a_joiner_loads_no_version_but_the_committed_one() -> None:
     assert joiner.names() == ["connect"]
 
 
+def test_a_joiner_that_was_not_told_yet_receives_the_round_and_loads_nothing() -> None:
+    scene = Scene(replicas=1)
+    report_of(scene.publish())
+    joiner = scene.start()
+    scene.poll()
+    scene.now += 1
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    assert scene.status().members[1].pending == ("catch_up",)
+    round_id = scene.open()
+    assert scene.status().members[1].pending == ()
+    scene.send(round_id)
+    scene.poll()
+    scene.close(round_id)
+    scene.poll(6)
+    assert joiner.admitted and joiner.version == 2 and "catch_up" not in joiner.names()
+
+
+def test_a_joiner_that_leaves_loads_nothing() -> None:
+    scene = Scene(replicas=1)
+    report_of(scene.publish())
+    joiner = scene.start(leaving=True)
+    scene.now += 1
+    scene.ledger.set_stored(1, "/store/v1", None, scene.now)
+    scene.wait(3)
+    assert "catch_up" not in joiner.names()
+
+
 def test_events_name_who_comes_and_goes() -> None:
     scene = Scene(replicas=3)
     left, fenced, lost = scene.replicas

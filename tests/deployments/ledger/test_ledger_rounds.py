@@ -243,6 +243,24 @@ def test_what_is_left_of_an_aborted_round_does_not_end_the_next_one() -> None:
     assert scene.status().round is not None
 
 
+def test_what_an_aborted_round_has_not_delivered_reaches_no_replica() -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    round_id = scene.open()
+    scene.send(round_id)
+    scene.ledger.abort_round(scene.token, round_id, "changed my mind", scene.now)
+    scene.poll()
+    assert [each.names() for each in scene.replicas] == [["connect", "drop"]] * 2
+
+
+def test_staging_of_another_round_is_dropped_while_one_is_open() -> None:
+    scene = Scene(replicas=2)
+    scene.connect()
+    scene.replicas[0].staged_round = scene.open() + 7
+    scene.poll()
+    assert [each.names()[-1] for each in scene.replicas] == ["drop", "connect"]
+
+
 def test_events_name_the_phases_of_a_round() -> None:
     scene = Scene(replicas=2, in_flight=InFlight.WAIT)
     scene.publish()
