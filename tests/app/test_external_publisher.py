@@ -86,7 +86,7 @@ def test_a_round_that_is_not_committed_is_said_to_be_what_it_is(
 
 
 def test_a_fleet_that_stays_silent_leaves_the_outcome_open() -> None:
-    with pytest.raises(FleetError, match="round 7 may be committed: no fleet answers"):
+    with pytest.raises(FleetError, match="round 7 may be committed: no server answers"):
         SilentFleet(9, [OPENED], []).outcome(limit_s=0.0)
 
 
