@@ -14,13 +14,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from functools import partial
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 from vllm import envs
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -36,7 +37,13 @@ from deployments.weights.transports.broadcast import (
 )
 from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.registry import TRANSPORTS, KeepPublished
-from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
+from deployments.weights.transports.rendezvous import (
+    Check,
+    RendezvousInfo,
+    RollCall,
+    on_store_thread,
+    rendezvous,
+)
 from deployments.weights.wire import delta_cuda
 
 MINIMUM_NCCL = (2, 29, 7)
@@ -44,6 +51,7 @@ _CREATION_POLL_S = 0.01
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]
+Answer = TypeVar("Answer")
 
 
 def create_in_time(
@@ -212,6 +220,7 @@ def _version(path: str) -> str:
 
 
 _POLL_S = 0.0001
+_ANSWER_S = 0.01
 _CALL_S = 0.2  # an abort waits this long for a call in progress
 _STARTED = "started"  # broadcasts that members have started, summed
 _READY = "ready"  # rounds of differences that members were ready for, summed
@@ -275,9 +284,9 @@ class NcclGroup:
         return self._buffers[index % BUFFERS][:size_bytes]
 
     def agree(self, ready: bool, check: Check = lambda: None) -> bool:
-        self._add(_READY, int(ready))
+        self._ask(lambda store: store.add(_READY, int(ready)), check)
         self._assemble(check)
-        before, self._ready = self._ready, self._add(_READY, 0)
+        before, self._ready = self._ready, self._ask(lambda store: store.add(_READY, 0), check)
         return self._ready - before == self._world_size
 
     def _assemble(self, check: Check) -> None:
@@ -285,30 +294,33 @@ class NcclGroup:
         self._started += 1
         # One sum for all broadcasts: no member adds for the next before all have added for this one.
         needed = self._started * self.counted
-        if self._add(_STARTED, 1) < needed:
-            self._wait_until(lambda: self._add(_STARTED, 0) >= needed, check)
+        once = iter([1])
+        self._ask(lambda store: store.add(_STARTED, next(once, 0)) >= needed or None, check)
 
     def start(self, index: int, parts: Iterable[torch.Tensor], check: Check = lambda: None) -> None:
         self._assemble(check)
         passing = self._passing[index % BUFFERS] = []  # must not be allocated again meanwhile
+        try:
+            for part in parts:
+                passing.append(part)
+                if part.is_cuda:
+                    self._broadcast(part)
+                else:
+                    self._tell(part, check)
+            self._done[index % BUFFERS].record(self._stream)
+        except RuntimeError as error:  # NCCL_CHECK has no finer class
+            missing = self._roll_call.missing(self._started, check)
+            raise TransferFailed(f"the transfer group failed: {error}", missing) from error
+
+    def _broadcast(self, part: torch.Tensor) -> None:
         # NCCL may block on a dead peer: the watchdog ends that.
         self._call_deadline = time.monotonic() + self._timeout_s
         try:
             with self._calling:
-                communicator = self._communicator
-                if communicator is None:
+                if self._communicator is None:
                     raise TransferFailed("the transfer group was aborted")
                 self._stream.wait_stream(torch.cuda.current_stream())
-                for part in parts:
-                    passing.append(part)
-                    if part.is_cuda:
-                        communicator.broadcast(part, src=0, stream=self._stream)
-                    else:
-                        self._tell(part)
-                self._done[index % BUFFERS].record(self._stream)
-        except RuntimeError as error:  # NCCL_CHECK has no finer class
-            missing = self._roll_call.missing(self._started, check)
-            raise TransferFailed(f"the transfer group failed: {error}", missing) from error
+                self._communicator.broadcast(part, src=0, stream=self._stream)
         finally:
             self._call_deadline = math.inf
 
@@ -321,20 +333,25 @@ class NcclGroup:
         self._passing = [[] for _ in range(BUFFERS)]
         self._roll_call.finished(self._started)
 
-    def _tell(self, part: torch.Tensor) -> None:
+    def _tell(self, part: torch.Tensor, check: Check) -> None:
         self._told += 1
+        key = f"told/{self._told}"
         if self._rank == 0:
-            self._store.set(f"told/{self._told}", part.numpy().tobytes().hex())
+            self._store.set(key, part.numpy().tobytes().hex())
             self._store.delete_key(f"told/{self._told - 1}")  # all have read it
         else:
-            told = bytearray.fromhex(self._store.get(f"told/{self._told}").decode())
-            part.copy_(torch.frombuffer(told, dtype=torch.uint8))
+            told = self._ask(lambda store: store.get(key) if store.check([key]) else None, check)
+            part.copy_(torch.frombuffer(bytearray.fromhex(told.decode()), dtype=torch.uint8))
 
-    def _add(self, key: str, more: int) -> int:
+    def _ask(self, question: Callable[[Store], Answer | None], check: Check) -> Answer:
+        """Repeat a question until it has an answer; on a thread, which must not keep the group alive."""
+        answer: Future[Answer] = Future()
+        on_store_thread("nccl-store", partial(_repeat, question, self._store, answer), answer.cancel)
         try:
-            return self._store.add(key, more)
-        except RuntimeError as error:  # torch has no finer class
-            raise TransferFailed(f"the transfer group failed: its store is unreachable: {error}") from error
+            self._wait_until(lambda: bool(wait([answer], _ANSWER_S).done), check)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def _wait_until(self, reached: Callable[[], bool], check: Check) -> None:
         now = time.monotonic()
@@ -368,6 +385,19 @@ class NcclGroup:
         finally:
             if acquired:
                 self._calling.release()
+
+
+def _repeat(question: Callable[[Store], Answer | None], store: Store, answer: "Future[Answer]") -> None:
+    with suppress(InvalidStateError):  # cancelled during the call
+        try:
+            while not answer.done():
+                if (found := question(store)) is not None:
+                    answer.set_result(found)
+                else:
+                    time.sleep(_POLL_S)
+        except RuntimeError as error:  # torch has no finer class
+            problem = f"the transfer group failed: its store is unreachable: {error}"
+            answer.set_exception(TransferFailed(problem))
 
 
 def _watch(group: "weakref.ref[NcclGroup]") -> None:

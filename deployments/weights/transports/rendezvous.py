@@ -33,10 +33,12 @@ _FAILED = "failed"
 
 
 Check = Callable[[], None]  # raises to end a wait; called every few milliseconds
-_THREADS: dict[threading.Thread, Callable[[], None]] = {}  # those that call a store, and what ends them
+_THREADS: dict[threading.Thread, Callable[[], object]] = {}  # those that call a store, and what ends them
 
 
-def _start(name: str, run: Callable[[], None], end: Callable[[], None]) -> None:
+def on_store_thread(name: str, run: Callable[[], None], end: Callable[[], object]) -> None:
+    """Run what calls a store, which blocks as long as the store's host hangs. `end` makes it return."""
+
     def until_over() -> None:
         try:
             run()
@@ -70,7 +72,7 @@ class RollCall:
         self._talk = _Talk(store, rank, world_size)
         self._limit_s = HOST_S if rank == 0 else ROLL_CALL_S
         weakref.finalize(self, self._talk.close)
-        _start("roll-call", self._talk.run, self._talk.close)
+        on_store_thread("roll-call", self._talk.run, self._talk.close)
 
     def is_called(self) -> bool:
         """Whether a member has failed. Call it while waiting for the others."""
@@ -173,7 +175,7 @@ def rendezvous(
 
 
 def meet(meeting: "Meeting", check: Check) -> PrefixStore:
-    _start("rendezvous", meeting.run, meeting.abandon)
+    on_store_thread("rendezvous", meeting.run, meeting.abandon)
     try:
         while not meeting.over.wait(_POLL_S):
             check()

@@ -1,10 +1,14 @@
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,8 +19,9 @@ from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports import nccl as nccl_module
 from deployments.weights.transports.broadcast import Check
+from deployments.weights.transports.kept_chunks import header
 from deployments.weights.transports.nccl import Create, NcclGroup, by_store, by_unique_id, create_in_time
-from deployments.weights.transports.rendezvous import RollCall
+from deployments.weights.transports.rendezvous import RendezvousInfo, RollCall, rendezvous
 from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 PATIENCE_S = 10.0
@@ -217,3 +222,82 @@ def test_a_group_is_not_held_by_a_member_that_dies_after_the_rendezvous(
     monkeypatch.setattr(nccl_module, "by_store", lambda *_: nccl.create)
     with pytest.raises(TransferFailed, match=r"no progress in 0\.3 s; ranks \[0, 2\] do not answer"):
         NcclGroup(info_for(3, 0.3), 1, DEVICE, no_check)
+
+
+class OnHost(NcclGroup):
+    """The half of a group that needs no GPU: what its members tell each other over a real store."""
+
+    def meet(self, info: RendezvousInfo, rank: int, device: torch.device, check: Check) -> Any:
+        return rendezvous(info, rank, check)[0], Communicator
+
+    def warm_up(self) -> None:
+        pass
+
+
+@pytest.fixture
+def without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+
+
+def on_host(info: RendezvousInfo, rank: int) -> OnHost:
+    return OnHost(info, rank, torch.device("cpu"), no_check)
+
+
+def test_what_the_publisher_tells_arrives_and_a_member_that_is_not_ready_is_seen(
+    without_streams: None,
+) -> None:
+    info, told = info_for(3, 30.0), [header(0, 0) for _ in range(3)]
+    with ThreadPoolExecutor(max_workers=3) as members:
+        groups = list(members.map(lambda rank: on_host(info, rank), range(3)))
+        for number, ready in enumerate([(True, True, True), (True, False, True)]):
+            agreed = members.map(lambda group, ready: group.agree(ready), groups, ready)
+            assert list(agreed) == [all(ready)] * 3
+            told[0] = header(number + 1, -number)
+            list(members.map(lambda group, part: group.start(0, [part]), groups, told))
+            assert torch.equal(told[1], told[0]) and torch.equal(told[2], told[0])
+
+
+def test_an_abort_ends_the_wait_for_what_a_publisher_that_failed_has_not_told(without_streams: None) -> None:
+    def fail() -> Iterator[torch.Tensor]:
+        raise OSError("out of memory")
+        yield
+
+    info = info_for(2, 20.0)
+    with ThreadPoolExecutor(max_workers=2) as members:
+        publisher, worker = members.map(lambda rank: on_host(info, rank), range(2))
+        waiting = members.submit(worker.start, 0, [header(0, 0)])
+        with pytest.raises(OSError, match=r"^out of memory$"):
+            publisher.start(0, fail())
+        worker.abort()
+        with pytest.raises(TransferFailed, match=r"^the transfer group was aborted$"):
+            waiting.result(PATIENCE_S)
+
+
+HUNG = """
+import sys, time
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+store.set("slipstream/member/0", "")
+print("opened", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_publisher_that_hangs_holds_no_worker_beyond_the_timeout(without_streams: None) -> None:
+    info = info_for(2, 2.0)
+    arguments = [sys.executable, "-c", HUNG, str(info.master_port)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as publisher:
+        try:
+            assert publisher.stdout is not None
+            with ThreadPoolExecutor(max_workers=1) as members:
+                assert publisher.stdout.readline() == "opened\n"
+                worker = on_host(info, 1)
+                publisher.send_signal(signal.SIGSTOP)
+                starting = members.submit(worker.start, 0, [header(0, 0)])
+                with pytest.raises(TransferFailed, match=r"^the transfer group failed: no progress in 2 s$"):
+                    starting.result(PATIENCE_S)
+        finally:
+            publisher.kill()
