@@ -259,6 +259,7 @@ def engine_spec(args: AppConfig, model: str) -> EngineSpec:
         staging=staging(args),
         staging_share=args.weights.effective_staging_share,
         proof_sequences=args.weights.proof.sequences,
+        min_draft_acceptance=args.engine.min_draft_acceptance,
         arguments=arguments,
     )
 

@@ -20,7 +20,7 @@ from app.command.deploy import read_serve_file
 from app.jobs.options import JobOptions
 from app.settings.config import parse_config
 from deployments.protocol.passed_routes import PASSED, REFUSED
-from deployments.protocol.responses import ACCEPTED, DRAFTED
+from deployments.protocol.responses import ACCEPTED, DRAFTED, DRAFTING_OFF
 from deployments.serve.instruments import OWN
 from slipstream.environments import Reply
 from tests.documents import (
@@ -307,6 +307,6 @@ def test_the_page_of_metrics_has_all_of_the_fleets_own() -> None:
         f"slipstream_{name}{'_total' if kind == 'counter' else ''}"
         for kind, name in re.findall(r"\b(gauge|counter)\(\s*\"(\w+)\"", code)
     }
-    made |= {metric.family for metric in OWN} | {ACCEPTED, DRAFTED}
+    made |= {metric.family for metric in OWN} | {ACCEPTED, DRAFTED, DRAFTING_OFF}
     page = (ROOT / "docs" / "operating" / "metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(slipstream_\w+)` \|", page, re.M)) == made

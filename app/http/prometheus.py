@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from deployments.protocol.publishing import RoundReport
-from deployments.protocol.responses import ACCEPTED, DRAFTED, FleetStatus, ReplicaLoad
+from deployments.protocol.responses import ACCEPTED, DRAFTED, DRAFTING_OFF, FleetStatus, ReplicaLoad
 from deployments.router.scrape import Scraped
 
 OWN = "ray_slipstream_"
@@ -42,7 +42,7 @@ def exposition(fleet: FleetStatus, rounds: Sequence[RoundReport], scraped: Scrap
 
 GENERATED, KV_CACHE = "vllm:generation_tokens_total", "vllm:kv_cache_usage_perc"
 RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
-LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE, DRAFTED, ACCEPTED)
+LOAD = (GENERATED, RUNNING, WAITING, KV_CACHE, DRAFTED, ACCEPTED, DRAFTING_OFF)
 
 
 def load_of(text: str) -> ReplicaLoad | None:
@@ -62,6 +62,7 @@ def load_of(text: str) -> ReplicaLoad | None:
             kv_cache_use=max(found[KV_CACHE], default=0.0),
             drafted_tokens=int(_newest(versions[DRAFTED])),
             accepted_tokens=int(_newest(versions[ACCEPTED])),
+            drafting_off=any(found[DRAFTING_OFF]),
         )
     except (ValueError, OverflowError):  # as `merge`; NaN and infinity are no counts
         return None

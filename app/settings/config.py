@@ -176,6 +176,9 @@ RESERVED_ENGINE_ARGS = {
 
 LOGPROBS_MODE = "processed_logprobs"  # the sampled distribution's
 
+# Others assert in vLLM's first model runner that they draft as many tokens as configured.
+PAUSABLE_DRAFTERS = ["ngram", "eagle", "eagle3", "mtp", "draft_model"]
+
 # vLLM's defaults.
 VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
 
@@ -196,6 +199,7 @@ def _broken_rules(config: AppConfig) -> Iterator[str]:
     yield from _gpu_share_rules(config)
     yield from _trainer_rules(config)
     yield from _drafter_rules(config)
+    yield from _draft_acceptance_rules(config)
     yield from _lora_rules(config)
     yield from _extra_rules(config)
     if not config.store.shared:
@@ -370,6 +374,26 @@ def _drafter_rules(config: AppConfig) -> Iterator[str]:
         yield expected(
             "engine.extra.speculative_config.model", wanted, repr(model) if model else "none", reason
         )
+
+
+def _draft_acceptance_rules(config: AppConfig) -> Iterator[str]:
+    engine = config.engine
+    if not engine.min_draft_acceptance:
+        return
+    drafts, beside = engine.extra.get("speculative_config"), "with 'engine.min_draft_acceptance'"
+    method = drafts.get("method") if isinstance(drafts, Mapping) else None
+    if method not in PAUSABLE_DRAFTERS:
+        reason = "with others vLLM can do no step without drafts"
+        wanted = f"{quoted(PAUSABLE_DRAFTERS)} {beside}"
+        yield expected(
+            "engine.extra.speculative_config.method", wanted, repr(method) if method else "none", reason
+        )
+    if engine.data_parallel_size > 1:
+        reason = "its ranks must draft the same number of tokens in each step"
+        yield expected("engine.data_parallel_size", f"1 {beside}", engine.data_parallel_size, reason)
+    if engine.extra.get("disable_log_stats"):
+        reason = "acceptance is known from vLLM's statistics"
+        yield expected("engine.extra.disable_log_stats", f"false {beside}", "true", reason)
 
 
 def _own_store_rules(config: AppConfig) -> Iterator[str]:

@@ -57,6 +57,9 @@ class EngineConfig(Section):
     """Run without compilation and CUDA graphs."""
     gpus_per_rank: Fraction = 1.0
     """What Ray reserves for a rank; less than 1 where a trainer rank shares the GPU."""
+    min_draft_acceptance: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Speculative decoding: the share of drafted tokens below which it does not pay. A replica that accepts
+    less of its version's, of 1000 or more, drafts no more until the next version. 0: it always drafts."""
     drain_timeout_s: PositiveFloat = 120.0
     """How long a replica that is stopped waits for running requests."""
     extra: dict[str, Any] = Field(default_factory=dict)
@@ -94,7 +97,7 @@ class EngineConfig(Section):
 # Settings that are not vLLM's.
 OWN_SETTINGS = {
     *("num_replicas", "min_replicas", "max_replicas", "downscale_delay_s", "drain_timeout_s"),
-    *("gpus_per_rank", "extra", "env"),
+    *("gpus_per_rank", "min_draft_acceptance", "extra", "env"),
 }
 
 # Arguments of `vllm serve`, not of the engine.

@@ -109,6 +109,7 @@ class StoredVersions:
 
 # Counters of a replica's process, with the label `version`.
 DRAFTED, ACCEPTED = "slipstream_drafted_tokens_total", "slipstream_accepted_draft_tokens_total"
+DRAFTING_OFF = "slipstream_drafting_off"  # its gauge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +120,7 @@ class ReplicaLoad:
     kv_cache_use: float  # 0 to 1; of the fullest engine
     drafted_tokens: int = 0  # speculative decoding, since its version is live
     accepted_tokens: int = 0  # the accepted part of `drafted_tokens`
+    drafting_off: bool = False  # until the next version: too few are accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ DRAIN = "slipstream_drain"
 RUNNING = "slipstream_running"
 END_DRAIN = "slipstream_end_drain"
 RESET_CACHES = "slipstream_reset_caches"
+STOP_DRAFTING = "slipstream_stop_drafting"
 PROOF = "slipstream-proof-"
 
 
@@ -45,6 +46,7 @@ def install() -> None:
         RUNNING: running,
         END_DRAIN: end_drain,
         RESET_CACHES: reset_caches,
+        STOP_DRAFTING: stop_drafting,
     }
     for name, utility in utilities.items():
         setattr(module.EngineCoreProc, name, utility)
@@ -200,14 +202,29 @@ def add_request(core: Any, request: Any, request_wave: int = 0) -> None:
 
 
 def set_weight_version(core: Any, weight_version: str) -> None:
-    """Replaces vLLM's; rehashes requests without blocks, which will be computed with the new weights."""
+    """Replaces vLLM's; rehashes requests without blocks, which will be computed with the new weights. Ends
+    `stop_drafting`."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.set_weight_version(core, weight_version)
+    if hasattr(core, "_drafts"):
+        core.scheduler.dynamic_sd_lookup = core._drafts
+        del core._drafts
     running = set(core.scheduler.running)
     for request in core.scheduler.requests.values():
         if request not in running and not core.scheduler._holds_kv_blocks(request):
             _salt_again(request, weight_version)
+
+
+def stop_drafting(core: Any, version: str) -> None:
+    """Until the next version, if this one is live.
+
+    Uses vLLM's table of tokens to draft by the number of requests. What has been drafted is verified. A
+    drafter's first pass still runs in each step: its KV cache is complete when it drafts again."""
+    scheduler = core.scheduler
+    if core._weight_version == version and not hasattr(core, "_drafts"):
+        core._drafts = scheduler.dynamic_sd_lookup
+        scheduler.dynamic_sd_lookup = [0] * (scheduler.max_num_running_reqs + 1)
 
 
 def reset_caches(core: Any, recompute: bool) -> None:

@@ -1,20 +1,28 @@
-"""What vLLM's scheduler says after each step: the engine's load, and drafted tokens by version."""
+"""What vLLM's scheduler says after each step: the engine's load, and drafted tokens by version.
+
+Drafting is stopped for a version of whose drafted tokens too few are accepted.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-from deployments.protocol.responses import ACCEPTED, DRAFTED
+from deployments.host.logs import serve_logger
+from deployments.protocol.responses import ACCEPTED, DRAFTED, DRAFTING_OFF
 
 KEPT = 8  # versions: each is a time series
+JUDGED = 1000  # drafted tokens: the standard error of an acceptance of 0.1 is then 0.01
 
 _DRAFTED = Counter(DRAFTED.removesuffix("_total"), "drafted tokens, by version", ["version"])
 _ACCEPTED = Counter(ACCEPTED.removesuffix("_total"), "drafted tokens that were accepted", ["version"])
+_DRAFTING_OFF = Gauge(DRAFTING_OFF, "1 while nothing is drafted, for too little was accepted")
+
+logger = serve_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +38,20 @@ class LoadLogger(AggregateStatLoggerBase):
     of the step before a commit may count for the next version."""
 
     def __init__(
-        self, vllm_config: VllmConfig, engine_indexes: list[int], version: Callable[[], int]
+        self,
+        vllm_config: VllmConfig,
+        engine_indexes: list[int],
+        version: Callable[[], int],
+        min_acceptance: float = 0.0,
+        stop_drafting: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._max_num_seqs = vllm_config.scheduler_config.max_num_seqs
         self._newest = {index: SchedulerStats() for index in engine_indexes}
         self._version = version
-        self._drafting: dict[str, None] = {}  # versions with a time series, oldest first
+        self._drafts: dict[int, tuple[int, int]] = {}  # by version, oldest first: drafted, accepted tokens
+        self._min_acceptance, self._stop_drafting = min_acceptance, stop_drafting
+        self._off: int | None = None  # the version with which drafting was stopped
+        _DRAFTING_OFF.set_function(lambda: self._off == version())
 
     def record(
         self,
@@ -49,15 +65,25 @@ class LoadLogger(AggregateStatLoggerBase):
         self._newest[engine_idx] = scheduler_stats
         if (drafts := scheduler_stats.spec_decoding_stats) is None:
             return
-        version = str(self._version())
-        _DRAFTED.labels(version).inc(drafts.num_draft_tokens)
-        _ACCEPTED.labels(version).inc(drafts.num_accepted_tokens)
-        self._drafting.setdefault(version)
-        while len(self._drafting) > KEPT:
-            oldest = next(iter(self._drafting))
-            del self._drafting[oldest]
-            _DRAFTED.remove(oldest)
-            _ACCEPTED.remove(oldest)
+        version = self._version()
+        _DRAFTED.labels(str(version)).inc(drafts.num_draft_tokens)
+        _ACCEPTED.labels(str(version)).inc(drafts.num_accepted_tokens)
+        drafted, accepted = self._drafts.get(version, (0, 0))
+        drafted, accepted = drafted + drafts.num_draft_tokens, accepted + drafts.num_accepted_tokens
+        self._drafts[version] = drafted, accepted
+        while len(self._drafts) > KEPT:
+            oldest = next(iter(self._drafts))
+            del self._drafts[oldest]
+            _DRAFTED.remove(str(oldest))
+            _ACCEPTED.remove(str(oldest))
+        if self._off != version and drafted >= JUDGED and accepted < self._min_acceptance * drafted:
+            self._off = version
+            logger.warning(
+                "version %d: %d of %d drafted tokens were accepted, engine.min_draft_acceptance is %g: "
+                "drafting is off until the next version",
+                *(version, accepted, drafted, self._min_acceptance),
+            )
+            self._stop_drafting(version)
 
     def log_engine_initialized(self) -> None:
         pass
@@ -73,11 +99,16 @@ class LoadLogger(AggregateStatLoggerBase):
         )
 
 
-def watch_load(llm: AsyncLLM, version: Callable[[], int]) -> LoadLogger:
-    """All zero if statistics are disabled."""
+def watch_load(
+    llm: AsyncLLM, version: Callable[[], int], min_acceptance: float, stop_drafting: Callable[[int], None]
+) -> LoadLogger:
+    """All zero if statistics are disabled. `min_acceptance`: of drafted tokens; with less, `stop_drafting` is
+    called with the version, once."""
     ranks = list(range(llm.vllm_config.parallel_config.data_parallel_size))
     if llm.logger_manager is None:
         return LoadLogger(llm.vllm_config, ranks, version)
-    watching = LoadLogger(llm.vllm_config, llm.logger_manager.engine_indexes, version)
+    watching = LoadLogger(
+        llm.vllm_config, llm.logger_manager.engine_indexes, version, min_acceptance, stop_drafting
+    )
     llm.logger_manager.stat_loggers.append(watching)
     return watching

@@ -130,7 +130,10 @@ class Replica:
         if answer.path is None and (changed := await asyncio.to_thread(initial.changed)) is not None:
             raise RuntimeError(changed)
         add_server_info(self._engine.app, self._engine.llm.vllm_config)
-        self._load = watch_load(self._engine.llm, lambda: self._engine.version)
+        self._load = watch_load(
+            *(self._engine.llm, lambda: self._engine.version),
+            *(spec.min_draft_acceptance, self._engine.stop_drafting),
+        )
         self._member = member_of(self._engine, spec)
         self._member.initial = answer.initial
         self._member.store = host_store = HostStore(Path(store[0]), keep=store[1])

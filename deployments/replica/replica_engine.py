@@ -43,7 +43,7 @@ from deployments.protocol.errors import SlipstreamError
 from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_of_round
 from deployments.replica.continuation import TOKENS
 from deployments.replica.engine_adapters import EngineAdapters, Uses
-from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING
+from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING, STOP_DRAFTING
 from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
 from deployments.replica.server_info import fleet_fingerprint
 from deployments.replica.spans import RECORDER, SpanRecorder
@@ -242,6 +242,7 @@ class ReplicaEngine:
         llm.adapter_uses = self.adapters.uses
         self._lifespan = app.router.lifespan_context(app)
         self._stopping: asyncio.Task[None] | None = None
+        self._stopping_drafts: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, spec: EngineSpec, *, version: int) -> "ReplicaEngine":
@@ -348,6 +349,17 @@ class ReplicaEngine:
         await core.set_weight_version_async(str(version))
         self.version = version
         await self.release()
+
+    def stop_drafting(self, version: int) -> None:
+        """Until the next version, if this one is live when the engine core has the call."""
+        self._stopping_drafts = asyncio.create_task(self._stop_drafting(version))
+
+    async def _stop_drafting(self, version: int) -> None:
+        try:
+            async with asyncio.timeout(COUNT_S):
+                await self._ask_cores(STOP_DRAFTING, str(version))
+        except Exception as error:  # a dead engine, which the health check reports
+            logger.warning("the engine core has not answered that it drafts no more: %r", error)
 
     async def drain(self, drain_id: str) -> None:
         await self.drains.begin(drain_id, may_run=not (self.held or self.asleep))

@@ -36,6 +36,7 @@ class EngineSpec:
         staging: device | host | none | automatic (device if this engine can, else host).
         staging_share: share of a GPU's time for staging while requests run, in (0, 1].
         proof_sequences: scored with each version, see `replica.scoring`; 0: none.
+        min_draft_acceptance: the share of drafted tokens below which drafting stops; 0: it never does.
         arguments: further fields of vLLM's `AsyncEngineArgs` and of its OpenAI server.
     """
 
@@ -46,6 +47,7 @@ class EngineSpec:
     checkpoint: str | None = None
     staging_share: float = 1.0
     proof_sequences: int = 0
+    min_draft_acceptance: float = 0.0
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -270,7 +270,7 @@ function drawFleet() {
   fill("members", fleet.members.map((it) => {
     const load = loads[it.replica_id], states = [it.state, it.admitted && state, it.draining && "draining"].filter(Boolean).join(", ");
     return [[it.replica_id], [states, states === "serving" ? "ok" : colourOf(it.state) === "ok" ? "wait" : colourOf(it.state)], [it.version, "n"], [number(now?.each[it.replica_id] ?? null), "n"], [load?.running ?? "–", "n"], [load?.waiting ?? "–", "n"],
-      [load ? meter(load.kv_cache_use) : "–"], [load?.drafted_tokens ? `${(100 * load.accepted_tokens / load.drafted_tokens).toFixed(0)} %` : "–", "n"], [it.world_size, "n"], [it.silent_s < 2 ? "now" : `${it.silent_s.toFixed(0)} s ago`, "n"], [it.reason || it.pending.join(", "), "note"]];
+      [load ? meter(load.kv_cache_use) : "–"], [load?.drafted_tokens ? `${(100 * load.accepted_tokens / load.drafted_tokens).toFixed(0)} %${load.drafting_off ? ", off" : ""}` : "–", "n"], [it.world_size, "n"], [it.silent_s < 2 ? "now" : `${it.silent_s.toFixed(0)} s ago`, "n"], [it.reason || it.pending.join(", "), "note"]];
   }));
   drawRoundRows();
   const labels = new Map(rounds.map((it) => [it.version, it.label])), versions = stored.filter((it) => it !== fleet.committed_version).map((it) => [it, labels.get(it)]).reverse();

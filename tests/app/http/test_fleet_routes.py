@@ -15,7 +15,7 @@ from app.http import fleet_routes
 from app.http.prometheus import LOAD, RUNNING
 from deployments.protocol.errors import FleetUnavailable, RoundAborted
 from deployments.protocol.poll import FilePart
-from deployments.protocol.responses import ACCEPTED, DRAFTED, Event, ReplicaLoad
+from deployments.protocol.responses import ACCEPTED, DRAFTED, DRAFTING_OFF, Event, ReplicaLoad
 from deployments.router.scrape import Scraped
 from tests.app.http.fake_controller import FakeController, Handle
 from tests.app.http.fake_trainer import FakeTrainer
@@ -67,6 +67,7 @@ async def test_load_is_what_the_engines_of_each_replica_count() -> None:
         for version, drafted, accepted in ((9, 900, 90), (10, 40, 30)):
             engines += f'{DRAFTED}{{version="{version}"}} {drafted}\n'
             engines += f'{ACCEPTED}{{version="{version}"}} {accepted}\n'
+        engines += f"{DRAFTING_OFF} 1.0\n"
         return Scraped(replicas={"a": engines, "late": None, "odd": "{", "lost": f"{RUNNING} NaN\n"})
 
     load = await fleet_routes.load(scrape)
@@ -77,6 +78,7 @@ async def test_load_is_what_the_engines_of_each_replica_count() -> None:
         kv_cache_use=0.25,
         drafted_tokens=40,
         accepted_tokens=30,
+        drafting_off=True,
     )
     assert (load.replicas, load.dashboard) == ({"a": two}, None)
     assert asked == [*LOAD]

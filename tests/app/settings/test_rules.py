@@ -101,6 +101,15 @@ trainer: {drafter: {model: /a}}, engine: {extra: {speculative_config: {method: e
 trainer: {drafter: {}}, engine: {extra: {speculative_config: {method: eagle3, model: /b}}}
   'engine.extra.speculative_config.method': expected 'mtp' with 'trainer.drafter' without a 'model', got
   'eagle3'
+engine: {min_draft_acceptance: 0.1, extra: {speculative_config: {method: suffix}}}
+  'engine.extra.speculative_config.method': expected 'ngram', 'eagle', 'eagle3', 'mtp' or 'draft_model' with
+  'engine.min_draft_acceptance', got 'suffix' (with others vLLM can do no step without drafts)
+engine: {min_draft_acceptance: 0.1, data_parallel_size: 2, extra: {speculative_config: {method: mtp}}}
+  'engine.data_parallel_size': expected 1 with 'engine.min_draft_acceptance', got 2 (its ranks must draft
+  the same number of tokens in each step)
+engine: {min_draft_acceptance: 0.1, extra: {speculative_config: {method: mtp}, disable_log_stats: true}}
+  'engine.extra.disable_log_stats': expected false with 'engine.min_draft_acceptance', got true (acceptance
+  is known from vLLM's statistics)
 engine: {num_replicas: auto}
   'engine.max_replicas': expected a number with num_replicas 'auto', got none (each replica needs its GPUs
   or cores)

@@ -12,11 +12,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.structured_output import StructuredOutputManager
 
 from deployments.replica import engine_core
@@ -93,8 +94,9 @@ class Core:
         self.core.add_request(request)
         return request
 
-    def step(self) -> None:
-        """One step; each running request that is past its prompt gets a token."""
+    def step(self) -> SchedulerOutput:
+        """One step; each running request that is past its prompt gets a token, and drafts, none of which is
+        accepted in the next one."""
         output = self.scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         requests = [self.scheduler.requests[name] for name in names]
@@ -103,6 +105,10 @@ class Core:
         self.scheduler.update_from_output(
             output, ModelRunnerOutput(req_ids=names, req_id_to_index=indices, sampled_token_ids=sampled)
         )
+        if not isinstance(self.scheduler, AsyncScheduler):
+            drafts = [[6] * output.num_spec_tokens_to_schedule for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+        return output
 
     def commit(self, version: str, *, recompute: bool) -> None:
         """A COMMIT between two steps."""
@@ -112,7 +118,10 @@ class Core:
             done.result(timeout=0)
 
 
-def config_of(directory: Path, *, a_step_ahead: bool = False) -> VllmConfig:
+def config_of(
+    directory: Path, *, a_step_ahead: bool = False, drafts: dict[str, Any] | None = None
+) -> VllmConfig:
+    """`drafts`: vLLM's speculative configuration."""
     arguments = EngineArgs(
         model=str(save_tiny_llama(directory, 1)),
         dtype="float32",
@@ -121,6 +130,7 @@ def config_of(directory: Path, *, a_step_ahead: bool = False) -> VllmConfig:
         max_num_seqs=2,
         block_size=BLOCK,
         enforce_eager=True,
+        speculative_config=drafts,
     )
     created = arguments.create_engine_config()
     created.scheduler_config.async_scheduling = a_step_ahead  # vLLM turns it off on a CPU

@@ -1,5 +1,6 @@
 """vLLM's own scheduler and request code around a version's change and a drain; only the model is missing."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,35 @@ def test_commit_drops_encoder_outputs(core: Core, recompute: bool) -> None:
     assert manager.cached == {} and manager.get_cached_input_ids(halfway) == set()
     assert halfway in core.scheduler.waiting and halfway.cache_salt == "8/"
     assert (past in core.scheduler.running) is not recompute
+
+
+@pytest.mark.parametrize("a_step_ahead", [False, True])
+@pytest.mark.parametrize("by_batch_size", [None, [(1, 1, 3), (2, 2, 1)]])
+def test_drafting_stops_until_the_next_version(
+    by_batch_size: list[tuple[int, int, int]] | None, a_step_ahead: bool, tmp_path: Path
+) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    drafts["num_speculative_tokens_per_batch_size"] = by_batch_size
+    config = config_of(tmp_path, a_step_ahead=a_step_ahead, drafts=drafts)
+    with set_current_vllm_config(config):
+        core = Core(config)
+
+    def step() -> tuple[int, int]:
+        """How many tokens are drafted, and how many that were drafted before are verified."""
+        output = core.step()
+        return output.num_spec_tokens_to_schedule, len(output.scheduled_spec_decode_tokens.get("a", ()))
+
+    core.add("a", [9] * 20)
+    engine_core.stop_drafting(core.core, "6")
+    assert [step(), step()] == [(3, 0), (3, 3)], "6 has been replaced by 7"
+    for _ in range(2):  # a repeated call changes nothing
+        engine_core.stop_drafting(core.core, "7")
+    assert [step(), step(), step()] == [(0, 3), (0, 0), (0, 0)], "what was drafted is verified"
+    core.commit("8", recompute=False)
+    assert [step(), step()] == [(3, 0), (3, 3)]
+    core.add("b", [9] * 20)
+    step()
+    assert step()[0] == (1 if by_batch_size else 3)
 
 
 def test_drain_schedules_no_new_request_and_finishes_preempted_ones(core: Core) -> None:
