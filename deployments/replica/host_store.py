@@ -25,7 +25,7 @@ from deployments.protocol.poll import CatchUp, JoinAnswer, WriteVersion
 from deployments.protocol.routing import KEY_HEADER, ReplicaEndpoint
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.owner import check_owner, own
-from deployments.weights.store.versions import DirectoryLock, Store
+from deployments.weights.store.versions import MANIFEST, DirectoryLock, Store
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
@@ -62,7 +62,7 @@ class HostStore:
             stack.callback(os.close, descriptor)
             if locked(descriptor) is False:  # without locks several write, and the first to finish counts
                 return None
-            for version in self._store.list()[: -self._keep] if self._keep is not None else ():
+            for version in self._store.of(fleet_id)[: -self._keep] if self._keep is not None else ():
                 self._store.remove(version)  # one that is being read stays for now
             stack.pop_all()
             return descriptor
@@ -190,12 +190,14 @@ def _fetch_from(holder: ReplicaEndpoint, version: int, directory: Path, until: f
         verify=False,  # else it reads the host's certificates
     ) as client:
         sizes = _SIZES.validate_json(client.get(str(version)).raise_for_status().content)
+        if MANIFEST not in sizes:
+            raise ValueError(f"expected a version's files, got {sorted(sizes)[:3]}")
         for name in sorted(sizes, key=sizes.__getitem__):  # a holder may remove what is not open
             size = sizes[name]
             file = directory / name
             if not file.resolve().is_relative_to(directory.resolve()):
                 raise ValueError(f"expected a file of a version, got {name!r}")
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             has = file.stat().st_size if name.endswith(WEIGHTS) and file.exists() else 0
             if has > size:
                 raise ValueError(f"{name} has {has} bytes here, and {size} at {holder.address}")

@@ -17,7 +17,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,15 @@ class Store:
             return []
         names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
         return sorted(int(name[1]) for name in names if name is not None)
+
+    def of(self, fleet_id: str) -> Sequence[int]:
+        """Those of a fleet, oldest first: an operator may have copied others to the store."""
+        found = []
+        for version in self.list():
+            with suppress(OSError, ValueError):
+                if self.manifest_of(version).fleet_id == fleet_id:
+                    found.append(version)
+        return found
 
     def path_of(self, version: int) -> Path:
         """Raises FileNotFoundError, naming the versions in the store."""

@@ -22,9 +22,9 @@ from deployments.replica import host_store
 from deployments.replica.host_store import VERSIONS, HostStore, require_version
 from deployments.replica.http_front import ReplicaFront
 from deployments.weights.store.checkpoint_files import check_files
-from deployments.weights.store.owner import check_owner, claim, own
+from deployments.weights.store.owner import check_owner, own
 from deployments.weights.store.version_writer import CommittedVersion, write_version
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import MANIFEST, Store
 from tests.full_disk import full_disk
 
 FLEET, VERSION = "a-fleet", 7
@@ -32,9 +32,14 @@ TENSORS = {"b": torch.arange(3 << 17, dtype=torch.float32), "a": torch.ones(5)}
 WEIGHTS = "model.safetensors"
 
 
-def write(directory: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> Path:
-    own(directory, FLEET)
-    committed = CommittedVersion(version=VERSION, label=None, fleet_id=FLEET, tensors=tensors)
+def write(
+    directory: Path,
+    tensors: dict[str, torch.Tensor] = TENSORS,
+    version: int = VERSION,
+    fleet_id: str = FLEET,
+) -> Path:
+    committed = CommittedVersion(version=version, label=None, fleet_id=fleet_id, tensors=tensors)
+    own(directory, fleet_id)
     return write_version(committed, Store(directory), lambda made: (made / "config.json").write_text("{}"))
 
 
@@ -182,6 +187,22 @@ async def test_what_was_not_committed_is_not_taken(tmp_path: Path) -> None:
             await take(replace(answer, holders=(bad, wrong, good)), quiet_s=20.0)
 
 
+async def test_what_an_operator_did_to_one_host_s_version_keeps_no_other_host_from_it(tmp_path: Path) -> None:
+    good = write(tmp_path / "a")
+    (good / "notes" / "old").mkdir(parents=True)
+    (good / "notes" / "old" / "a.txt").write_text("why this version")
+    (write(tmp_path / "emptied") / MANIFEST).unlink()
+    async with (
+        holder(HostStore(tmp_path / "emptied", 3)) as bad,
+        holder(HostStore(tmp_path / "a", 3)) as peer,
+    ):
+        answer = told(tmp_path / "b", tmp_path / "a")
+        with pytest.raises(OSError, match=r"expected a version's files, got \['config.json', 'model"):
+            await take(replace(answer, holders=(bad,)))
+        for number in range(4):  # in a random order
+            await take(replace(answer, path=str(tmp_path / f"{number}" / good.name), holders=(bad, peer)))
+
+
 async def test_a_version_that_is_damaged_here_is_replaced(tmp_path: Path) -> None:
     file = write(tmp_path / "b") / WEIGHTS
     write(tmp_path / "a")
@@ -208,7 +229,9 @@ async def test_a_holder_names_no_file_outside_of_the_version(tmp_path: Path) -> 
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
         named = scope["path"] == f"{VERSIONS}{VERSION}"
-        await (JSONResponse({"../../evil": 4}) if named else Response(b"evil"))(scope, receive, send)
+        await (JSONResponse({MANIFEST: 9, "../../evil": 4}) if named else Response(b"evil"))(
+            scope, receive, send
+        )
 
     async with holder(serve) as peer:
         with pytest.raises(OSError, match="expected a file of a version, got"):
@@ -226,11 +249,14 @@ def test_one_replica_of_a_host_writes_and_removes(tmp_path: Path) -> None:
     assert lock is not None and store.lock(FLEET) is None
     os.close(lock)
     for version in (3, 4, 5):
-        (tmp_path / "store" / f"v{version:08d}").mkdir()
+        write(tmp_path / "store", {"a": torch.ones(1)}, version)
+    for version in (1, 8, 9):  # copied by an operator
+        write(tmp_path / "others", {"a": torch.ones(1)}, version, "another-fleet").rename(
+            tmp_path / "store" / f"v{version:08d}"
+        )
     lock = store.lock(FLEET)
-    assert lock is not None and Store(tmp_path / "store").list() == [4, 5]
+    assert lock is not None and Store(tmp_path / "store").list() == [1, 4, 5, 8, 9]
     os.close(lock)
-    claim(tmp_path / "others", "another-fleet", tmp_path)
     with pytest.raises(JournalError, match="belongs to fleet another-fleet"):
         HostStore(tmp_path / "others", 2).lock(FLEET)
 
@@ -239,10 +265,8 @@ def test_the_lock_is_free_after_an_old_version_could_not_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HostStore(tmp_path / "store", 2)
-    (tmp_path / "store").mkdir()
-    claim(tmp_path / "store", FLEET, tmp_path)
     for version in (3, 4, 5):
-        (tmp_path / "store" / f"v{version:08d}").mkdir()
+        write(tmp_path / "store", {"a": torch.ones(1)}, version)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
         patch.setattr(Store, "remove", MagicMock(side_effect=OSError(errno.EIO, "Input/output error")))
         store.lock(FLEET)
