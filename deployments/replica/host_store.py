@@ -63,7 +63,8 @@ class HostStore:
             if locked(descriptor) is False:  # without locks several write, and the first to finish counts
                 return None
             for version in self._store.of(fleet_id)[: -self._keep] if self._keep is not None else ():
-                self._store.remove(version)  # one that is being read stays for now
+                with suppress(FileNotFoundError):  # on its host the controller removes, too
+                    self._store.remove(version)  # one that is being read stays for now
             stack.pop_all()
             return descriptor
 

@@ -261,6 +261,23 @@ def test_one_replica_of_a_host_writes_and_removes(tmp_path: Path) -> None:
         HostStore(tmp_path / "others", 2).lock(FLEET)
 
 
+def test_an_old_version_that_the_controller_of_this_host_removes_first_delays_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (3, 4, 5):
+        write(tmp_path, {"a": torch.ones(1)}, version)
+    remove = Store.remove
+
+    def second(store: Store, version: int) -> bool:
+        assert remove(store, version)
+        return remove(store, version)
+
+    monkeypatch.setattr(Store, "remove", second)
+    lock = HostStore(tmp_path, 2).lock(FLEET)
+    assert lock is not None
+    os.close(lock)
+
+
 def test_the_lock_is_free_after_an_old_version_could_not_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
