@@ -16,6 +16,7 @@ from typing import Any
 
 from deployments.host.logs import serve_logger
 from deployments.host.shared_memory import DIRECTORY, owner
+from deployments.weights.staging.worker_reports import MAX_MESSAGE
 
 CONNECT_S = 10.0
 
@@ -141,5 +142,5 @@ def answer_calls(connection: socket.socket, methods: Mapping[str, Callable[..., 
             try:
                 answer = methods[method](**arguments)
             except Exception as raised:  # sent to the caller
-                error = f"{type(raised).__name__}: {raised}"
+                error = f"{type(raised).__name__}: {raised}"[:MAX_MESSAGE]
             connection.sendall(json.dumps([number, answer, error]).encode() + b"\n")

@@ -130,11 +130,14 @@ class IpcWeightTransferEngine(StagedWeightTransferEngine[IpcInitInfo, IpcUpdateI
         self._counters, self._slot = page, TAKEN + rank
         page[self._slot] = 0
 
+    def start_weight_update(self) -> None:
+        self._aborted.clear()  # not in `receive`: an abort may come before that begins
+        super().start_weight_update()
+
     def receive(self, update_info: IpcUpdateInfo) -> Iterator[ReceivedChunk]:
         page = self._counters
         if page is None:
             raise ValueError("no channel: call init_weight_transfer_engine before update_weights")
-        self._aborted.clear()
         start, chunks = update_info.round_id << 32, self._chunks
         if self._tensors is None:
             yield from self._receive_packed(page, chunks, start)

@@ -58,8 +58,8 @@ class Workers:
         assert self.hold.wait(20)
         return "late"
 
-    def _fail(self) -> None:
-        raise ValueError("unexpected module")
+    def _fail(self, times: int = 1) -> None:
+        raise ValueError("unexpected module" * times)
 
 
 @pytest.fixture
@@ -84,6 +84,15 @@ async def test_workers_answer_without_vllm(calls: WorkerCalls, workers: Workers)
     assert sorted(await calls("name")) == [0, 1]
     assert await calls("double", number=21) == [42, 42]
     assert workers.through_vllm == ["answer_calls_at"]
+
+
+async def test_an_error_that_names_thousands_of_modules_is_an_error_and_the_next_call_is_answered(
+    calls: WorkerCalls,
+) -> None:
+    await calls.connect()
+    with pytest.raises(RuntimeError, match=r"^ValueError: unexpected module"):
+        await calls("fail", times=10_000)
+    assert await calls("double", number=21) == [42, 42]
 
 
 async def test_socket_is_private_and_removed(calls: WorkerCalls, workers: Workers) -> None:

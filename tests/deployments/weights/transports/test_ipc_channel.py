@@ -3,6 +3,9 @@
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 from deployments.controller.controller import json_only
 from deployments.host.shared_memory import remove_segment
 from deployments.protocol.errors import TransferFailed
-from deployments.weights.transports.ipc import IpcWeightTransferEngine
+from deployments.weights.transports.ipc import IpcUpdateInfo, IpcWeightTransferEngine
 from deployments.weights.transports.ipc_channel import (
     ABANDONED,
     PUBLISHED,
@@ -29,6 +32,7 @@ from deployments.weights.transports.ipc_channel import (
     open_page,
 )
 from deployments.weights.wire.chunk_layout import Entry, ReceivedChunk, describe, pack, packed_chunk
+from tests.deployments.weights.transports.transport_fleet import worker_config, write_checkpoint
 
 
 def handle(size_bytes: int = 4096) -> MemoryHandle:
@@ -141,3 +145,24 @@ def test_page_is_shared_and_outlives_its_name(page: tuple[str, Page]) -> None:
 def test_a_wait_without_progress_ends_at_the_timeout_and_names_the_peer(page: tuple[str, Page]) -> None:
     with pytest.raises(TransferFailed, match=r"^the publisher: no progress in 0\.2 s$"):
         page[1].wait(lambda: False, "the publisher")
+
+
+def test_an_abort_that_comes_before_the_staging_thread_receives_ends_that_wait(
+    page: tuple[str, Page], tmp_path: Path
+) -> None:
+    name, _ = page
+    write_checkpoint(tmp_path, [("a", torch.zeros(3))])
+    parts: Any = SimpleNamespace()
+    engine = IpcWeightTransferEngine(
+        parts, worker_config(str(tmp_path)), torch.device("cpu"), torch.nn.Module()
+    )
+    engine._counters, engine._chunks = open_page(name, 3, timeout_s=10.0), init_info().chunks()
+    engine._buffers = [torch.empty(1 << 10, dtype=torch.uint8)] * 2
+    engine.start_weight_update()
+    received = engine.receive(IpcUpdateInfo(round_id=1))
+    engine.abort()
+    with pytest.raises(TransferFailed, match=r"^the transfer was aborted$"):
+        next(received)
+    engine.start_weight_update()
+    open_page(name, 3, 0.2)[PUBLISHED] = 2 << 32 | 1
+    assert next(engine.receive(IpcUpdateInfo(round_id=2))).chunk == engine._chunks[0]
