@@ -1,4 +1,7 @@
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +9,8 @@ import httpx
 import psutil
 import pytest
 import requests
+from ray import serve
+from ray.serve.handle import DeploymentHandle
 from vllm.distributed.weight_transfer import (
     HTTPVLLMWeightSyncClient,
     ModuleSource,
@@ -15,14 +20,16 @@ from vllm.distributed.weight_transfer import (
 )
 
 from deployments.protocol.errors import Conflict
+from deployments.protocol.responses import AdapterReport
 from deployments.trainer.fleet_connection import free_port
+from deployments.trainer.spec import TrainerSpec
+from deployments.trainer.trainer import Trainer
 from deployments.vllm_plugin import register
 from deployments.weights.transports.gloo import GlooTrainerInitInfo
 from tests.deployments.weights.transports.transport_fleet import ListSource
 from tests.fleet import talk
-from tests.fleet.adapter_fleet import RANKS, Adapted
+from tests.fleet.adapter_fleet import RANKS, TRANSPORT, Adapted
 from tests.fleet.adapter_talk import COUNT, Merged, entries, everywhere, tokens
-from tests.fleet.adapter_trainer import LORA, AdapterTrainer, adapter_trainer
 from tests.fleet.deployed import Fleet
 from tests.fleet.losing import (
     a_replica,
@@ -31,9 +38,67 @@ from tests.fleet.losing import (
     wait_for_another,
 )
 from tests.fleet.processes import engine_of, names_of, wait_until_gone
+from tests.fleet.talk import PROMPT, sampled
 from tests.fleet.test_http_publisher import reference
 from tests.tiny_models import tiny_llama
+from trainers.settings import LoraConfig, OptimizerConfig, TrainerConfig
 from trainers.trajectory import VersionSpan
+
+APPLICATION = "adapting"
+CALL_S = 120.0
+LORA = LoraConfig(name="trained", rank=4, alpha=16.0)
+LEARNING_RATE = 0.05  # a step changes the answers, or at least their log-probabilities
+
+
+class AdapterTrainer:
+    """Calls of a second trainer, as the routes make them: an application of its own, which publishes an
+    adapter to the fleet's controller."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+
+    def step(self, client: httpx.Client) -> int:
+        """One step on the fleet's answers; how many there have been."""
+        answers = [
+            sampled(client, index).trajectory(PROMPT, 1.0 if index % 2 else -1.0) for index in range(4)
+        ]
+        return int(self._call("step", [asdict(answer) for answer in answers])["step"])
+
+    def publish(self, label: str | None = None) -> AdapterReport:
+        report: AdapterReport = self._call("publish", label)
+        return report
+
+    def save(self, path: Path) -> Path:
+        return Path(self._call("save", str(path)).path)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return getattr(self._handle, method).remote(*args).result(timeout_s=CALL_S)
+
+
+@contextmanager
+def adapter_trainer(adapted: Adapted) -> Iterator[AdapterTrainer]:
+    spec = TrainerSpec(
+        config=TrainerConfig(optimizer=OptimizerConfig(learning_rate=LEARNING_RATE), lora=LORA),
+        model=str(adapted.fleet.checkpoint),
+        device="cpu",
+        store_dir=str(adapted.fleet.store),
+        transport=TRANSPORT,
+        chunk_bytes=1 << 20,
+        native=False,
+    )
+    trainer = serve.deployment(
+        Trainer,
+        name="trainer",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=100,
+        health_check_period_s=1.0,
+    ).bind(spec, serve.get_deployment_handle("controller", adapted.fleet.application))
+    handle = serve.run(trainer, name=APPLICATION, route_prefix=None)
+    try:
+        yield AdapterTrainer(handle)
+    finally:
+        serve.delete(APPLICATION)
+
 
 AT_ONCE_S = 45.0  # not the minute after which the group gives a peer up
 register()

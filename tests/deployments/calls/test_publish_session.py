@@ -1,4 +1,6 @@
 import asyncio
+from collections.abc import Callable, Coroutine
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -15,7 +17,24 @@ from deployments.calls.rpc import RESTART_WAIT_S
 from deployments.protocol import errors
 from deployments.protocol.publishing import RoundOptions, RoundReport
 from tests.app.http.fake_controller import FakeController, Handle
-from tests.virtual_time import virtual_time
+from tests.simulation.loop import Loop
+
+LIMIT_S = 100_000.0
+
+
+def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run it on a loop whose time jumps to the next timer when nothing is ready."""
+
+    @wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        loop = Loop(executor=lambda *_: None, after_step=lambda: None)
+        running = loop.create_task(test(*args, **fixtures))
+        assert loop.run_until(running.done, LIMIT_S), "the test hangs"
+        running.result()
+        loop.close()
+
+    return run
+
 
 OPTIONS = RoundOptions()
 ONE_ROUND = ["acquire", "connect", "open_round", "send", "close_round", "release"]
