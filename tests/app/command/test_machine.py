@@ -18,7 +18,6 @@ from app.http.ingress import PAGE_FILES
 
 ROOT = Path(__file__).parents[3]
 H200 = "NVIDIA H200, 580.95.05, 9.0"
-LAYOUTS = sorted((ROOT / "app" / "layouts").glob("*.yaml"))
 
 
 def nvidia_smi(directory: Path, answer: str, status: int = 0) -> dict[str, str]:

@@ -17,11 +17,10 @@ from deployments.protocol.errors import (
     Conflict,
     InvalidRequest,
     RoundAborted,
-    SlipstreamError,
     StalePublisher,
     TransferAborted,
 )
-from deployments.protocol.poll import Check, FilePart, Outcome, Receive, Verify
+from deployments.protocol.poll import Check, FilePart, Outcome, Receive
 from deployments.weights.store.uploads import download, upload
 from deployments.weights.store.version_writer import CommittedVersion, write_version
 from deployments.weights.store.versions import Store
@@ -89,30 +88,6 @@ async def test_what_is_wrong_before_a_round_opens_none(fleet: Fleet, directory: 
     status = await fleet.controller.fleet()
     assert (status.committed_version, status.lease) == (0, None)
     assert await fleet.controller.rounds() == []
-
-
-@pytest.mark.parametrize("body", [Receive, Verify])
-@pytest.mark.parametrize(
-    ("outcomes", "error"),
-    [
-        ((Outcome.REJECTED, Outcome.DONE), RoundAborted),
-        ((Outcome.REJECTED, Outcome.REJECTED), InvalidRequest),
-    ],
-)
-async def test_checkpoint_rejected_by_replicas_changes_nothing(
-    fleet: Fleet, directory: Path, body: Any, outcomes: tuple[Outcome, ...], error: type[SlipstreamError]
-) -> None:
-    publisher = publisher_of(fleet.controller, directory)
-    for replica, outcome in zip(fleet.replicas.values(), outcomes, strict=True):
-        replica.outcomes[body] = outcome
-    with pytest.raises(error, match=r"r0: rejected here|no replica takes this checkpoint: rejected here"):
-        await publisher.publish(str(directory), None)
-    status = await fleet.controller.fleet()
-    assert (status.committed_version, status.lease, status.round) == (0, None, None)
-    for replica in fleet.replicas.values():
-        assert replica.fenced is None
-        replica.outcomes.clear()
-    assert (await publisher.publish(str(directory), None)).version == 1
 
 
 @pytest.mark.parametrize("outcome", [Outcome.REJECTED, Outcome.DONE])

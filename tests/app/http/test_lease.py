@@ -33,14 +33,6 @@ async def test_complete_update_acquires_the_lease_once_and_releases_it(
         await fleet.post("/shutdown_weight_transfer_engine"),
     ]
     assert [answer.status_code for answer in answers] == [200] * 6
-    assert [answer.json()["message"] for answer in answers] == [
-        "Weight transfer initialized",
-        "Weight update started",
-        "Weights updated",
-        "Weights updated",
-        "Weight update finished",
-        "Weight transfer shut down",
-    ]
     assert controller.sent == [{"segment": "a"}, PARTS]
     assert controller.options == [RoundOptions(persist=True)], "nobody else stores an outside version"
     assert (controller.version, controller.label) == (4, "step-1")

@@ -34,8 +34,8 @@ LIMITS = RolloutLimits(max_rollouts=9, max_gib=1.0, keep_s=60)
 class Controller:
     """The controller's port, as far as rollouts."""
 
-    def __init__(self, directory: Path, limits: RolloutLimits | None) -> None:
-        self.store = Rollouts(directory, limits, "fleet")
+    def __init__(self, directory: Path) -> None:
+        self.store = Rollouts(directory, LIMITS, "fleet")
         self.version = 7
         self.calls: list[str] = []
         self.attempts: list[int] = []
@@ -59,7 +59,6 @@ class Scene:
         names = {
             "group": "x-rollout-group",
             "size": "x-rollout-group-size",
-            "turn": "x-rollout-turn",
             "continues": "x-rollout-continue",
         }
         headers = {names[name]: str(options.pop(name)) for name in names if name in options}
@@ -79,10 +78,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def serving(
-    directory: Path, limits: RolloutLimits | None = LIMITS, replicas: str = "ab"
-) -> AsyncIterator[Scene]:
-    controller, fleet = Controller(directory, limits), Fleet()
+async def serving(directory: Path, replicas: str = "ab") -> AsyncIterator[Scene]:
+    controller, fleet = Controller(directory), Fleet()
     fleet.rollouts = controller.rollouts
     servers = [await fleet.add(name) for name in replicas]
     most = RouterLimits(max_ongoing_requests=8, max_body_bytes=9999, request_timeout_s=1.0)
@@ -187,15 +184,6 @@ async def test_a_job_knows_what_became_of_each_of_its_groups(scene: Scene) -> No
     assert (rollout.id, rollout.reward, rollout.info) == ("a", 0.5, "text")
     assert rollout.sequences[0]["token_ids"] == [2]
     refused(await scene.post("begin", run="r/s", number=0), 400, "run")
-
-
-async def test_a_request_that_is_sent_again_with_its_name_replaces_its_answer(scene: Scene) -> None:
-    """Its client has not got the first one."""
-    for sampled in ([2, 2], [3]):
-        assert (await scene.chat("a", [1], sampled, turn="first")).status_code == 200
-    await scene.post("a/reward", reward=[1])
-    ((rollout,),) = (group["rollouts"] for group in (await scene.take())["groups"])
-    assert [each["token_ids"] for each in rollout["sequences"]] == [[3]]
 
 
 async def test_a_request_without_the_header_asks_the_controller_nothing(scene: Scene) -> None:
@@ -335,9 +323,3 @@ async def test_on_a_full_disk_only_captured_requests_fail(scene: Scene) -> None:
     assert plain.status_code == 200
     store._max_pages = 99999
     assert (await scene.chat("a", prompt, answer[:80])).status_code == 200
-
-
-async def test_rollouts_are_refused_where_they_are_off(tmp_path: Path) -> None:
-    async with serving(tmp_path, None) as off:
-        refused(await off.chat("a", [1], [2]), 400, "captures no rollouts: expected the section 'rollouts'")
-        assert not list(tmp_path.iterdir())

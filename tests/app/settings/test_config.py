@@ -9,8 +9,6 @@ from app.settings.weights import WeightsConfig
 from deployments.protocol.ledger_config import LedgerConfig
 from deployments.weights.transports.registry import TRANSPORTS
 
-LAYOUTS = Path("app/layouts")
-
 
 def test_adapters_are_loaded_from_the_users_roots_and_from_the_trainers_own_directory(tmp_path: Path) -> None:
     users = {"security": {"checkpoint_roots": ["/data"]}, "state_dir": str(tmp_path)}

@@ -9,9 +9,8 @@ import pytest
 
 from deployments.controller.store_keeper import StoreKeeper
 from deployments.ledger.ledger import Ledger
-from deployments.protocol.adapters import LoadAdapter, LoadRequest
+from deployments.protocol.adapters import LoadRequest
 from deployments.protocol.errors import Conflict, FleetUnavailable, InvalidRequest, NotFound
-from deployments.protocol.poll import Outcome
 from deployments.weights.store.adapter_store import CONFIG, TENSORS
 from deployments.weights.store.versions import Store
 from tests.deployments.controller.fleet import Fleet
@@ -62,14 +61,6 @@ async def test_a_second_load_of_a_name_is_refused_while_its_files_are_waited_for
     assert await first == "math@1"
 
 
-async def test_a_rejected_adapter_leaves_no_files(adapters: Fleet, tmp_path: Path) -> None:
-    for replica in adapters.replicas.values():
-        replica.outcomes[LoadAdapter] = Outcome.REJECTED
-    with pytest.raises(InvalidRequest, match="rejected here"):
-        await load(adapters, tmp_path)
-    await adapters.until(lambda: not list((tmp_path / "store" / "adapters").iterdir()))
-
-
 async def test_a_caller_that_leaves_frees_the_name(adapters: Fleet, tmp_path: Path) -> None:
     first = asyncio.create_task(load(adapters, tmp_path, 3))
     await asyncio.sleep(0.05)
@@ -79,12 +70,6 @@ async def test_a_caller_that_leaves_frees_the_name(adapters: Fleet, tmp_path: Pa
 
 
 LOAD = "1" * 32
-
-
-async def connected(fleet: Fleet) -> int:
-    token = (await fleet.controller.acquire("trainer")).token
-    await fleet.controller.connect(token, {})
-    return token
 
 
 class Disk:

@@ -79,8 +79,6 @@ async def test_a_process_that_cannot_be_ended_is_named_in_the_log(
 async def test_versions_that_there_are_not_are_refused(fleet: Fleet) -> None:
     with pytest.raises(InvalidRequest, match="version: expected at most"):
         await fleet.controller.stored(3, "/x")
-    with pytest.raises(InvalidRequest, match=r"expected one in the store \[\], got 3"):
-        await fleet.controller.rollback_source(3)
 
 
 async def test_a_call_returns_each_replicas_value_or_names_those_that_failed(fleet: Fleet) -> None:

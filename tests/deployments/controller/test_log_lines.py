@@ -45,17 +45,6 @@ async def test_a_round_and_a_lost_replica_have_one_line_each(
     )
 
 
-async def test_an_aborted_round_says_why(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
-    await fleet.serve("a")
-    lease = await fleet.controller.acquire("trainer")
-    await fleet.controller.connect(lease.token, {})
-    await fleet.controller.open_round(lease.token)
-    await fleet.controller.release(lease.token)
-    (aborted,) = [each for each in lines(caplog) if "aborted" in each[1]]
-    assert aborted[0] == "WARNING"
-    assert aborted[1].startswith("round 1 is aborted, the fleet keeps its version: round 1 aborted: ")
-
-
 def event(number: int, name: str, **fields: object) -> Event:
     return Event(event_id=number, name=name, at=0.0, fields=fields)  # type: ignore[arg-type]
 

@@ -19,7 +19,6 @@ from tests.tiny_adapters import save_tiny_adapter
 from tests.waiting import reached
 
 OURS = "fleet"
-HERE = Path(__file__).parent
 
 
 def write(store: Store, version: int, fleet_id: str | None = OURS, digest: str | None = None) -> None:

@@ -29,8 +29,6 @@ from tests.fake_hub import FakeHub
 from tests.tiny_adapters import save_tiny_adapter, tiny_adapter_tensors
 from tests.tiny_models import save_tiny_llama
 
-LOAD = "1" * 32
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:

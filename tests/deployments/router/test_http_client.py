@@ -199,7 +199,6 @@ async def test_slow_reader_blocks_the_sender_and_gets_everything_in_order() -> N
         goes_on.set()
         await passing
         assert bytes(taken) == b"".join(b"%06d" % number + chunk for number in range(count))
-    assert MAX_UNREAD_BYTES < 400 * 60_000
 
 
 @both_loops

@@ -103,10 +103,6 @@ def lines(choices: list[Any], **rest: Any) -> bytes:
     return json.dumps(rest).encode() + b"\n" + json.dumps(choices).encode()[1:-1]
 
 
-def event(**data: Any) -> bytes:
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode()
-
-
 def test_choices_are_joined_and_usage_is_summed() -> None:
     first = {"prompt_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 1}}
     second = {"prompt_tokens": 4, "total_tokens": 9, "prompt_tokens_details": None}

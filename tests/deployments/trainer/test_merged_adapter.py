@@ -11,8 +11,6 @@ from tests.deployments.trainer.one_worker import BATCH, MERGED, equal, lines, sa
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_models import save_tiny_llama
 
-TRAINS = "merged"
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["no checkpoint", "another alpha", "damaged", "without its base"])

@@ -9,8 +9,6 @@ from tests.deployments.trainer.one_worker import everything, lines, of_step, sta
 from tests.deployments.trainer.trainer_specs import with_config
 from trainers.eagle3 import write_new_head
 
-TRAINS = "drafter"
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])

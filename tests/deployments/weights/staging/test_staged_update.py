@@ -1,12 +1,11 @@
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from deployments.weights.staging.staged_update import ChunkFindings, StagedUpdate
 from deployments.weights.wire.digest import digest, digest_tensor, digests, inspect
-from deployments.weights.wire.digest_definition import Digests, version_digest
+from deployments.weights.wire.digest_definition import version_digest
 
 TENSORS = {"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.zeros(0, 4)}
 
@@ -19,10 +18,6 @@ def findings_of(names: str, sent: torch.Tensor | None = None, **changed: torch.T
         sent=digest_tensor(tensors) if sent is None else sent,
         found=inspect([changed.get(name, TENSORS[name]) for name in names]),
     )
-
-
-def numbers(*values: int) -> Digests:
-    return np.array(values, dtype=np.uint64)
 
 
 def test_the_digest_of_a_version_does_not_depend_on_its_chunks() -> None:
