@@ -66,11 +66,6 @@ def test_the_path_from_one_condition_to_another(
     assert state == condition(wanted)
 
 
-def test_the_parts_that_sleep() -> None:
-    assert engine_state.asleep(condition(["sleep 1", "wake_up weights"])) == {"kv_cache"}
-    assert engine_state.asleep(condition(["pause keep"])) == frozenset()
-
-
 def test_weights_are_discarded_from_a_sleep_at_level_2_until_a_round_replaces_them() -> None:
     asleep_at_2 = condition(["pause keep", "sleep 2", "wake_up weights"])
     assert engine_state.discarded(asleep_at_2)
@@ -149,20 +144,6 @@ def test_a_joiner_that_cannot_follow_is_fenced() -> None:
     assert joiner.fenced == "condition: sleep: replica_failed here"
 
 
-@pytest.mark.parametrize("compacted", [False, True])
-def test_the_condition_outlives_the_controller(compacted: bool) -> None:
-    scene = Scene(replicas=1)
-    scene.call("pause keep")
-    scene.call("sleep 2")
-    if compacted:
-        scene.journal = compact(scene.journal)
-    scene.restart()
-    joiner = scene.start()
-    scene.poll(6)
-    assert operations(scene.replicas[0]) == ["pause", "sleep"], "it was in it before"
-    assert operations(joiner) == ["pause", "sleep"] and joiner.admitted
-
-
 @pytest.mark.parametrize(
     ("before", "asked", "left"),
     [
@@ -215,16 +196,6 @@ def test_a_fleet_without_replicas_can_be_paused_before_they_come() -> None:
     joiner = scene.start()
     scene.poll()
     assert operations(joiner) == ["pause"] and joiner.admitted
-
-
-def test_no_round_opens_while_the_weights_sleep() -> None:
-    scene = Scene(replicas=1)
-    scene.connect()
-    scene.call("sleep 1")
-    with pytest.raises(Conflict, match="the fleet's weights sleep"):
-        scene.open()
-    scene.call("wake_up weights")
-    assert scene.open() == 1
 
 
 # -- weights that a sleep has discarded -------------------------------------------------------------
@@ -315,17 +286,6 @@ def test_a_round_that_is_not_finished_brings_no_weights(commit: CommitMode) -> N
     scene.replicas[1].hangs_in.clear()
     scene.poll(6)
     assert closing.done
-    scene.call("wake_up kv_cache")
-    assert_awake(scene)
-
-
-def test_a_joiner_before_the_round_takes_part_in_it() -> None:
-    scene = without_weights()
-    joiner = scene.start()
-    scene.poll()
-    assert joiner.admitted and not joiner.memory.intact
-    assert_refused(scene)
-    scene.publish()
     scene.call("wake_up kv_cache")
     assert_awake(scene)
 

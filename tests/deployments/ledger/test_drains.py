@@ -107,16 +107,6 @@ def test_with_rolling_each_replica_is_drained_in_its_turn() -> None:
     assert modes == [InFlight.WAIT, InFlight.KEEP, InFlight.WAIT]
 
 
-def test_a_publisher_that_aborts_while_replicas_drain_sets_them_free() -> None:
-    scene = busy_fleet()
-    scene.publish()
-    scene.replicas[0].take_requests(1)
-    scene.ledger.abort_round(scene.token, 1, "changed its mind", scene.now)
-    scene.poll()
-    assert goes_on(scene) and scene.replicas[0].running == 3
-    assert scene.ledger.state.committed_version == 0
-
-
 @pytest.mark.parametrize("min_replicas", [1, 2])
 def test_a_replica_that_is_lost_while_it_drains_is_not_waited_for(min_replicas: int) -> None:
     scene = busy_fleet(min_replicas=min_replicas)

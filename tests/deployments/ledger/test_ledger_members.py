@@ -38,15 +38,6 @@ def test_a_collective_asks_for_a_new_connection_when_the_membership_changed() ->
     scene.open()
 
 
-def test_a_joiner_is_connected_by_itself_when_the_transport_is_no_collective() -> None:
-    scene = Scene(replicas=1)
-    scene.connect({"segment": "x"})
-    joiner = scene.start()
-    scene.poll()
-    assert joiner.names() == ["connect"]
-    assert report_of(scene.publish()).replicas.keys() == {"r0", "r1"}
-
-
 def test_a_list_payload_is_cut_by_worker() -> None:
     scene = Scene(replicas=2, world_size=2)
     scene.connect()
@@ -255,24 +246,3 @@ def test_events_name_who_comes_and_goes() -> None:
     events = [(each.name, each.fields["replica"]) for each in scene.ledger.events_since(0)[1:]]
     joined = [(name, f"r{number}") for number in range(3) for name in ("register", "admit")]
     assert events == [*joined, ("leaving", "r0"), ("left", "r0"), ("fence", "r1"), ("lost", "r2")]
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_a_replica_whose_engine_has_died_is_fenced_with_its_report_and_rounds_go_on(staged: bool) -> None:
-    scene = Scene(replicas=2)
-    scene.connect()
-    one, other = scene.replicas
-    round_id = scene.receive() if staged else 0
-    one.failed = "its engine has died"
-    scene.poll(1, only=[one])
-    assert one.fenced == one.failed and scene.state_of(one) == "fenced"
-    scene.poll(1, only=[one])  # it says that it knows: nothing waits for it any more
-    if staged:
-        call = scene.close(round_id)
-        scene.poll(10, only=[other])
-        report = report_of(call)
-        assert report.phase == "committed" and dict(report.fenced) == {"r0": "its engine has died"}
-    scene.connect()
-    call = scene.close(scene.receive())
-    scene.poll(10, only=[other])
-    assert report_of(call).phase == "committed" and other.version == scene.ledger.state.committed_version

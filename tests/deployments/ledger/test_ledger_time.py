@@ -182,17 +182,6 @@ def close_again(scene: Scene, token: int, round_id: int, label: str | None = Non
 
 
 @pytest.mark.parametrize("restarts", [0, 1, 2])
-def test_a_committed_round_is_answered_with_its_report(restarts: int) -> None:
-    scene = Scene(replicas=2)
-    report = report_of(scene.publish(label="one"))
-    for _ in range(restarts):
-        scene.restart()
-    again = close_again(scene, scene.token, report.round_id, "one")
-    assert report_of(again) == report
-    assert scene.ledger.state.committed_version == 1
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize("label", ["two", None])
 def test_who_closes_it_with_another_label_is_told_that_theirs_is_not_published(
     restarts: int, label: str | None

@@ -41,14 +41,6 @@ def problem(scene: Scene) -> Any:
     return scene.status().store_problem
 
 
-def test_joiners_load_what_a_replica_has_written() -> None:
-    scene = scene_of(3)
-    publish(scene, label="step-1")
-    assert stored(scene) == 1
-    answer = scene.ledger.join("new", "new-1", scene.now)
-    assert (answer.version, answer.path) == (1, "/store/v1")
-
-
 def test_a_version_that_is_found_counts_if_it_is_the_committed_one() -> None:
     scene = scene_of(2, store_problem=DISK_FULL)
     publish(scene)

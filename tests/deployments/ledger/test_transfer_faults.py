@@ -125,19 +125,6 @@ def test_a_replica_that_has_received_everything_does_not_need_the_lost_member() 
     assert set(report_of(closed).replicas) == {"r0"}
 
 
-def test_replicas_with_connections_of_their_own_go_on_receiving_without_the_lost_one() -> None:
-    scene = Scene(replicas=2)
-    scene.connect(SEPARATE)
-    for replica in scene.replicas:
-        replica.hangs_in.add(Receive)
-    call = sent(scene)
-    scene.ledger.lost([("r1", "r1-1")], "its process is gone", scene.now)
-    assert not call.done
-    scene.replicas[0].hangs_in.clear()
-    scene.poll(2, only=scene.replicas[:1])
-    assert call.done and call.error is None
-
-
 def test_with_too_few_left_the_round_is_not_to_be_sent_again() -> None:
     scene = Scene(replicas=2, min_replicas=2)
     scene.connect(GROUP)
