@@ -60,6 +60,11 @@ def greedy(client: httpx.Client, checkpoint: Path) -> Mapping[str, float]:
     return {name: each.accepted_tokens / each.drafted_tokens for name, each in loads.items()}
 
 
+def drafting_is_off(client: httpx.Client) -> set[bool]:
+    """Of the replicas."""
+    return {each.drafting_off for each in FleetClient(client).send(calls.load()).replicas.values()}
+
+
 def train(client: httpx.Client, steps: int, **settings: float) -> None:
     """Steps on the answers of the policy: the drafter learns to propose them."""
     batch = [
@@ -102,7 +107,7 @@ def multi_token(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
 def _start_multi_token(root: Path) -> AbstractContextManager[Fleet]:
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
     changes = {
-        "engine": {"extra": {"speculative_config": drafts}},
+        "engine": {"min_draft_acceptance": 0.5, "extra": {"speculative_config": drafts}},
         "security": {"checkpoint_roots": [str(root / "published")]},
     }
     return deployed("multi_token", save_tiny_mtp(root / "model", 0), root, changes)
@@ -116,10 +121,15 @@ def test_multi_token_prediction_is_a_part_of_the_version_or_stays_as_it_was(mult
     alone = save_agreeing_mtp(fleet.published / "alone", 2, drafter=False)
     with fleet.client() as client:
         assert max(greedy(client, fleet.checkpoint).values()) < 0.5
+        many = {**talk.body(talk.PROMPT, TOKENS), "prompt": [talk.PROMPT] * 120}
+        talk.succeeded(client.post("/v1/completions", json=many))
+        assert drafting_is_off(client) == {True}
+        greedy(client, fleet.checkpoint)
         for directory, version in ((whole, 1), (alone, 2)):
             report = FleetClient(client).send(calls.publish_directory(str(directory)))
             assert (report.version, report.drafter, len(report.replicas)) == (version, 1, 2)
             assert set(greedy(client, directory).values()) == {1.0}
+            assert drafting_is_off(client) == {False}
             counted = rf'slipstream_accepted_draft_tokens_total{{[^}}]*version="{version}"[^}}]*}} [1-9]'
             assert len(re.findall(counted, client.get("/metrics").text)) == 2
         assert client.get("/fleet").json()["drafter"] == 1
