@@ -22,7 +22,6 @@ from transformers import (
 
 from tests.made_once import made_once
 from trainers.fsdp2 import model_class
-from trainers.sources import MTP
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -129,18 +128,35 @@ def save_tiny_tied_twice(directory: Path, seed: int) -> Path:
     return directory
 
 
+def add_mtp(directory: Path, depth: int) -> None:
+    """A layer of multi-token prediction, which transformers leaves out, in the form of the family's
+    checkpoints: with the weights of the model's last layer."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    if "qwen3" in json.loads((directory / "config.json").read_text())["model_type"]:
+        layer, fused, first = "mtp.layers.0.", "mtp.fc", 0.0
+        norms = [f"mtp.{name}" for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")]
+    else:
+        layer, fused, first = f"model.layers.{depth}.", f"model.layers.{depth}.eh_proj", 1.0
+        norms = [f"{layer}{name}" for name in ("shared_head.norm", "enorm", "hnorm")]
+        tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    for name, tensor in list(tensors.items()):
+        _, found, rest = name.partition(f".layers.{depth - 1}.")
+        if found:
+            tensors[layer + rest] = tensor.clone()
+    width = tensors[f"{layer}input_layernorm.weight"].numel()
+    tensors[f"{fused}.weight"] = torch.randn(width, 2 * width) * 0.1
+    tensors |= {f"{norm}.weight": first + torch.randn(width) * 0.1 for norm in norms}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 @made_once
 def save_tiny_mtp(directory: Path, seed: int, family: str = "glm4_moe", **changed: Any) -> Path:
-    """A mixture of experts with a layer of multi-token prediction, which transformers leaves out."""
+    """A mixture of experts with a layer of multi-token prediction."""
     changed = {"num_nextn_predict_layers": 1, "initializer_range": 0.3, **changed}
     save_tiny_family(directory, family, seed, **changed)
-    tensors = load_file(directory / "model.safetensors")
-    last = {name: tensor for name, tensor in tensors.items() if ".layers.1." in name}
-    tensors |= {name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in last.items()}
-    tensors["model.layers.2.eh_proj.weight"] = torch.randn(128, 256)
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"model.layers.2.{norm}.weight"] = torch.ones(128)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    add_mtp(directory, tiny_config(family, **changed).num_hidden_layers)
     save_tokenizer(directory)
     return directory
 
@@ -163,14 +179,6 @@ def save_agreeing_mtp(directory: Path, seed: int, family: str = "glm4_moe", *, d
     kept = {name: each for name, each in tensors.items() if drafter or ".layers.2." not in name}
     save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
-
-
-def random_mtp(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """The multi-token prediction of a Qwen3.5, as its checkpoint names it."""
-    from trainers.mtp import MtpHead  # imports in a second
-
-    shapes = {name: tensor.shape for name, tensor in MtpHead(config).state_dict().items()}
-    return {f"{MTP}{name}": torch.randn(shape) * 0.1 for name, shape in shapes.items()}
 
 
 @made_once
@@ -207,9 +215,7 @@ def save_tiny_vision_language(directory: Path, seed: int, **changed: Any) -> Pat
     }
     config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
     Qwen3_5ForConditionalGeneration(config).eval().save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    tensors |= random_mtp(config.text_config)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    add_mtp(directory, config.text_config.num_hidden_layers)
     save_tokenizer(directory)
     return directory
 
@@ -306,7 +312,7 @@ _SIZES: dict[str, Any] = {
 }
 _ATTENTION = {"full_attention", "sliding_attention", "indexed_attention", "chunked_attention"}
 _CONV = {"layer_types": ["conv", "full_attention"]}
-_BIASED = {"topk_method": "noaux_tc"}  # in checkpoints, and in no default
+_BIASED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # in checkpoints, and in no default
 _WIDE = {"rope_parameters": _MROPE}
 _NARROW = {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3], "partial_rotary_factor": 0.5}}
 _OF_FAMILY: dict[str, dict[str, Any]] = {

@@ -41,7 +41,6 @@ class TrainedDrafter:
         checkpoint: the model's, of which a head of its own is read.
 
     Attributes:
-        prefix: of its published names.
         has_own_checkpoint: it is no part of the model's.
 
     Raises:
@@ -64,14 +63,14 @@ class TrainedDrafter:
         hooked = {_EMBEDDINGS: model.get_input_embeddings(), **dict(enumerate(layers, 1))}
         self.head: Eagle3Head | MtpHead
         if config.model is None:
-            self.prefix, self._layers = MTP, [len(layers) + 1]
-            self.head = read_mtp(model.config.get_text_config(), checkpoint)
+            self._prefix, self._layers = MTP, [len(layers) + 1]
+            self.head = read_mtp(model, checkpoint)
             hooked[len(layers) + 1] = model.base_model.norm
             ids = torch.arange(self.head.config.vocab_size)
         else:
             directory = Path(config.model)
             head = self.head = read_eagle3(directory)
-            self.prefix, self._layers = DRAFTER, head.layers or default_layers(len(layers))
+            self._prefix, self._layers = DRAFTER, head.layers or default_layers(len(layers))
             _check_fits(head, self._layers, model, directory)
             ids = head.token_ids()
         self._own_output = self.head.lm_head if isinstance(self.head, Eagle3Head) else None
@@ -98,17 +97,24 @@ class TrainedDrafter:
         return list(self.head.parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.head.named_parameters(self.prefix.removesuffix("."))
+        return self.head.named_parameters(self._prefix.removesuffix("."))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """By the parameters' names; not copied."""
+        return {self._prefix + name: tensor for name, tensor in self.head.state_dict().items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By published names; not copied."""
-        return {self.prefix + name: tensor for name, tensor in self.head.state_dict().items()}
+        return self.head.tensors() if isinstance(self.head, MtpHead) else self.state()
 
     def load(self, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
         """Copy published tensors in place. Raises ValueError, without changes, for another
         drafter's tensors."""
-        own = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
-        load_in_place(self.head, own, source)
+        own, read = (
+            {name.removeprefix(DRAFTER): tensor for name, tensor in each.items()}
+            for each in (self.tensors(), tensors)
+        )
+        load_in_place(own, read, source)
 
     def write(self, directory: Path) -> None:
         """Under its own names. Raises OSError."""

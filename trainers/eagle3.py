@@ -123,10 +123,9 @@ class Eagle3Head(nn.Module):
 
 
 @torch.no_grad()
-def load_in_place(head: nn.Module, tensors: Mapping[str, torch.Tensor], source: Path) -> None:
-    """Copy a checkpoint's tensors in place. Raises ValueError, without changes, unless they are all of the
-    head's."""
-    own = head.state_dict()
+def load_in_place(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], source: Path) -> None:
+    """Copy a checkpoint's tensors to a head's. Raises ValueError, without changes, unless they are all of
+    them."""
     for name in sorted(own.keys() | tensors.keys()):
         wanted, got = (
             f"shape {list(each[name].shape)}" if name in each else "none" for each in (own, tensors)
@@ -162,7 +161,7 @@ def read_head(directory: Path) -> Eagle3Head:
             "it from the checkpoint: the head reads the model's)"
         )
     head = Eagle3Head(config, has_d2t="d2t" in tensors, has_t2d="t2d" in tensors)
-    load_in_place(head, tensors, directory)
+    load_in_place(head.state_dict(), tensors, directory)
     return head
 
 

@@ -165,7 +165,7 @@ class TrainedPolicy:
 
     def trained(self) -> dict[str, torch.Tensor]:
         """By name, with the drafter's."""
-        drafter = {} if self.drafter is None else self.drafter.tensors()
+        drafter = {} if self.drafter is None else self.drafter.state()
         if self.adapter is not None:
             return dict(self.adapter.tensors()) | drafter
         state = self.model.state_dict()

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tests.tiny_models import random_mtp
+from tests.tiny_models import add_mtp
 from tests.trainers import tiny
 from tests.two_ranks import both, grouped
 from trainers.eagle3 import write_new_head
@@ -124,8 +124,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if case.drafts == "eagle3":
             write_new_head(directory / case.kind, directory / case.kind / "head")
         if case.drafts == "mtp":
-            file = directory / case.kind / "model.safetensors"
-            save_file(load_file(file) | random_mtp(tiny.model(case.kind).config), file, {"format": "pt"})
+            add_mtp(directory / case.kind, tiny.SIZES["num_hidden_layers"])
     both(sharded_rank, directory)
     return directory
 

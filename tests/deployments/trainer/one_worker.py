@@ -13,7 +13,7 @@ from deployments.trainer.spec import TrainerSpec
 from deployments.trainer.worker import TrainerRank, TrainerWorker
 from tests.deployments.controller_in_process import CONTROLLER_THREAD, ControllerInProcess
 from tests.deployments.trainer.trainer_specs import trainer_spec, with_config
-from tests.tiny_models import save_tiny_llama, save_tiny_vision_language
+from tests.tiny_models import save_tiny_llama, save_tiny_mtp, save_tiny_vision_language
 from trainers.eagle3 import write_new_head
 from trainers.settings import OptimizerConfig, TrainerConfig
 
@@ -39,7 +39,7 @@ def small_spec(tmp_path: Path) -> TrainerSpec:
 
 def spec_of(tmp_path: Path, kind: str, **changes: Any) -> TrainerSpec:
     """`kind`: what is trained. All weights, an adapter, one that is merged, and with each a head that drafts,
-    which is the model's own with "mtp"."""
+    which is the model's own with "mtp", and has experts with "mtp of experts"."""
     spec = small_spec(tmp_path)
     if kind == "adapter":
         changes["lora"] = ADAPTER
@@ -49,8 +49,9 @@ def spec_of(tmp_path: Path, kind: str, **changes: Any) -> TrainerSpec:
         if not (head := tmp_path / "head").exists():
             write_new_head(Path(spec.model), head)
         changes["drafter"] = {"model": str(head), "learning_rate": 1e-3}
-    if kind == "mtp":
-        spec = replace(spec, model=str(save_tiny_vision_language(tmp_path / "qwen", 0)))
+    if "mtp" in kind:
+        save = save_tiny_mtp if "experts" in kind else save_tiny_vision_language
+        spec = replace(spec, model=str(save(tmp_path / "drafts", 0)))
         changes["drafter"] = {"learning_rate": 1e-3}
     return with_config(spec, **changes)
 

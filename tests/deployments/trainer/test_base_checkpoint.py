@@ -29,7 +29,7 @@ from trainers.trained_policy import TrainedPolicy
 Save = Callable[[Path, int], Path]
 KINDS: list[tuple[Save, list[str]]] = [
     (save_tiny_tied_twice, [f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(2)]),
-    (save_tiny_mtp, ["model.layers.2 (27 tensors)"]),
+    (save_tiny_mtp, ["model.layers.2 (29 tensors)"]),
     (
         save_tiny_vision_language,
         [

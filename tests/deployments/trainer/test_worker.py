@@ -62,7 +62,8 @@ def test_what_is_published_is_what_save_writes_and_what_the_store_has(
 
 
 @pytest.mark.parametrize(
-    ("kind", "wire_dtype"), [("merged", None), ("drafter", "bfloat16"), ("mtp", "bfloat16")]
+    ("kind", "wire_dtype"),
+    [("merged", None), ("drafter", "bfloat16"), ("mtp", "bfloat16"), ("mtp of experts", "bfloat16")],
 )
 def test_adapters_and_heads_are_published_stored_and_saved_as_a_part_of_the_model(
     kind: str, wire_dtype: str | None, tmp_path: Path, controller: ControllerInProcess
@@ -79,7 +80,9 @@ def test_adapters_and_heads_are_published_stored_and_saved_as_a_part_of_the_mode
         first |= {f"drafter.{name}": tensor for name, tensor in head.items()}
     assert sent.keys() == first.keys()
     changed = {name for name in first if not torch.equal(sent[name], first[name].to(sent[name].dtype))}
-    part = {"merged": "proj", "drafter": "drafter.fc.weight", "mtp": "mtp."}[kind]
+    part = {"merged": "proj", "drafter": "drafter.fc.weight", "mtp": "mtp."}.get(
+        kind, ".2.mlp.shared_experts."
+    )
     learned = {name for name in first if part in name}
     assert learned <= changed
     assert {sent[name].dtype for name in learned} == {torch.bfloat16 if wire_dtype else torch.float32}

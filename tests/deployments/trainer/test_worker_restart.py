@@ -30,6 +30,7 @@ def checkpoints(spec: TrainerSpec) -> list[Path]:
         ("drafter", "bfloat16"),
         ("merged drafter", None),
         ("mtp", "bfloat16"),
+        ("mtp of experts", "bfloat16"),
     ],
 )
 def test_a_restarted_trainer_is_exactly_where_it_was(
