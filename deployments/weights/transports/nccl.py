@@ -317,10 +317,11 @@ class NcclGroup:
         self._call_deadline = time.monotonic() + self._timeout_s
         try:
             with self._calling:
-                if self._communicator is None:
+                communicator = self._communicator
+                if communicator is None:
                     raise TransferFailed("the transfer group was aborted")
                 self._stream.wait_stream(torch.cuda.current_stream())
-                self._communicator.broadcast(part, src=0, stream=self._stream)
+                communicator.broadcast(part, src=0, stream=self._stream)
         finally:
             self._call_deadline = math.inf
 
