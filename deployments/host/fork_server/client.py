@@ -29,6 +29,7 @@ RESERVED = "reserved"
 LOG = "server.log"
 SERVER = os.path.join(os.path.dirname(os.path.realpath(__file__)), "server.py")
 FAILED = "failed"
+FAILED_S = 600.0  # then the imports are tried again
 MODULES = "SLIPSTREAM_PRELOAD"
 REASON = "SLIPSTREAM_NOT_FORKED"
 SWITCH = "SLIPSTREAM_FORK_SERVER"  # "off": ordinary interpreters; or the directory of a server, as in forks
@@ -116,8 +117,8 @@ def is_read_at_import(name: str) -> bool:
 def _ensure_server(directory: str) -> None:
     deadline = time.monotonic() + READY_S
     while not _accepts(directory):
-        if os.path.exists(f"{directory}/{FAILED}"):
-            with open(f"{directory}/{FAILED}") as file:
+        with contextlib.suppress(FileNotFoundError), open(f"{directory}/{FAILED}") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime < FAILED_S:
                 raise NoServer(file.read())
         lock = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

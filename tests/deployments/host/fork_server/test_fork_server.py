@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments.host.fork_server.client import MODULES, PREFIX, REASON, SERVER, SWITCH
+from deployments.host.fork_server.client import FAILED, FAILED_S, MODULES, PREFIX, REASON, SERVER, SWITCH
 from deployments.host.fork_server.use import CLIENT
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -228,6 +228,17 @@ def test_imports_that_fail_or_start_threads_leave_ordinary_interpreters(
             cold = shown({**environment, MODULES: modules})
             assert reason in cold["reason"]
             assert cold["argv"] == ["-c"]
+
+
+def test_imports_that_have_failed_are_tried_again_later(environment: dict[str, str], tmp_path: Path) -> None:
+    """What was wrong, as a full disk or a missing package, may be mended by then."""
+    environment |= {"PYTHONPATH": str(tmp_path), MODULES: "mended"}
+    assert "No module named" in shown(environment)["reason"]
+    (tmp_path / "mended.py").touch()
+    assert "No module named" in shown(environment)["reason"]
+    (failed,) = [path / FAILED for path in directories() if (path / FAILED).exists()]
+    os.utime(failed, (time.time() - FAILED_S,) * 2)
+    assert shown(environment)["reason"] is None
 
 
 def test_files_that_imports_keep_open_leave_the_low_numbers_to_clients(
