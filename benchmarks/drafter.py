@@ -32,6 +32,7 @@ from trainers.trained_policy import TrainedPolicy
 from trainers.trajectory import Trajectory
 
 GROUP = 8  # answers to a prompt
+STREAMS = 128  # of a batch: vLLM's largest CUDA graph has 512 tokens, and each stream three or more
 KINDS = (
     "a story",
     "a letter",
@@ -189,7 +190,7 @@ async def measure(options: argparse.Namespace, root: Path) -> None:
 
     async def batch() -> Answers:
         chosen = torch.randperm(len(PROMPTS), generator=drawn)[: options.groups].tolist()
-        return await rollouts.sample([each for each in chosen for _ in range(GROUP)], 256)
+        return await rollouts.sample([each for each in chosen for _ in range(GROUP)], STREAMS)
 
     new = write(policy, options.model, root / "new")
     before = policy.model.get_input_embeddings().weight.detach().clone()

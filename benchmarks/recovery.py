@@ -100,7 +100,17 @@ def fleet(file: Path, mark: str, *, forked: bool) -> Iterator[tuple[httpx.Client
                 published.joinpath(each.name).symlink_to(each)
             with FleetClient.connect(url) as publisher:
                 publisher.send(calls.publish_directory(str(published), None))
+            wait_until_stored(client)
             yield client, start_s
+
+
+def wait_until_stored(client: httpx.Client) -> None:
+    """A version that nobody has any more is published again by a trainer; there is none here."""
+    begin = time.monotonic()
+    while client.get("/fleet").json()["stored_version"] is None:
+        if time.monotonic() > begin + LIMIT_S:
+            raise SystemExit(f"the published version was not stored within {LIMIT_S:g} s")
+        time.sleep(0.2)
 
 
 def main() -> None:
