@@ -43,9 +43,9 @@ class BaseCheckpoint:
         return frozen
 
     def read(self, names: Collection[str], directory: Path) -> dict[str, torch.Tensor]:
-        """Memory-mapped, from this checkpoint or a version of it in `directory`."""
+        """From this checkpoint or a version of it in `directory`, whose files may then be overwritten."""
         found = read_tensors(directory, names)
-        return {name: found[name].to(getattr(torch, self._schema[name].dtype)) for name in names}
+        return {name: found[name].to(getattr(torch, self._schema[name].dtype), copy=True) for name in names}
 
     def write_files(self, directory: Path, model: PreTrainedModel, dtype: str) -> None:
         """All files of a checkpoint but the weights."""

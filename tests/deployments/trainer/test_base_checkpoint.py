@@ -54,6 +54,19 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
+def test_what_is_not_trained_stays_as_it_was_read_although_the_directory_is_overwritten(
+    tmp_path: Path,
+) -> None:
+    """In place, as `cp` does: a mapping would have the new file's bytes, or none."""
+    tower = {"visual.weight": torch.ones(5000)}
+    save_file(tower, tmp_path / "model.safetensors")
+    base = BaseCheckpoint(tmp_path)
+    frozen = base.read(["visual.weight"], tmp_path)
+    save_file({"visual.weight": torch.zeros(5000)}, tmp_path / "other")
+    shutil.copyfile(tmp_path / "other", tmp_path / "model.safetensors")
+    assert equal(frozen, tower)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("save", "untrained"), [pytest.param(*kind, id=kind[0].__name__) for kind in KINDS])
 def test_a_publisher_of_a_part_sends_the_rest_and_a_stored_version_is_a_complete_checkpoint(
