@@ -288,7 +288,7 @@ def trainer_spec(args: AppConfig, trainer: TrainerConfig, model: str) -> Trainer
     return TrainerSpec(
         model=model,
         store_dir=str(args.store_path),
-        shared_store=args.store.shared,
+        store_keep=None if args.store.shared else args.store.keep,
         transport=args.weights.transport,
         chunk_bytes=args.weights.effective_chunk_bytes,
         native=args.weights.staging is StagingMode.NONE,

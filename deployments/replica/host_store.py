@@ -62,9 +62,8 @@ class HostStore:
             stack.callback(os.close, descriptor)
             if locked(descriptor) is False:  # without locks several write, and the first to finish counts
                 return None
-            for version in self._store.of(fleet_id)[: -self._keep] if self._keep is not None else ():
-                with suppress(FileNotFoundError):  # on its host the controller removes, too
-                    self._store.remove(version)  # one that is being read stays for now
+            if self._keep is not None:
+                self._store.remove_old(fleet_id, self._keep)
             stack.pop_all()
             return descriptor
 

@@ -27,6 +27,8 @@ class TrainerSpec:
     Attributes:
         native: vLLM's own engine of the transport sends, inside a pause (`staging: none`).
         proof_sequences: scored after each publish, as replicas do; 0: none.
+        store_keep: versions kept in this host's own store; None: hosts share it, and the controller removes
+            old ones.
     """
 
     config: TrainerConfig
@@ -41,7 +43,7 @@ class TrainerSpec:
     revision: str | None = None
     publish_timeout_s: float = 900.0
     proof_sequences: int = 0
-    shared_store: bool = True
+    store_keep: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

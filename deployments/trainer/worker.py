@@ -247,7 +247,7 @@ class TrainerWorker(TrainerRank):
         self._begin(rendezvous_address)
         spec = self._spec
         self._fleet_id = self._fleet().fleet_id
-        if not spec.shared_store:
+        if spec.store_keep is not None:
             own(self._store.directory, self._fleet_id)
         self._check_owner()
         found = self._stored.find(self._fleet)
@@ -498,6 +498,8 @@ class TrainerWorker(TrainerRank):
             written = (result.version, result.path, result.label)
             call = retried(self._controller, "stored", *written, limit_s=STORED_TIMEOUT_S)
         run_sync(call)
+        if self._spec.store_keep is not None:
+            self._store.remove_old(self._fleet_id, self._spec.store_keep)
 
 
 def _missed(found: Found) -> str | None:

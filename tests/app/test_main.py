@@ -103,7 +103,7 @@ def test_a_fleet_whose_hosts_share_no_store_says_so_to_all_who_use_one(tmp_path:
         router = build(parse_config({**settings, "store": {"shared": shared}}))
         assert deployment(router, "rollout").init_kwargs["store"] == (str(tmp_path / "store"), kept)
         assert deployment(router, "controller").init_kwargs["config"].shared_store is shared
-        assert deployment(router, "trainer").init_args[0].shared_store is shared
+        assert deployment(router, "trainer").init_args[0].store_keep == kept
 
 
 def test_whether_a_list_of_prompts_is_taken_does_not_depend_on_how_it_is_divided(tmp_path: Path) -> None:

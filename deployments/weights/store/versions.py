@@ -124,15 +124,6 @@ class Store:
         names = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir())
         return sorted(int(name[1]) for name in names if name is not None)
 
-    def of(self, fleet_id: str) -> Sequence[int]:
-        """Those of a fleet, oldest first: an operator may have copied others to the store."""
-        found = []
-        for version in self.list():
-            with suppress(OSError, ValueError):
-                if self.manifest_of(version).fleet_id == fleet_id:
-                    found.append(version)
-        return found
-
     def path_of(self, version: int) -> Path:
         """Raises FileNotFoundError, naming the versions in the store."""
         path = self.path(version)
@@ -222,6 +213,17 @@ class Store:
         finally:
             os.close(descriptor)
         return True
+
+    def remove_old(self, fleet_id: str, keep: int) -> None:
+        """All but the last versions of a fleet: an operator may have copied others here."""
+        own = []
+        for version in self.list():
+            with suppress(OSError, ValueError):
+                if self.manifest_of(version).fleet_id == fleet_id:
+                    own.append(version)
+        for version in own[:-keep]:
+            with suppress(FileNotFoundError):  # another process of this host removes, too
+                self.remove(version)  # one that is being read stays for now
 
     def path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"

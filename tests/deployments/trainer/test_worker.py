@@ -154,6 +154,15 @@ def test_a_trainer_does_not_start_in_the_store_of_another_fleet(
     assert theirs.is_dir()
 
 
+def test_a_trainer_whose_host_has_a_store_of_its_own_keeps_the_last_versions_there(
+    spec: TrainerSpec, controller: ControllerInProcess, tmp_path: Path
+) -> None:
+    """No replica and no controller may be on its host."""
+    there = tmp_path / "its host" / "store"
+    trained(replace(spec, store_dir=str(there), store_keep=2), controller, steps=4)
+    assert Store(there).list() == [3, 4]
+
+
 def test_a_checkpoint_is_saved_in_the_store_by_default(
     spec: TrainerSpec, controller: ControllerInProcess
 ) -> None:
