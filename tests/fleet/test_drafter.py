@@ -109,6 +109,7 @@ def _start_multi_token(root: Path) -> AbstractContextManager[Fleet]:
     changes = {
         "engine": {"min_draft_acceptance": 0.5, "extra": {"speculative_config": drafts}},
         "security": {"checkpoint_roots": [str(root / "published")]},
+        "trainer": {"drafter": {"learning_rate": 0.01}},
     }
     return deployed("multi_token", save_tiny_mtp(root / "model", 0), root, changes)
 
@@ -140,8 +141,11 @@ def test_multi_token_prediction_is_a_part_of_the_version_or_stays_as_it_was(mult
         assert set(greedy(client, stored).values()) == {1.0}, "an engine that loads both"
         train(client, 1)
         report = talk.succeeded(talk.trainer_publishes(client)).json()
-        assert (report["version"], report["drafter"]) == (3, 3), "its own checkpoint's, as it was"
+        assert (report["version"], report["drafter"]) == (3, 3), "its own checkpoint's"
         assert max(greedy(client, talk.served_checkpoint(fleet)).values()) < 0.5
+        train(client, 60, learning_rate=1e-9)
+        talk.succeeded(talk.trainer_publishes(client))
+        assert min(greedy(client, talk.served_checkpoint(fleet)).values()) > 0.5, "it has learned"
 
 
 @pytest.fixture
