@@ -30,6 +30,7 @@ from deployments.weights.store.checkpoint_files import (
     INDEX,
     PART_BYTES,
     WHOLE,
+    check_files,
     files_of,
     open_file,
     parts_of,
@@ -270,6 +271,7 @@ def _stored(store: Store, digest: str | None) -> int | None:
             # before.
             tensors = store.manifest_of(version).tensors
             if version_digest(list(tensors), [int(each.digest, 16) for each in tensors.values()]) == digest:
+                check_files(store.path_of(version), version)
                 return version
     return None
 

@@ -110,6 +110,16 @@ def test_a_stored_version_with_a_drafter_that_the_base_lacks_is_not_the_base(
     assert same(downloaded(url, store, tmp_path), stepped(random(1)))
 
 
+def test_a_stored_version_that_is_damaged_is_not_the_base(parent: str, store: Store, tmp_path: Path) -> None:
+    base = save(tmp_path / "a", random(1))
+    upload(base, parent)
+    url = upload(save(tmp_path / "b", stepped(random(1))), parent, base)
+    version = CommittedVersion(version=7, label=None, tensors=random(1))
+    weights = write_version(version, store, lambda path: None) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert same(downloaded(url, store, tmp_path), stepped(random(1)))
+
+
 def test_what_is_uploaded_to_a_disk_is_a_checkpoint_there(tmp_path: Path) -> None:
     """An empty directory for a drafter would be one without weights."""
     upload(save(tmp_path / "a", random(1)), f"file://{tmp_path}/shared")
