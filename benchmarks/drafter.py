@@ -5,7 +5,8 @@
 One process has an engine that drafts and a trainer on the same device. A new head learns from answers of the
 policy for some minutes, during which the policy stays as it is. Then come RL steps that train both; the
 reward is the share of words that begin with an s. At the end the engine loads the last policy with the new,
-the stale and the fresh head in turn and answers the same prompts; then an engine without a drafter does.
+the stale and the fresh head in turn and answers the same prompts; with the last one it does so again while
+drafting is off (`engine.min_draft_acceptance`), and then an engine without a drafter does.
 Answers are sampled at temperature 1. *accepted*: the share of drafted tokens; *a step*: tokens that a
 sequence gets in one step of the engine.
 """
@@ -232,6 +233,8 @@ async def measure(options: argparse.Namespace, root: Path) -> None:
             shutil.copytree(directory, loaded / "drafter")
         await engine.load(str(loaded), next(versions))
         await ask(name)
+    engine.stop_drafting(engine.version)
+    await ask("off")
     await engine.stop()
     rollouts.engine = await start_engine(str(fresh), backend, staging, **arguments)
     await ask("none")
