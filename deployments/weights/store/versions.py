@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.host.durable_files import locked, replacing
@@ -82,6 +83,15 @@ class VersionManifest:
 
 
 _MANIFESTS = TypeAdapter(VersionManifest)
+
+
+class _Owned(msgspec.Struct):
+    """Of a manifest of 20 thousand tensors, without the 30 ms of the interpreter lock for the rest."""
+
+    fleet_id: str | None = None
+
+
+_OWNED = msgspec.json.Decoder(_Owned)
 
 
 def mtp_names(names: Iterable[str], depth: int) -> frozenset[str]:
@@ -219,7 +229,7 @@ class Store:
         own = []
         for version in self.list():
             with suppress(OSError, ValueError):
-                if self.manifest_of(version).fleet_id == fleet_id:
+                if _OWNED.decode((self.path(version) / MANIFEST).read_bytes()).fleet_id == fleet_id:
                     own.append(version)
         for version in own[:-keep]:
             with suppress(FileNotFoundError):  # another process of this host removes, too
