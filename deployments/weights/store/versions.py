@@ -26,12 +26,14 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.host.durable_files import locked, replacing
+from deployments.host.logs import serve_logger
 from deployments.weights.store.owner import check_owner
 
 MANIFEST = "manifest.json"
 DRAFTER = "drafter."  # begins the names of tensors of a drafter with a checkpoint of its own
 DRAFTER_DIRECTORY = "drafter"  # a version's directory with the drafter's checkpoint, unprefixed
 
+logger = serve_logger()
 _MTP = re.compile(r"(?:model\.|language_model\.)*(?:mtp[._]|layers\.(\d+)\.)")
 _NAME = re.compile(r"v(\d{8,})")
 _PARTIAL = re.compile(r"\.v(\d{8,})(?:\.[0-9a-f]{8})?\.partial")
@@ -232,8 +234,12 @@ class Store:
                 if _OWNED.decode((self.path(version) / MANIFEST).read_bytes()).fleet_id == fleet_id:
                     own.append(version)
         for version in own[:-keep]:
-            with suppress(FileNotFoundError):  # another process of this host removes, too
+            try:
                 self.remove(version)  # one that is being read stays for now
+            except FileNotFoundError:
+                pass  # another process of this host was first
+            except OSError as error:  # the next version is written all the same
+                logger.warning("old versions stay in the store: %s", error)
 
     def path(self, version: int) -> Path:
         return self.directory / f"v{version:08d}"

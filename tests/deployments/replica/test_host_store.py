@@ -261,34 +261,18 @@ def test_one_replica_of_a_host_writes_and_removes(tmp_path: Path) -> None:
         HostStore(tmp_path / "others", 2).lock(FLEET)
 
 
-def test_an_old_version_that_the_controller_of_this_host_removes_first_delays_no_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("problem", [errno.ENOENT, errno.EIO, errno.ENOLCK], ids=os.strerror)
+def test_old_versions_that_cannot_be_removed_delay_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: int
 ) -> None:
-    for version in (3, 4, 5):
+    """The controller of this host was first, the disk fails, or its file system has no locks."""
+    for version in (3, 4, 5, 6):
         write(tmp_path, {"a": torch.ones(1)}, version)
-    remove = Store.remove
-
-    def second(store: Store, version: int) -> bool:
-        assert remove(store, version)
-        return remove(store, version)
-
-    monkeypatch.setattr(Store, "remove", second)
-    lock = HostStore(tmp_path, 2).lock(FLEET)
-    assert lock is not None
-    os.close(lock)
-
-
-def test_the_lock_is_free_after_an_old_version_could_not_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = HostStore(tmp_path / "store", 2)
-    for version in (3, 4, 5):
-        write(tmp_path / "store", {"a": torch.ones(1)}, version)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
-        patch.setattr(Store, "remove", MagicMock(side_effect=OSError(errno.EIO, "Input/output error")))
-        store.lock(FLEET)
-    lock = store.lock(FLEET)
-    assert lock is not None
+    error = OSError(problem, os.strerror(problem))
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", MagicMock(side_effect=error))
+        lock = HostStore(tmp_path, 2).lock(FLEET)
+    assert lock is not None and Store(tmp_path).list() == [3, 4, 5, 6]
     os.close(lock)
 
 
