@@ -11,11 +11,12 @@ differences (`kept_chunks`).
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -33,7 +34,13 @@ from deployments.weights.transports.broadcast import (
 )
 from deployments.weights.transports.kept_chunks import KeptChunks
 from deployments.weights.transports.registry import TRANSPORTS
-from deployments.weights.transports.rendezvous import Check, RendezvousInfo, RollCall, rendezvous
+from deployments.weights.transports.rendezvous import (
+    Check,
+    RendezvousInfo,
+    RollCall,
+    on_store_thread,
+    rendezvous,
+)
 
 logger = serve_logger()
 ABORTED = "the transfer group was aborted"
@@ -68,9 +75,11 @@ class GlooGroup:
         self._passing: dict[int, Future[None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gloo")
         try:
-            self._links: _Links | None = _Links.made(store, info, chain(addresses), rank)
+            make = partial(_Links.made, store, info, chain(addresses), rank)
+            self._links: _Links | None = _made(make, self._roll_call, check)
         except RuntimeError as error:  # torch has no finer class
-            raise TransferFailed(str(_failed(error)), self._roll_call.missing(0)) from error
+            raise TransferFailed(str(_failed(error)), self._roll_call.missing(0, check)) from error
+        self._roll_call.finished(0)  # stop listening until the first broadcast
 
     def reserve(self, size_bytes: int) -> None:
         """A worker uses a new block per broadcast: the staging may keep it."""
@@ -170,6 +179,24 @@ class _Links:
             before=link(place, 1) if place > 0 else None,
             after=link(place + 1, 0) if place + 1 < len(ranks) else None,
         )
+
+
+def _made(make: Callable[[], _Links], roll_call: RollCall, check: Check) -> _Links:
+    """On a thread, which is abandoned: torch's call waits for a dead neighbour until its own timeout."""
+    links: Future[_Links] = Future()
+
+    def run() -> None:
+        try:
+            links.set_result(make())
+        except Exception as error:  # raised by the thread that waits
+            links.set_exception(error)
+
+    on_store_thread("gloo-links", run, lambda: None)
+    while not wait([links], _SLICE_S).done:
+        check()
+        if roll_call.is_called():
+            raise RuntimeError("it failed at another member first")
+    return links.result()
 
 
 def chain(addresses: Sequence[str]) -> list[int]:

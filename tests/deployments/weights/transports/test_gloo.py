@@ -1,17 +1,20 @@
 """Gloo's group: every wait can be ended, long before its timeout."""
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from deployments.protocol.errors import TransferFailed
 from deployments.weights.transports.gloo import ABORTED, GlooGroup, chain
+from deployments.weights.transports.rendezvous import rendezvous
 from tests.deployments.weights.transports.rendezvous_info import info_for, no_check
 
 TIMEOUT_S = 8.0
@@ -49,7 +52,7 @@ def start_waiting(
     return future
 
 
-def assert_ends_at_once(future: Future[None], error: type[Exception], message: str) -> None:
+def assert_ends_at_once(future: Future[Any], error: type[Exception], message: str) -> None:
     start = time.monotonic()
     with pytest.raises(error, match=message):
         future.result(TIMEOUT_S)
@@ -69,6 +72,22 @@ def test_an_abort_ends_the_wait_for_a_member_that_hangs(
         groups[rank].broadcast(block())
     groups.clear()  # the destructor must not wait for Gloo's own thread, which is still in the broadcast
     assert time.monotonic() - start < AT_ONCE_S
+
+
+def test_the_wait_for_a_neighbour_that_has_joined_and_died_can_be_ended(calls: ThreadPoolExecutor) -> None:
+    info, died = info_for(2, TIMEOUT_S), threading.Event()
+
+    def check() -> None:
+        if died.is_set():
+            raise TransferFailed(ABORTED)
+
+    joining = calls.submit(rendezvous, info, 0, no_check, json.dumps(["127.0.0.1", 0]))
+    future = calls.submit(GlooGroup, info, 1, check)
+    joining.result(TIMEOUT_S)
+    time.sleep(0.1)
+    assert not future.done()
+    died.set()
+    assert_ends_at_once(future, TransferFailed, f"^{ABORTED}$")
 
 
 def test_a_publisher_whose_call_has_failed_stops_waiting(
