@@ -253,9 +253,13 @@ class NcclGroup:
         self._call_deadline = math.inf
         # One for all calls: a thread takes as long to start as a call.
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="nccl-watchdog", daemon=True).start()
-        self.warm_up()
-        if info.keeps:
-            delta_cuda.warm_up(device)
+        try:
+            self.warm_up(check)
+            if info.keeps:
+                delta_cuda.warm_up(device)
+        except BaseException:  # nobody else can abort it yet: a kernel would wait for a peer
+            self.abort()
+            raise
 
     def meet(
         self, info: RendezvousInfo, rank: int, device: torch.device, check: Check
@@ -263,11 +267,11 @@ class NcclGroup:
         store = rendezvous_with_nccl(info, rank, check)
         return store, by_store(store, info.world_size, rank, device)
 
-    def warm_up(self) -> None:
+    def warm_up(self, check: Check) -> None:
         """Make NCCL connect now, while all members live."""
         self.reserve(_WARM_UP_BYTES)
-        self.start(0, [self.buffer(0, _WARM_UP_BYTES)])
-        self.wait(0)
+        self.start(0, [self.buffer(0, _WARM_UP_BYTES)], check)
+        self.wait(0, check)
 
     @property
     def counted(self) -> int:

@@ -108,7 +108,7 @@ class VllmNcclGroup(NcclGroup):
         raise_problems(dict(enumerate(meeting.payloads, start=1)))
         return store, by_unique_id(meeting.unique_id, info.world_size, rank, device)
 
-    def warm_up(self) -> None:
+    def warm_up(self, check: Callable[[], None]) -> None:
         """vLLM's communicator has run its own collective."""
 
     @property

@@ -230,7 +230,7 @@ class OnHost(NcclGroup):
     def meet(self, info: RendezvousInfo, rank: int, device: torch.device, check: Check) -> Any:
         return rendezvous(info, rank, check)[0], Communicator
 
-    def warm_up(self) -> None:
+    def warm_up(self, check: Check) -> None:
         pass
 
 
@@ -272,6 +272,35 @@ def test_an_abort_ends_the_wait_for_what_a_publisher_that_failed_has_not_told(wi
         worker.abort()
         with pytest.raises(TransferFailed, match=r"^the transfer group was aborted$"):
             waiting.result(PATIENCE_S)
+
+
+def test_the_wait_for_a_member_that_died_before_the_first_broadcast_can_be_ended(
+    without_streams: None, nccl: Nccl
+) -> None:
+    class Assembling(OnHost):
+        def meet(self, info: RendezvousInfo, rank: int, device: torch.device, check: Check) -> Any:
+            return rendezvous(info, rank, check)[0], nccl.create
+
+        def warm_up(self, check: Check) -> None:
+            self.agree(True, check)
+
+    info, died = info_for(2, 20.0), threading.Event()
+    nccl.returns.set()
+
+    def check() -> None:
+        if died.is_set():
+            raise TransferFailed("the connection was aborted")
+
+    with ThreadPoolExecutor(max_workers=2) as members:
+        joining = members.submit(rendezvous, info, 0, no_check)
+        waiting = members.submit(Assembling, info, 1, torch.device("cpu"), check)
+        joining.result(PATIENCE_S)
+        time.sleep(0.1)
+        assert not waiting.done()
+        died.set()
+        with pytest.raises(TransferFailed, match=r"^the connection was aborted$"):
+            waiting.result(PATIENCE_S)
+    assert nccl.made[0].destroyed == 1
 
 
 HUNG = """
