@@ -128,9 +128,11 @@ def test_a_replica_that_does_not_answer_is_left_out_and_delays_nothing() -> None
 def test_scores_of_a_version_that_was_replaced_are_dropped() -> None:
     scene = proven(SAME, None)
     report_of(scene.publish())
-    scene.replicas[1].scores = Scores(version=1, values=OTHER)
-    scene.poll()
-    assert [report.proof for report in scene.ledger.history()] == [{}, {}]
+    for name, version in ((0, 2), (1, 1), (1, 2)):
+        scene.replicas[name].scores = Scores(version=version, values=SAME)
+        scene.poll()
+        scene.replicas[name].scores = None
+    assert [report.proof for report in scene.ledger.history()] == [{}, {"r0": NONE, "r1": NONE}]
 
 
 def test_what_is_not_comparable_is_left_out() -> None:
