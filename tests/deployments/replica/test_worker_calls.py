@@ -79,13 +79,6 @@ async def calls(workers: Workers) -> AsyncIterator[WorkerCalls]:
     disown()
 
 
-async def test_workers_answer_without_vllm(calls: WorkerCalls, workers: Workers) -> None:
-    await calls.connect()
-    assert sorted(await calls("name")) == [0, 1]
-    assert await calls("double", number=21) == [42, 42]
-    assert workers.through_vllm == ["answer_calls_at"]
-
-
 async def test_an_error_that_names_thousands_of_modules_is_an_error_and_the_next_call_is_answered(
     calls: WorkerCalls,
 ) -> None:
