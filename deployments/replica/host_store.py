@@ -129,6 +129,7 @@ def require_version(told: JoinAnswer | CatchUp, quiet_s: float = QUIET_S) -> Dir
         logger.info("asking %d replicas for version %d: %s", len(told.holders), told.version, error)
     store = Store(directory.parent)
     own(store.directory, told.fleet_id)
+    store.remove_left()
     with suppress(FileNotFoundError):
         store.remove(told.version)
     try:

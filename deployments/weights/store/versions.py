@@ -164,10 +164,12 @@ class Store:
         if final.exists():
             raise FileExistsError(f"version {version} is in {self.directory} already")
         partial = self.directory / f".{final.name}.{uuid.uuid4().hex[:8]}.partial"
-        partial.mkdir(parents=True)
-        lock = os.open(partial, os.O_RDONLY)
+        new = partial.with_suffix(".new")
+        new.mkdir(parents=True)
+        lock = os.open(new, os.O_RDONLY)
         try:
             locked(lock, shared=True)
+            new.rename(partial)  # by that name others remove it if it is not locked
             with replacing(final, partial):
                 yield partial
         except OSError as error:
@@ -184,6 +186,21 @@ class Store:
     def being_written(self) -> Sequence[str]:
         """Versions and trainer checkpoints that live processes write, with sizes; none without file locks."""
         found = []
+        for partial, is_written in self._partials():
+            if is_written:
+                size = sum(map(_size, partial.glob("*")))
+                found.append(f"{partial.name.split('.')[1]} ({size / 1e9:.1f} GB)")
+        return found
+
+    def remove_left(self) -> None:
+        """What killed processes have not completed. Only for a store of this host's own: others do not see
+        its locks."""
+        for partial, is_written in self._partials():
+            if is_written is False and _PARTIAL.fullmatch(partial.name):
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def _partials(self) -> Iterator[tuple[Path, bool | None]]:
+        """Whether a live process writes it; None: a file system without locks."""
         for partial in (
             *self.directory.glob(".v*.partial"),
             *self.directory.glob("trainer/*/.step-*.partial"),
@@ -192,11 +209,11 @@ class Store:
                 descriptor = os.open(partial, os.O_RDONLY)
             except FileNotFoundError:  # it is complete by now
                 continue
-            if locked(descriptor) is False:
-                size = sum(map(_size, partial.glob("*")))
-                found.append(f"{partial.name.split('.')[1]} ({size / 1e9:.1f} GB)")
-            os.close(descriptor)
-        return found
+            try:
+                free = locked(descriptor)
+                yield partial, None if free is None else not free
+            finally:
+                os.close(descriptor)
 
     @contextmanager
     def reading(self, version: int) -> Iterator[Path]:

@@ -214,6 +214,19 @@ async def test_a_version_that_is_damaged_here_is_replaced(tmp_path: Path) -> Non
     await take(told(tmp_path / "b", tmp_path / "a"))
 
 
+async def test_what_a_killed_replica_has_fetched_is_removed_before_the_next_attempt(tmp_path: Path) -> None:
+    """Else replicas that are killed one after another fill the disk: none completes a version."""
+    write(tmp_path / "a")
+    left = tmp_path / "b" / f".v{VERSION:08d}.0123abcd.partial"
+    left.mkdir(parents=True)
+    (left / WEIGHTS).write_text("half")
+    async with holder(HostStore(tmp_path / "empty", 3)) as peer:
+        with Store(tmp_path / "b").writing(9) as written:
+            with pytest.raises(OSError, match="404 Not Found"):
+                await take(told(tmp_path / "b", tmp_path / "a", peer))
+            assert [*(tmp_path / "b").glob(".v*")] == [written]
+
+
 async def test_a_version_that_is_still_being_written_is_waited_for(tmp_path: Path) -> None:
     write(tmp_path / "a")
     async with holder(HostStore(tmp_path / "late", 3)) as peer:
