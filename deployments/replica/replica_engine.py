@@ -44,7 +44,7 @@ from deployments.protocol.poll import Commit, Draining, KvCache, Swapped, drain_
 from deployments.replica.continuation import TOKENS
 from deployments.replica.engine_adapters import EngineAdapters, Uses
 from deployments.replica.engine_core import COMMIT, DRAIN, END_DRAIN, RESET_CACHES, RUNNING, STOP_DRAFTING
-from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, server_arguments
+from deployments.replica.server_arguments import EngineSpec, FleetEngineArgs, check_drafting, server_arguments
 from deployments.replica.server_info import fleet_fingerprint
 from deployments.replica.spans import RECORDER, SpanRecorder
 from deployments.replica.worker_calls import WorkerCalls
@@ -250,6 +250,7 @@ class ReplicaEngine:
         engine_args = FleetEngineArgs.from_cli_args(args)
         with kept_log_file():
             config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+            check_drafting(spec, config)
             llm = RecordingLLM.from_vllm_config(
                 vllm_config=config,
                 usage_context=UsageContext.OPENAI_API_SERVER,

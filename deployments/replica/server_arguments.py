@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
@@ -11,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from deployments.host import tracing
 from deployments.protocol.poll import InitialWeights
-from deployments.vllm_versions import server_parser
+from deployments.vllm_versions import OLD, server_parser
 
 # Data-parallel ranks agree upon a commit at every so many steps (vLLM's default: 16). An agreement is a
 # collective of two integers on the host; each step has one of its own.
@@ -92,6 +93,15 @@ def server_arguments(spec: EngineSpec) -> Namespace:
         setattr(args, name, value)
     cli.validate_parsed_serve_args(args)
     return cast(Namespace, args)
+
+
+def check_drafting(spec: EngineSpec, config: VllmConfig) -> None:
+    """Raises ValueError."""
+    if spec.min_draft_acceptance and OLD and current_platform.is_cpu() and config.model_config.is_hybrid:
+        raise ValueError(
+            "engine.min_draft_acceptance: expected 0 with recurrent layers in vLLM 0.32 on a CPU, "
+            f"got {spec.min_draft_acceptance:g} (steps with fewer drafts than configured read a wrong state)"
+        )
 
 
 # Per step of a CPU engine. vLLM's default, 2048, takes 2.3 s on two cores for a 135M model, and every request

@@ -1,12 +1,15 @@
 """An engine on the CPU with a draft model, which is off while too little of what it drafts is accepted."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from vllm import SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from app.http.prometheus import load_of
@@ -15,7 +18,8 @@ from deployments.protocol.poll import Commit, KvCache, Outcome
 from deployments.protocol.responses import ReplicaLoad
 from deployments.replica.engine_load import JUDGED, watch_load
 from deployments.replica.replica_engine import ReplicaEngine
-from deployments.replica.server_arguments import EngineSpec
+from deployments.replica.server_arguments import EngineSpec, check_drafting
+from deployments.vllm_versions import OLD
 from deployments.weights.staging.worker_reports import StagingState, from_wire, to_wire
 from deployments.weights.store.checkpoint_files import Checkpoint, stated
 from tests.deployments.weights.staging.drafted import save_policy, version
@@ -137,3 +141,16 @@ def test_drafting_is_off_until_the_next_version_where_too_little_is_accepted(tmp
     for prompt, answer in zip(PROMPTS, found["meanwhile"][0], strict=False):
         before = a.continues(prompt, answer)
         assert 0 < before < LONG and b.continues(prompt + answer[:before], answer[before:]) == LONG - before
+
+
+@pytest.mark.skipif(not OLD or not current_platform.is_cpu(), reason="vLLM 0.33, and GPUs, compute it")
+def test_recurrent_layers_whose_state_vllm_loses_are_refused() -> None:
+    spec = EngineSpec(model="m", served_model_name="m", backend="shm", staging="host")
+    bounded = replace(spec, min_draft_acceptance=0.1)
+    for each, is_hybrid in ((spec, True), (bounded, False), (bounded, True)):
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(is_hybrid=is_hybrid))
+        if each.min_draft_acceptance and is_hybrid:
+            with pytest.raises(ValueError, match=r"expected 0 with recurrent layers .* got 0\.1"):
+                check_drafting(each, config)
+        else:
+            check_drafting(each, config)
