@@ -28,6 +28,8 @@ from tests.deployments.trainer.one_worker import ADAPTER, BATCH, equal, lines, s
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_adapters import save_tiny_adapter
 
+TRAINS = "adapter"  # read by the fixture `spec`
+
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]  # optimizer steps
 
 

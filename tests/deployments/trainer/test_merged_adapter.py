@@ -11,6 +11,8 @@ from tests.deployments.trainer.one_worker import BATCH, MERGED, equal, lines, sa
 from tests.deployments.trainer.trainer_specs import with_config
 from tests.tiny_models import save_tiny_llama
 
+TRAINS = "merged"  # read by the fixture `spec`
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["no checkpoint", "another alpha", "damaged", "without its base"])

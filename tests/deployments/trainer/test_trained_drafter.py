@@ -9,6 +9,8 @@ from tests.deployments.trainer.one_worker import everything, lines, of_step, sta
 from tests.deployments.trainer.trainer_specs import with_config
 from trainers.eagle3 import write_new_head
 
+TRAINS = "drafter"  # read by the fixture `spec`
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
