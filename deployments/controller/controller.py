@@ -217,6 +217,11 @@ class Controller:
         async with self._durable.answer():
             return self._ledger.join(replica_id, incarnation, self._durable.now(), unloadable)
 
+    async def stored_weights(self, version: int, path: str) -> JoinAnswer:
+        """What a trainer's host must have at `path`, and which replicas may give it."""
+        async with self._durable.answer():
+            return self._ledger.stored_weights(version, path)
+
     async def call_address(self) -> CallAddress:
         """The only method that is called over Serve's handle."""
         self._durable.enter()

@@ -176,11 +176,15 @@ def first_weights(
     if told is None or stored_versions.refused(state, incarnation, told.version):
         served = state.initial is not None and bool(state.serving() or state.returning())
         return JoinAnswer(version=0, path=None, initial=state.initial, served=served)
+    return stored_weights(state, told.version, told.path)
+
+
+def stored_weights(state: State, version: int, path: str) -> JoinAnswer:
     return JoinAnswer(
-        version=told.version,
-        path=told.path,
+        version=version,
+        path=path,
         fleet_id=state.fleet_id,
-        digest=state.digest_of(told.version),
+        digest=state.digest_of(version),
         holders=_holders(state),
     )
 

@@ -164,6 +164,9 @@ class Ledger:
             state.record("join", replica=replica_id, incarnation=incarnation, version=answer.version)
         return answer
 
+    def stored_weights(self, version: int, path: str) -> JoinAnswer:
+        return admission.stored_weights(self.state, version, path)
+
     def poll(self, report: Report, now: float) -> Directive:
         if self.on_report(report, now):
             self.advance(now)

@@ -215,7 +215,8 @@ class InitialWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAnswer:
-    """Where a starting replica finds its first weights: a directory that vLLM can load."""
+    """Where a starting replica finds its first weights, or a trainer a version: a directory that vLLM can
+    load."""
 
     version: int
     path: str | None  # None: the checkpoint that the fleet was configured with

@@ -35,8 +35,8 @@ from deployments.protocol.routing import (
 )
 from deployments.replica.capture import Capture, Ledger
 from deployments.replica.continuation import Said
-from deployments.replica.host_store import VERSIONS
 from deployments.replica.spans import RECORDER, SpanRecorder, annotate_events, annotate_json
+from deployments.weights.store.version_fetcher import VERSIONS
 
 
 class ClientDisconnected(Exception):

@@ -10,9 +10,10 @@ from deployments.protocol import engine_state, poll
 from deployments.protocol.adapters import LoadAdapter, SetAdapters
 from deployments.protocol.errors import PayloadRejected, TransferFailed
 from deployments.protocol.routing import ReplicaEndpoint
-from deployments.replica.host_store import HostStore, require_version
+from deployments.replica.host_store import HostStore
 from deployments.replica.replica_engine import ReplicaEngine
 from deployments.replica.scoring import Proof
+from deployments.weights.store.version_fetcher import require_version
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 

@@ -30,7 +30,7 @@ from deployments.protocol.routing import ReplicaEndpoint, RoutingStats
 from deployments.replica.engine_load import watch_load
 from deployments.replica.follower import Follower
 from deployments.replica.graceful_shutdown import shut_down
-from deployments.replica.host_store import HostStore, require_version
+from deployments.replica.host_store import HostStore
 from deployments.replica.http_front import ReplicaFront
 from deployments.replica.native_member import member_of
 from deployments.replica.replica_engine import ReplicaEngine
@@ -40,6 +40,7 @@ from deployments.replica.server_info import add_server_info
 from deployments.serve.placement import take_slot, use_gpus
 from deployments.serve.scaling import ScalingStats
 from deployments.weights.store.initial_checkpoint import InitialCheckpoint
+from deployments.weights.store.version_fetcher import require_version
 from deployments.weights.store.versions import DirectoryLock
 
 ASK_AGAIN_S = 1.0

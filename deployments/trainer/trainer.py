@@ -392,7 +392,8 @@ class Trainer:
         settled = await self._rounds.outcome()
         if settled is not None and settled.label == label:
             return settled
-        await retried(self._controller, "rollback_source", version)
+        if self._spec.store_keep is None:  # else the trainer's host has it, or a replica gives it
+            await retried(self._controller, "rollback_source", version)
         self._know(await self._group.call("load_version", version, timeout_s=STEP_TIMEOUT_S))
         self._published.clear()
         return self._prove(await self._rounds.replace(label))

@@ -16,7 +16,7 @@ from deployments.calls.rpc import CallHandle, retried, run_sync
 from deployments.host.logs import serve_logger
 from deployments.host.network import interface_of
 from deployments.protocol.errors import InvalidRequest, JournalError
-from deployments.protocol.poll import InitialWeights, StoreResult
+from deployments.protocol.poll import InitialWeights, JoinAnswer, StoreResult
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, SavedCheckpoint
 from deployments.trainer.base_checkpoint import BaseCheckpoint, summary
@@ -69,7 +69,7 @@ class TrainerRank:
         self._rank = rank
         self._controller = controller
         self._store = Store(Path(spec.store_dir))
-        self._stored = StoredWeights(self._store, rank)
+        self._stored = StoredWeights(self._store, rank, self._told, shared=spec.store_keep is None)
         self._initial: InitialWeights | None = None
         self._labels: tuple[str, ...] = ()  # the newest steps in the weights
 
@@ -226,6 +226,10 @@ class TrainerRank:
     def _check_owner(self) -> None:
         check_owner(self._store.directory, self._fleet_id)
 
+    def _told(self, version: int, path: str) -> JoinAnswer:
+        told: JoinAnswer = run_sync(retried(self._controller, "stored_weights", version, path))
+        return told
+
     def _fleet(self) -> FleetStatus:
         return run_sync(retried(self._controller, "fleet"))
 
@@ -251,6 +255,8 @@ class TrainerWorker(TrainerRank):
             own(self._store.directory, self._fleet_id)
         self._check_owner()
         found = self._stored.find(self._fleet)
+        if spec.store_keep is not None:  # starts that fetch and never publish
+            self._store.remove_old(self._fleet_id, spec.store_keep)
         version, missed = found.version, _missed(found)
         if missed is not None and self._rank == 0:
             logger.error(missed)
@@ -350,11 +356,11 @@ class TrainerWorker(TrainerRank):
         """Moments start at zero. Returns the labels of the version's newest steps. Raises InvalidRequest
         (absent or damaged) or OSError (an old checkpoint cannot be removed): the weights are unchanged."""
         self._checkpoints.wait_until_copied()
+        problem = self._stored.problem(version)
+        if problem is not None:
+            raise InvalidRequest(f"version {version} is not loaded: {problem}")
         try:
             with self._store.reading(version) as directory:
-                problem = self._stored.problem(version, self._fleet_id)
-                if problem is not None:
-                    raise InvalidRequest(f"version {version} is not loaded: {problem}")
                 labels = self._store.manifest_of(version).step_labels
                 self._checkpoints.discard()
                 self._load_stored(version, directory, self._learner.steps_done)
@@ -447,7 +453,7 @@ class TrainerWorker(TrainerRank):
             return None
 
         base, stored = from_rank_0((saved_base() if version else None, list(self._store.list())))
-        usable = base == 0 or (base in stored and self._stored.problem(base, self._fleet_id) is None)
+        usable = base == 0 or (base in stored and self._stored.problem(base) is None)
         return base if base is not None and usable else version
 
     def _resume(self, version: int) -> None:

@@ -93,6 +93,7 @@ class ControllerInProcess:
     Args:
         directory: of the controller's state, of the store and of adapters' files.
         replicas: how many serve from the start.
+        shared_store: hosts share the store.
 
     Attributes:
         calls: the methods in the order in which they began.
@@ -102,7 +103,8 @@ class ControllerInProcess:
         loses: methods that are carried out, and whose answers are lost.
     """
 
-    def __init__(self, directory: Path, replicas: int = 1) -> None:
+    def __init__(self, directory: Path, replicas: int = 1, *, shared_store: bool = True) -> None:
+        self._config = CONFIG.model_copy(update={"shared_store": shared_store})
         self.calls: list[str] = []
         self.last: dict[str, tuple[Any, ...]] = {}
         self.fails: dict[str, Exception] = {}
@@ -211,7 +213,7 @@ class ControllerInProcess:
         return report
 
     async def _new_fleet(self, directory: Path) -> Fleet:
-        return Fleet(directory, CONFIG, adapters=AdapterLimits(), max_versions=1000)
+        return Fleet(directory, self._config, adapters=AdapterLimits(), max_versions=1000)
 
     async def _call(self, method: str, args: Sequence[Any]) -> Any:
         await self._is_up.wait()

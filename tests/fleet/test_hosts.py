@@ -99,10 +99,12 @@ def test_what_a_host_lacks_is_said_in_a_sentence_with_its_name(cluster: Cluster)
         assert any(each.startswith(begin) for each in found), (begin, found)
 
 
-def test_a_replica_takes_its_version_from_another_host(cluster: Cluster) -> None:
-    """Two hosts have lost theirs with their replicas, and no round comes."""
-    lost = cluster.hosts[1:3]
+def test_replicas_and_the_trainer_take_their_version_from_another_host(cluster: Cluster) -> None:
+    """Two hosts have lost theirs with their replicas, and the first one with its trainer; no round comes."""
+    first, lost = cluster.hosts[0], cluster.hosts[1:3]
     with cluster.client() as client:
+        older = talk.train_and_publish(client)
+        before_it = talk.complete(client, max_tokens=24).token_ids
         version = talk.train_and_publish(client)
         expected = talk.complete(client, max_tokens=24).token_ids
         name = f"v{version:08d}"
@@ -111,15 +113,20 @@ def test_a_replica_takes_its_version_from_another_host(cluster: Cluster) -> None
         before = serving(cluster)
         for host in lost:
             shutil.rmtree(store_of(host))
-            (replica,) = [
-                process
-                for process in psutil.Process(host.pid).children(recursive=True)
-                if "ServeReplica:slipstream:rollout" in title(process)
-            ]
-            replica.kill()
+            process_of(host, "rollout").kill()
+        for each in (f"v{older:08d}", name):
+            shutil.rmtree(store_of(first) / each)
+        process_of(first, "trainer").kill()
         until(lambda: len(serving(cluster).keys() - before.keys()) == len(lost), WHOLE_S, "two successors")
         for answer in talk.on_every_replica(client, COUNT, max_tokens=24).values():
             assert (answer.version, answer.token_ids) == (version, expected)
+        talk.wait_for(store_of(first) / name, WHOLE_S)
+        until(lambda: client.get("/train/status").is_success, WHOLE_S, "a trainer")
+        trainer = client.get("/train/status").json()
+        assert (trainer["version"], trainer["missed"]) == (version, None)
+        report = talk.succeeded(client.post("/fleet/rollback", json={"version": older})).json()
+        for answer in talk.on_every_replica(client, COUNT, max_tokens=24).values():
+            assert (answer.version, answer.token_ids) == (report["version"], before_it)
     places = cluster.places("rollout")
     came = [store_of(host) / name / "manifest.json" for host in lost if host.address in places]
     assert came and all(file.is_file() for file in came)
@@ -158,6 +165,12 @@ def test_a_host_that_is_killed_in_a_round_is_replaced_by_the_others(cluster: Clu
     _, newest = publish_while(cluster, cluster.hosts.pop().kill)
     require_whole(cluster, newest)
     assert set(cluster.places("rollout")) <= {host.address for host in cluster.hosts}
+
+
+def process_of(host: Host, deployment: str) -> psutil.Process:
+    processes = psutil.Process(host.pid).children(recursive=True)
+    (found,) = [each for each in processes if f"ServeReplica:slipstream:{deployment}" in title(each)]
+    return found
 
 
 def listens(host: str, port: int) -> bool:

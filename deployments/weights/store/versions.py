@@ -6,8 +6,8 @@
     fleet.json, adapters/, trainer/  see `owner`, `adapter_store`, `deployments.trainer.spec`
 
 A writer believed lost may write beside its replacement; the first to complete counts. A complete version
-removes partial ones up to its number. The controller removes old versions, or one replica per host if hosts
-share no store; readers lock them.
+removes partial ones up to its number. The controller removes old versions, or one replica per host and
+the trainer if hosts share no store; readers lock them.
 """
 
 import fcntl

@@ -259,6 +259,8 @@ def test_a_joiner_is_told_who_may_have_its_version() -> None:
         holders = (one.endpoint, other.endpoint) if config is OWN else ()
         scene.start()  # it has no address yet
         assert scene.begin().holders == holders
+        told = scene.ledger.stored_weights(1, "/its/v1")
+        assert (told.path, told.digest, told.holders) == ("/its/v1", "aa", holders), "a trainer, too"
         scene.replicas.remove(other)
         scene.ledger.lost([(other.replica_id, other.incarnation)], "killed", scene.now)
         assert scene.begin().holders == holders[:1]

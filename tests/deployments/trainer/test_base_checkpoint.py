@@ -1,6 +1,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from deployments.trainer.worker import TrainerWorker
 from deployments.weights.store.checkpoint_files import check_files
 from deployments.weights.store.hub import model_files, write_model_files
 from deployments.weights.store.version_writer import CommittedVersion, write_version
-from deployments.weights.store.versions import Store
+from deployments.weights.store.versions import MANIFEST, Store
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer.one_worker import BATCH, equal, published, started
 from tests.deployments.trainer.trainer_specs import trainer_spec
@@ -109,10 +110,13 @@ def test_a_trainer_that_starts_from_another_publishers_version_sends_all_of_it(
     published(worker)
     assert worker.flush(30.0)
     changed = {name: tensor + 1.0 for name, tensor in tensors_of(model).items()}
-    version = controller.publish_as("another").version
-    fleet_id = controller.status.fleet_id
+    report = controller.publish_as("another")
+    version, fleet_id = report.version, controller.status.fleet_id
     committed = CommittedVersion(version=version, label=None, fleet_id=fleet_id, tensors=changed)
-    write_version(committed, Store(Path(spec.store_dir)), partial(write_model_files, model_files(model)))
+    store = Store(Path(spec.store_dir))
+    path = write_version(committed, store, partial(write_model_files, model_files(model)))
+    as_committed = replace(store.manifest_of(version), digest=report.digest)  # nobody read its tensors
+    (path / MANIFEST).write_text(as_committed.encode())
     for trainer in (worker, started(spec, controller)):
         trainer.load_version(version)
         published(trainer)

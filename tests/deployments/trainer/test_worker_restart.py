@@ -1,4 +1,6 @@
+import asyncio
 import errno
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -6,12 +8,15 @@ import pytest
 from safetensors.torch import load_file
 
 from deployments.protocol.errors import Conflict, InvalidRequest
+from deployments.replica.host_store import HostStore
 from deployments.trainer import stored_weights
 from deployments.trainer.spec import TrainerSpec, state_directory
 from deployments.trainer.worker import TrainerWorker
+from deployments.weights.store.versions import Store
 from tests.deployments.controller_in_process import ControllerInProcess
 from tests.deployments.trainer import one_worker
 from tests.deployments.trainer.trainer_specs import with_config
+from tests.deployments.version_holder import holder
 from tests.full_disk import full_disk
 
 
@@ -75,7 +80,7 @@ def test_a_rollback_publishes_the_old_weights_as_a_newer_version_and_goes_on_fro
     assert one_worker.equal(
         one_worker.everything(one_worker.started(spec, controller)), one_worker.everything(worker)
     )
-    with pytest.raises(InvalidRequest, match="version 9 is not in"):
+    with pytest.raises(InvalidRequest, match=r"version 9 must be in .*, and there is none"):
         worker.load_version(9)
 
 
@@ -215,6 +220,28 @@ def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_
     report = worker.publish(None, 2)
     assert report is not None and report.version == 3
     assert one_worker.equal(controller.received, load_file(controller.directory_of(1) / "model.safetensors"))
+
+
+@pytest.mark.slow
+async def test_a_trainer_on_a_host_of_its_own_takes_versions_from_a_replica(tmp_path: Path) -> None:
+    """The committed one when it starts, and an older one for a rollback. They do not pile up there."""
+    controller = ControllerInProcess(tmp_path / "state", shared_store=False)
+    spec = replace(one_worker.small_spec(tmp_path), store_keep=2)
+    there = replace(spec, store_dir=str(tmp_path / "there" / "store"))
+    trained = await asyncio.to_thread(one_worker.trained, spec, controller, steps=3)
+    async with holder(HostStore(Path(spec.store_dir), 2)) as peer:
+        controller.replica.endpoint = peer
+        worker = await asyncio.to_thread(one_worker.started, there, controller)
+        assert one_worker.equal(one_worker.everything(worker), one_worker.everything(trained))
+        await asyncio.to_thread(worker.load_version, 2)
+        assert Store(Path(there.store_dir)).list() == [2, 3]
+        await asyncio.to_thread(one_worker.published, worker)
+        assert worker.flush(30.0) and one_worker.equal(controller.received, one_worker.stored(spec, 2))
+    with pytest.raises(InvalidRequest, match=r"version 1 is not loaded: no replica gave version 1"):
+        await asyncio.to_thread(worker.load_version, 1)
+    await asyncio.to_thread(one_worker.started, replace(there, store_keep=1), controller)
+    assert Store(Path(there.store_dir)).list() == [4]
+    controller.close()
 
 
 @pytest.mark.slow

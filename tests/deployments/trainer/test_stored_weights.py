@@ -1,0 +1,92 @@
+"""What a trainer begins from whose host has a store of its own."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.protocol.poll import JoinAnswer
+from deployments.protocol.routing import ReplicaEndpoint
+from deployments.replica.host_store import HostStore
+from deployments.trainer import stored_weights
+from deployments.trainer.stored_weights import Found, StoredWeights
+from deployments.weights.store.versions import Store
+from tests.deployments.version_holder import FLEET, VERSION, WEIGHTS, holder, told, write
+
+
+class Host:
+    """A trainer's, and what the controller says: `holders` one after the other, the last ones for good."""
+
+    def __init__(self, directory: Path, committed: Path, *holders: Sequence[ReplicaEndpoint]) -> None:
+        self.store = Store(directory)
+        self._committed = committed
+        self._holders = list(holders)
+        self._stored = StoredWeights(self.store, 0, self._told, shared=False)
+
+    async def find(self) -> Found:
+        fleet: Any = SimpleNamespace(committed_version=VERSION, store_problem=None)
+        return await asyncio.wait_for(asyncio.to_thread(self._stored.find, lambda: fleet), 30)
+
+    def _told(self, version: int, path: str) -> JoinAnswer:
+        if version != VERSION:
+            return JoinAnswer(version=version, path=path, fleet_id=FLEET)
+        holders = self._holders.pop(0) if len(self._holders) > 1 else self._holders[0]
+        return told(self.store.directory, self._committed, *holders)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RETRY_S", 0.01), ("QUIET_S", 0.0), ("HOLDER_WAIT_S", 20.0)):
+        monkeypatch.setattr(stored_weights, name, value)
+
+
+FOUND = Found(version=VERSION, committed=VERSION, problem="")
+
+
+async def test_the_committed_version_is_taken_from_a_replica_once_one_runs(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    async with holder(HostStore(tmp_path / "a", 3)) as peer:
+        host = Host(tmp_path / "b", tmp_path / "a", (), (), (peer,))
+        assert await host.find() == FOUND
+    assert await Host(tmp_path / "b", tmp_path / "a", ()).find() == FOUND  # nobody serves it any more
+
+
+async def test_a_damaged_version_is_replaced_by_that_of_a_replica(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    file = write(tmp_path / "b") / WEIGHTS
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + b"x")
+    async with holder(HostStore(tmp_path / "a", 3)) as peer:
+        assert await Host(tmp_path / "b", tmp_path / "a", (peer,)).find() == FOUND
+    assert file.read_bytes() == good
+
+
+async def test_what_was_not_committed_is_not_begun_from(tmp_path: Path) -> None:
+    """The version before it is, of this host's own store."""
+    write(tmp_path / "a")
+    write(tmp_path / "other", {"w": torch.zeros(3)})
+    write(tmp_path / "b", version=VERSION - 1)
+    async with holder(HostStore(tmp_path / "other", 3)) as peer:
+        host = Host(tmp_path / "b", tmp_path / "a", (peer,))
+        found = await host.find()
+    assert (found.version, found.committed) == (VERSION - 1, VERSION)
+    assert "as it was committed, with digest" in found.problem
+    assert host.store.list() == [VERSION - 1]
+
+
+async def test_without_a_replica_it_says_so_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_weights, "HOLDER_WAIT_S", 0.0)
+    write(tmp_path / "a")
+    found = await Host(tmp_path / "b", tmp_path / "a", ()).find()
+    assert found == Found(
+        version=0,
+        committed=VERSION,
+        problem=f"version 7 is not in {tmp_path / 'b'}, and no replica runs; once one gives it, POST "
+        "/fleet/rollback with version 7 loads it",
+    )
