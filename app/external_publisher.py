@@ -22,6 +22,7 @@ from deployments.trainer.base_checkpoint import BaseCheckpoint
 from deployments.trainer.fleet_connection import free_port
 from deployments.trainer.weight_publisher import PublishSource
 from deployments.vllm_plugin import register
+from deployments.vllm_versions import Source
 from deployments.weights.transports.registry import KeepPublished, TrainerFacts, trainer_init_info
 from trainers.sources import ParameterSource
 
@@ -38,7 +39,8 @@ class Publisher:
 
     Args:
         url: the fleet's.
-        model: a transformers model; each `publish` reads its current parameters.
+        model: a transformers model; each `publish` reads its current parameters. Or a `Source`, which yields
+            tensors by their names in the checkpoint.
         checkpoint: the directory that the fleet serves. Tensors in it that `model` lacks, such as a vision
             tower, are sent as they are there. None: `model` has every tensor of the checkpoint.
         transport: `shm` or `gloo` for a fleet on CPUs; `slipstream_ipc` or `slipstream_nccl` on GPUs;
@@ -51,13 +53,13 @@ class Publisher:
 
     Raises:
         FleetError: the fleet refuses, or does not respond.
-        ValueError: no such transport, or a module is trained in part.
+        ValueError: no such transport, a module is trained in part, or a checkpoint beside a `Source`.
     """
 
     def __init__(
         self,
         url: str,
-        model: PreTrainedModel,
+        model: PreTrainedModel | Source,
         *,
         checkpoint: str | Path | None = None,
         transport: str = "shm",
@@ -66,6 +68,7 @@ class Publisher:
         keep_published: Literal["device", "host"] | None = None,
         timeout_s: float = 300.0,
     ) -> None:
+        source = source_of(model, None if checkpoint is None else Path(checkpoint))
         register()
         self._fleet = FleetClient.connect(url, token, timeout_s)
         facts = TrainerFacts(
@@ -75,12 +78,10 @@ class Publisher:
             master_port=free_port(),
             keep_published=None if keep_published is None else KeepPublished(keep_published),
         )
-        source = whole_source(model, None if checkpoint is None else Path(checkpoint))
-        self._source = PublishSource(source, keep_copy=False)
         self._timeout_s = timeout_s
         self._client = _Client(self._fleet)
         self._engine = WeightTransferTrainerFactory.trainer_init(
-            trainer_init_info(transport, facts), client=self._client, source=self._source
+            trainer_init_info(transport, facts), client=self._client, source=source
         )
 
     def __enter__(self) -> Self:
@@ -93,7 +94,6 @@ class Publisher:
         """Make the model's parameters the fleet's next version. Raises FleetError: the fleet refused and
         keeps its version, or did not respond; if the text says that the round may be committed, nothing
         answered for `timeout_s` after its last call was lost."""
-        self._source.begin()
         self._client.take_finishing()  # left by a publish that Ctrl-C ended
         lost: FleetError | None = None
         try:
@@ -115,6 +115,14 @@ class Publisher:
         finally:
             self._engine.shutdown()
             self._fleet.http.close()
+
+
+def source_of(model: PreTrainedModel | Source, checkpoint: Path | None) -> Source:
+    if not isinstance(model, Source):
+        return PublishSource(whole_source(model, checkpoint), keep_copy=False)
+    if checkpoint is not None:
+        raise ValueError(f"a Source yields every tensor itself, got checkpoint={str(checkpoint)!r} beside it")
+    return model
 
 
 def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSource:

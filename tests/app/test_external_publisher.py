@@ -10,11 +10,13 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from safetensors.torch import save_file
+from vllm.distributed.weight_transfer import ParamMeta
 
 from app.client.connection import Call, FleetClient, FleetError
-from app.external_publisher import Publisher, outcome, whole_source
+from app.external_publisher import Publisher, outcome, source_of, whole_source
 from deployments.protocol.publishing import RoundReport
 from deployments.protocol.responses import FleetStatus, History
+from deployments.vllm_versions import Source
 from tests.app.http.fake_status import report, status
 from tests.app.http.serving import application, on_a_socket
 from tests.deployments.controller_in_process import ControllerInProcess
@@ -30,6 +32,29 @@ def test_what_the_model_does_not_have_is_sent_from_the_checkpoint(tmp_path: Path
     sent = dict(whole_source(model, tmp_path))
     assert sent.keys() - own.keys() == {"vision.weight"}
     assert torch.equal(sent["vision.weight"], vision)
+
+
+class Halves(Source):
+    def specs(self) -> list[ParamMeta]:
+        return [ParamMeta("half", torch.bfloat16, (2, 3))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "half", torch.full((2, 3), 0.5, dtype=torch.bfloat16)
+
+
+def test_a_source_of_ones_own_has_every_tensor() -> None:
+    with pytest.raises(ValueError, match="every tensor itself, got checkpoint='there' beside it"):
+        source_of(Halves(), Path("there"))
+
+
+@pytest.mark.slow
+def test_a_source_of_ones_own_is_published(controller: ControllerInProcess) -> None:
+    with (
+        on_a_socket(application(controller, max_body_bytes=1 << 20)) as address,
+        Publisher(f"http://{address}", Halves()) as made,
+    ):
+        assert made.publish().version == 1
+    assert torch.equal(controller.received["half"], dict(Halves())["half"])
 
 
 OPENED = status(3, ["a"], round_id=7)
