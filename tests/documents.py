@@ -97,6 +97,7 @@ COMMANDS_ELSEWHERE: Mapping[str, str] = {
     "serve run serve_config.yaml": "needs that cluster; tests/fleet deploys the same application",
     "python -m tests.simulation": "takes minutes; tests/simulation runs fewer of the same schedules",
     "slipstream drafter new ": "tests/app/command/test_cli.py; the fleet's model is no name of a model",
+    "python -m examples.torchtitan_publisher ": "tests/clients/test_torchtitan.py",
     "python -m skyrl.train.": "SkyRL pins other versions; tests/clients/test_control_calls.py has its calls",
 }
 # By language and name.

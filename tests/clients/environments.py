@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 PLACE = Path(os.environ.get("SLIPSTREAM_CLIENTS", HERE.parents[1] / ".venv-clients"))
 INSTALL_S = 900.0
 VLLM = "0.32.0"  # whose examples are run
-OVER_OURS = {"trl"}  # sees our packages behind its own: it imports vLLM and torch
+OVER_OURS = {"torchtitan", "trl"}  # see our packages behind their own: they import vLLM and torch
 PASSED_ON = ("HOME", "LANG", "PATH", "SSL_CERT_FILE", "TMPDIR")
 
 
