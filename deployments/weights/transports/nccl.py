@@ -18,6 +18,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -52,6 +53,7 @@ _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 Create = Callable[[type[PyNcclCommunicator]], PyNcclCommunicator]
 Answer = TypeVar("Answer")
+_Asked = tuple[Callable[[Store], Any], Future[Any]]
 
 
 def create_in_time(
@@ -241,6 +243,10 @@ class NcclGroup:
         self._rank, self._world_size = rank, info.world_size
         self._started = self._ready = self._told = 0
         self._store, create = self.meet(info, rank, device, check)
+        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        end = partial(self._asked.put, None)
+        weakref.finalize(self, end)
+        on_store_thread("nccl-store", partial(_answer, self._store, self._asked), end)
         self._roll_call = RollCall(self._store, rank, info.world_size)
         self._communicator: PyNcclCommunicator | None
         self._communicator = create_in_time(create, info, rank, self._roll_call, check)
@@ -349,11 +355,11 @@ class NcclGroup:
             part.copy_(torch.frombuffer(bytearray.fromhex(told.decode()), dtype=torch.uint8))
 
     def _ask(self, question: Callable[[Store], Answer | None], check: Check) -> Answer:
-        """Repeat a question until it has an answer; on a thread, which must not keep the group alive."""
+        """Repeat a question until it has an answer."""
         answer: Future[Answer] = Future()
-        on_store_thread("nccl-store", partial(_repeat, question, self._store, answer), answer.cancel)
+        self._asked.put((question, answer))
         try:
-            self._wait_until(lambda: bool(wait([answer], _ANSWER_S).done), check)
+            self._wait_until(partial(_is_answered, answer), check)
             return answer.result()
         finally:
             answer.cancel()
@@ -392,17 +398,27 @@ class NcclGroup:
                 self._calling.release()
 
 
-def _repeat(question: Callable[[Store], Answer | None], store: Store, answer: "Future[Answer]") -> None:
-    with suppress(InvalidStateError):  # cancelled during the call
-        try:
-            while not answer.done():
-                if (found := question(store)) is not None:
-                    answer.set_result(found)
-                else:
-                    time.sleep(_POLL_S)
-        except RuntimeError as error:  # torch has no finer class
-            problem = f"the transfer group failed: its store is unreachable: {error}"
-            answer.set_exception(TransferFailed(problem))
+def _answer(store: Store, asked: "SimpleQueue[_Asked | None]") -> None:
+    """On a thread that does not keep the group alive: a call blocks as long as the store's host hangs."""
+    while (each := asked.get()) is not None:
+        question, answer = each
+        with suppress(InvalidStateError):  # cancelled during the call
+            try:
+                while not answer.done() and asked.empty():
+                    if (found := question(store)) is not None:
+                        answer.set_result(found)
+                    else:
+                        time.sleep(_POLL_S)
+            except RuntimeError as error:  # torch has no finer class
+                problem = f"the transfer group failed: its store is unreachable: {error}"
+                answer.set_exception(TransferFailed(problem))
+
+
+def _is_answered(answer: Future[Any]) -> bool:
+    with suppress(TimeoutError):
+        answer.exception(_ANSWER_S)
+        return True
+    return False
 
 
 def _watch(group: "weakref.ref[NcclGroup]") -> None:
