@@ -107,7 +107,7 @@ class Relay:
                 raise ValueError(f"{path} is not streamed here: expected no 'stream'")
             with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
             body = (_chat_body if path == CHAT else _generate_body)(asked, session.policy)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             return _error(400, str(error))
         answer = await _ask(session, path, body, request.headers.get(SESSION, ""))
         if isinstance(answer, web.Response):

@@ -186,6 +186,7 @@ async def test_an_address_is_reused_once_its_rollout_is_over_and_answers_nothing
         (CHAT, b'{"messages": [], "stream": true, "stream_options": 5}', 400),
         (GENERATE, b'{"token_ids": [1], "stream": true}', 400),
         (CHAT, b'{"max_tokens": "many"}', 400),
+        (CHAT, b'{"max_tokens": Infinity}', 400),
         (GENERATE, b'{"token_ids": "abc"}', 400),
         (GENERATE, b'{"token_ids": [1], "sampling_params": 5}', 400),
     ],
