@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Annotated, Any, Literal
@@ -60,8 +61,10 @@ class TorchtitanCheckpoint(Source):
         if not (directory / ".metadata").is_file():
             raise OSError(f"expected a complete checkpoint of torchtitan, with .metadata, got {directory}")
         self._files = self._listing()
+        self._reader = dcp.FileSystemReader(directory)
+        self._reader.read_metadata = cache(self._reader.read_metadata)  # each load of a layer reads all of it
         try:
-            self._stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+            self._stored = self._reader.read_metadata().state_dict_metadata
         except (AttributeError, EOFError, UnpicklingError) as error:
             raise OSError(f"{directory}/.metadata is not torch's: {error}") from error
         with torch.device("meta"):
@@ -86,7 +89,7 @@ class TorchtitanCheckpoint(Source):
         for group in self._groups:
             state = self._empty(group, self._device)
             try:
-                dcp.load(state, storage_reader=dcp.FileSystemReader(self._directory), no_dist=True)
+                dcp.load(state, storage_reader=self._reader, no_dist=True)
             except CheckpointException as error:
                 raise OSError(f"{self._directory} cannot be read: {error.failures[0][0]}") from error
             if self._listing() != self._files:  # here: the publisher takes the last tensor, and no end
