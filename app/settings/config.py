@@ -178,6 +178,7 @@ LOGPROBS_MODE = "processed_logprobs"  # the sampled distribution's
 
 # Others assert in vLLM's first model runner that they draft as many tokens as configured.
 PAUSABLE_DRAFTERS = ["ngram", "eagle", "eagle3", "mtp", "draft_model"]
+DRAFTS_BY_BATCH = "num_speculative_tokens_per_batch_size"
 
 # vLLM's defaults.
 VLLM_MAX_LORA_RANK, VLLM_MAX_LORAS = 16, 1
@@ -394,6 +395,16 @@ def _draft_acceptance_rules(config: AppConfig) -> Iterator[str]:
     if engine.extra.get("disable_log_stats"):
         reason = "acceptance is known from vLLM's statistics"
         yield expected("engine.extra.disable_log_stats", f"false {beside}", "true", reason)
+    table = drafts.get(DRAFTS_BY_BATCH) if isinstance(drafts, Mapping) else None
+    if config.device is Device.CUDA and not (engine.enforce_eager or _has_zero(table)):
+        reason = "vLLM captures no CUDA graphs of steps without drafts otherwise, which are slower then"
+        wanted = f"ranges of which one has 0 drafts {beside}, such as [[1, 255, 3], [256, 256, 0]]"
+        yield expected(f"engine.extra.speculative_config.{DRAFTS_BY_BATCH}", wanted, table or "none", reason)
+
+
+def _has_zero(table: object) -> bool:
+    """vLLM checks the rest."""
+    return isinstance(table, list) and any(isinstance(each, list) and each[-1:] == [0] for each in table)
 
 
 def _own_store_rules(config: AppConfig) -> Iterator[str]:

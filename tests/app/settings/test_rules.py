@@ -110,6 +110,10 @@ engine: {min_draft_acceptance: 0.1, data_parallel_size: 2, extra: {speculative_c
 engine: {min_draft_acceptance: 0.1, extra: {speculative_config: {method: mtp}, disable_log_stats: true}}
   'engine.extra.disable_log_stats': expected false with 'engine.min_draft_acceptance', got true (acceptance
   is known from vLLM's statistics)
+separate | engine: {min_draft_acceptance: 0.1, extra: {speculative_config: {method: mtp}}}
+  'engine.extra.speculative_config.num_speculative_tokens_per_batch_size': expected ranges of which one has 0
+  drafts with 'engine.min_draft_acceptance', such as [[1, 255, 3], [256, 256, 0]], got none (vLLM captures no
+  CUDA graphs of steps without drafts otherwise, which are slower then)
 engine: {num_replicas: auto}
   'engine.max_replicas': expected a number with num_replicas 'auto', got none (each replica needs its GPUs
   or cores)
@@ -165,6 +169,12 @@ def rules() -> dict[str, str]:
 def test_a_wrong_configuration_gets_a_sentence(text: str, sentence: str) -> None:
     base, _, settings = text.rpartition(" | ")
     assert complaint(**BASES.get(base, {}) | yaml.safe_load(f"{{{settings}}}")) == sentence
+
+
+def test_on_a_gpu_drafting_ends_where_vllm_has_graphs_of_steps_without_drafts() -> None:
+    drafts = {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 255, 3], [256, 256, 0]]}
+    settings = {**SEPARATE, "engine": {"min_draft_acceptance": 0.1, "extra": {"speculative_config": drafts}}}
+    assert AppConfig(model="m", **settings).engine.min_draft_acceptance == 0.1
 
 
 def test_everything_that_is_wrong_is_named_at_once() -> None:
