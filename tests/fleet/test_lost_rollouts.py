@@ -102,6 +102,8 @@ async def streams_of_every_route(
     async with httpx.AsyncClient(base_url=fleet.url, timeout=300) as client, asyncio.TaskGroup() as group:
         reading = [group.create_task(stream.read(client)) for stream in streams]
         while replicas and not all(len(stream.heard) > 4 for stream in streams):
+            if any(task.done() for task in reading):
+                return streams, lost_at
             await asyncio.sleep(0.01)
         if replicas:
             assert len({stream.replica for stream in streams}) == 1, "a session stays on one replica"
