@@ -346,6 +346,26 @@ def test_discarded_weights_outlive_the_controller(compacted: bool) -> None:
     assert_awake(scene)
 
 
+@pytest.mark.parametrize("compacted", [False, True])
+def test_what_is_done_is_not_asked_for_again_after_a_restart(compacted: bool) -> None:
+    scene = Scene(replicas=2)
+    for text, done in (("sleep 1", ["sleep"]), ("wake_up", ["sleep", "wake_up"])):
+        scene.call(text)
+        for _ in range(2):  # the second one finds what the first has noted
+            restart(scene, compacted=compacted)
+            assert [operations(each) for each in scene.replicas] == [done, done]
+
+
+def test_weights_sleep_until_they_are_awake() -> None:
+    scene = Scene(replicas=1)
+    scene.connect()
+    scene.call("sleep 1")
+    scene.replicas[0].hangs_in.add(RunOperation)
+    scene.ask("wake_up")
+    with pytest.raises(Conflict, match="the fleet's weights sleep"):
+        scene.open()
+
+
 def test_a_sleep_counts_from_when_it_is_asked_for() -> None:
     scene = Scene(replicas=2)
     first, second = scene.replicas
