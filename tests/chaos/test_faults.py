@@ -12,6 +12,7 @@ from tests.chaos.faults import IN_THE_WAY, Action, Case, chosen
 from tests.chaos.striking import strike
 from tests.chaos.timing import Recovery, recovery
 
+LEASE_S = 60.0  # twice the arena's `heartbeat_timeout_s`
 LATE_S = 8.0  # what a fault does may be seen only after a while
 pytestmark = [
     pytest.mark.chaos,
@@ -41,7 +42,9 @@ def test_the_fleet_is_never_wrong(arena: Arena, case: Case) -> None:
     measured = recovery(recording, arena, struck)
     note(arena.launched.output.parent / "cases.jsonl", case, measured, len(recording.answers), broken)
     assert not broken, "\n".join(broken[:20])
-    assert measured.full_s is not None and measured.in_time, measured
+    # A publisher that is killed gives no round up, nor does vLLM's client whose call is lost.
+    held_s = LEASE_S if {"publisher", "router"} & set(case.targets) else 0.0
+    assert measured.full_s is not None and measured.in_time(held_s), measured
 
 
 def note(file: Path, case: Case, measured: Recovery, answers: int, broken: list[str]) -> None:

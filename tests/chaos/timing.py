@@ -35,9 +35,10 @@ class Recovery:
             return None
         return self.full_s - self.engine_s
 
-    @property
-    def in_time(self) -> bool:
-        return self.beside_engine_s is None or self.lost > 1 or self.beside_engine_s <= BESIDE_ENGINE_S
+    def in_time(self, held_s: float) -> bool:
+        """`held_s`: how long a round may stay open without its publisher; nobody joins meanwhile."""
+        beside = self.beside_engine_s
+        return beside is None or self.lost > 1 or beside <= held_s + BESIDE_ENGINE_S
 
     def as_dict(self) -> dict[str, Any]:
         rounded = {k: round(v, 2) if isinstance(v, float) else v for k, v in asdict(self).items()}
