@@ -174,16 +174,23 @@ async def measure(options: argparse.Namespace, root: Path) -> None:
             max_tokens_per_microbatch=16_384,
         ),
     )
+    most = 2 * STREAMS
     arguments = {
         "max_model_len": 1024,
         "dtype": "bfloat16" if on_gpu else "float32",
         "enforce_eager": options.eager,
         "gpu_memory_utilization": 0.2,
         "kv_cache_memory_bytes": 8 << 30,  # vLLM does not measure then, which other processes disturb
-        "max_num_seqs": 256,
+        "max_num_seqs": most,
     }
     backend, staging = ("slipstream_ipc", "device") if on_gpu else ("shm", "host")
-    drafts = {"method": "eagle3", "model": str(head), "num_speculative_tokens": options.tokens}
+    drafts = {
+        "method": "eagle3",
+        "model": str(head),
+        "num_speculative_tokens": options.tokens,
+        # With a 0, CUDA graphs of steps without drafts are captured, as `min_draft_acceptance` demands.
+        "num_speculative_tokens_per_batch_size": [[1, most - 1, options.tokens], [most, most, 0]],
+    }
     engine = await start_engine(str(options.model), backend, staging, speculative_config=drafts, **arguments)
     rollouts = Rollouts(engine, options)
     drawn = torch.Generator().manual_seed(0)
