@@ -74,6 +74,13 @@ class AttemptHistory:
     def avoid(self, replica_id: str) -> None:
         self.demand = replace(self.demand, refused=(*self.demand.refused, replica_id)[-MAX_REFUSALS:])
 
+    def waited(self, request: Outgoing, attempt_s: float) -> float:
+        """The next replica waits for the version for what is left. Returns what this one took of it."""
+        waited_s = min(attempt_s, self.demand.timeout_s)
+        self.demand = replace(self.demand, timeout_s=self.demand.timeout_s - waited_s)
+        request.headers["x-weight-timeout"] = str(self.demand.timeout_s)
+        return waited_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedResponse:
@@ -162,6 +169,8 @@ class Forwarder:
                     reason = str(error)
                     self._record(REROUTED, reason="refused")
                     attempts.avoid(replica_id)
+                    if attempts.demand.min_version > 0:
+                        deadline += attempts.waited(request, time.monotonic() - began)
                 except _Lost as error:
                     reason, lost_at = str(error), time.monotonic()
                     self._record(REROUTED, reason="lost")

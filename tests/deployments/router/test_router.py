@@ -174,6 +174,16 @@ async def test_time_of_a_lost_response_is_no_search_time() -> None:
 
 
 @pytest.mark.slow
+async def test_a_wait_for_a_version_is_no_search_time_and_goes_on_at_another_replica() -> None:
+    async with scene(REFUSAL, OK, timeout_s=0.3) as fleet:
+        fleet.replicas[0].works_s = 0.6
+        headers = {"x-min-weight-version": "8", "x-weight-timeout": "5"}
+        assert (await fleet.client.post("/x", headers=headers)).text == "ok"
+        first, second = (float(each.received[0].headers["x-weight-timeout"]) for each in fleet.replicas)
+        assert first == pytest.approx(5.0, abs=0.3) and 3.0 < second <= 4.4
+
+
+@pytest.mark.slow
 async def test_search_time_counts_again_after_a_loss() -> None:
     async with scene(NOTHING, *[REFUSAL] * 20, timeout_s=0.3) as fleet:
         fleet.replicas[0].works_s = 0.6
