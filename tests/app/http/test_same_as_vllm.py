@@ -213,6 +213,7 @@ SAME = [
     post("/init_weight_transfer_engine"),
     post("/shutdown_weight_transfer_engine"),
     START,
+    post("/start_weight_update", {"is_checkpoint_format": True}),  # TRL
     post("/update_weights", {"update_info": UPDATE}, START),
     post("/update_weights", {"update_info": [UPDATE, UPDATE]}, START),
     post("/update_weights", {"update_info": "all"}, START),
