@@ -1,5 +1,5 @@
 """Copies a trainer's tensors to pinned host memory, on separate CUDA streams. Copies to pageable memory delay
-other threads' work (benchmarks/RESULTS.md)."""
+other threads' work."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache

@@ -48,7 +48,7 @@ class Transport:
     same_gpu: SameGpu = SameGpu.NO_GPU
     rendezvous: bool = False  # all members form one group, which a lost member breaks
     chunk_bytes: int = 64 << 20  # each chunk interrupts decoding on a GPU: use large ones
-    # Pauses between chunks cost fewer tokens in all, and slow decoding by less than a tenth (RESULTS.md).
+    # Pauses between chunks cost fewer tokens in all, and slow decoding by about a tenth (RESULTS.md).
     staging_share: float = 1.0
 
     @property
