@@ -47,48 +47,45 @@ class StoredWeights:
     def find(self, fleet: Callable[[], FleetStatus]) -> Found:
         """The committed version; if it is unusable or not stored in time, the newest usable one before it.
         Raises ValueError if some are stored but none is usable."""
-        status, stored, absent = from_rank_0(self._once_stored(fleet))
-        committed, problems = status.committed_version, list[str]()
-        for version in sorted((each for each in stored if each <= committed), reverse=True):
-            problem = self.problem(version)
-            if problem is None:
-                break
+        committed, stored, problem = from_rank_0(self._once_usable(fleet))
+        if problem is None:
+            return Found(version=committed, committed=committed, problem="")
+        problems = [problem]
+        for version in reversed([each for each in stored if each < committed]):
+            if (problem := self.problem(version)) is None:
+                return Found(version=version, committed=committed, problem="; ".join(problems))
             problems.append(problem)
-        else:
-            if problems:
-                raise ValueError(
-                    f"no version in {self._store.directory} can be used: {'; '.join(problems)}; move them "
-                    "away to start from the model again"
-                )
-            version = 0
-        if version != committed and not problems:
-            why = status.store_problem or f"version {committed} is not in the store"
-            if not self._shared:
-                why = absent or f"version {committed} is not in {self._store.directory}, and no replica runs"
-                why += f"; once one gives it, POST /fleet/rollback with version {committed} loads it"
-            problems.append(why)
-        return Found(version=version, committed=committed, problem="; ".join(problems))
+        if stored:
+            raise ValueError(
+                f"no version in {self._store.directory} can be used: {'; '.join(problems)}; move them "
+                "away to start from the model again"
+            )
+        return Found(version=0, committed=committed, problem=problems[0])
 
     def problem(self, version: int) -> str | None:
         """None: the version can be used. An absent or damaged one is fetched if a replica has it now."""
         return from_rank_0(_problem(self._where(version), quiet_s=0.0) if self._rank == 0 else None)
 
-    def _once_stored(self, fleet: Callable[[], FleetStatus]) -> tuple[FleetStatus, Sequence[int], str | None]:
+    def _once_usable(self, fleet: Callable[[], FleetStatus]) -> tuple[int, Sequence[int], str | None]:
         """Wait on rank 0, with a limit, until the committed version is stored, which follows its commit, or a
-        replica gives it. The third: why none did."""
+        replica gives it. Returns it, those stored up to it, and why it cannot be used."""
         until = time.monotonic() + (STORE_WAIT_S if self._shared else HOLDER_WAIT_S)
         while True:
-            status, stored = fleet(), self._store.list()
-            version = status.committed_version
-            if self._rank != 0 or version in (0, *stored):
-                return status, stored, None
-            where = self._where(version)
-            if where.holders:
-                problem = _problem(where, QUIET_S)
-                return status, self._store.list(), problem
-            if time.monotonic() >= until:
-                return status, stored, None
+            status = fleet()
+            committed = status.committed_version
+            stored = [each for each in self._store.list() if each <= committed]
+            if self._rank != 0 or committed == 0:
+                return committed, stored, None
+            problem = _problem(self._where(committed), QUIET_S)
+            is_final = time.monotonic() >= until or (self._shared and committed in stored)
+            if problem is None or is_final:
+                break
             time.sleep(RETRY_S)
+        if problem is not None and self._shared and committed not in stored:
+            problem = status.store_problem or problem
+        elif problem is not None and not self._shared:
+            problem += f"; once a replica gives it, POST /fleet/rollback with version {committed} loads it"
+        return committed, stored, problem
 
     def _where(self, version: int) -> JoinAnswer:
         return self._told(version, str(self._store.path(version)))

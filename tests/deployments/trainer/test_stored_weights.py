@@ -38,6 +38,10 @@ class Host:
         return told(self.store.directory, self._committed, *holders)
 
 
+def damage(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+
+
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RETRY_S", 0.01), ("QUIET_S", 0.0), ("HOLDER_WAIT_S", 20.0)):
@@ -55,18 +59,42 @@ async def test_the_committed_version_is_taken_from_a_replica_once_one_runs(tmp_p
     assert await Host(tmp_path / "b", tmp_path / "a", ()).find() == FOUND  # nobody serves it any more
 
 
-async def test_a_damaged_version_is_replaced_by_that_of_a_replica(tmp_path: Path) -> None:
+async def test_a_damaged_version_is_replaced_by_that_of_a_replica_once_one_runs(tmp_path: Path) -> None:
     write(tmp_path / "a")
     file = write(tmp_path / "b") / WEIGHTS
     good = file.read_bytes()
-    file.write_bytes(good[:-1] + b"x")
+    damage(file)
     async with holder(HostStore(tmp_path / "a", 3)) as peer:
-        assert await Host(tmp_path / "b", tmp_path / "a", (peer,)).find() == FOUND
+        assert await Host(tmp_path / "b", tmp_path / "a", (), (peer,)).find() == FOUND
     assert file.read_bytes() == good
 
 
-async def test_what_was_not_committed_is_not_begun_from(tmp_path: Path) -> None:
+async def test_a_replica_that_dies_while_it_gives_the_version_is_not_the_last_one(tmp_path: Path) -> None:
+    """The others of a fleet that starts come a little later."""
+    write(tmp_path / "a")
+    async with holder(HostStore(tmp_path / "a", 3)) as dead:
+        pass
+    async with holder(HostStore(tmp_path / "a", 3)) as peer:
+        assert await Host(tmp_path / "b", tmp_path / "a", (dead,), (dead, peer)).find() == FOUND
+
+
+async def test_why_the_committed_version_is_not_there_is_said_beside_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_weights, "HOLDER_WAIT_S", 0.0)
+    write(tmp_path / "a")
+    damage(write(tmp_path / "b", version=VERSION - 1) / WEIGHTS)
+    write(tmp_path / "b", version=VERSION - 2)
+    found = await Host(tmp_path / "b", tmp_path / "a", ()).find()
+    assert found.version == VERSION - 2
+    assert "version 7 must be in" in found.problem and "version 6 in" in found.problem
+
+
+async def test_what_was_not_committed_is_not_begun_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The version before it is, of this host's own store."""
+    monkeypatch.setattr(stored_weights, "HOLDER_WAIT_S", 0.0)
     write(tmp_path / "a")
     write(tmp_path / "other", {"w": torch.zeros(3)})
     write(tmp_path / "b", version=VERSION - 1)
@@ -87,6 +115,6 @@ async def test_without_a_replica_it_says_so_and_what_to_do(
     assert found == Found(
         version=0,
         committed=VERSION,
-        problem=f"version 7 is not in {tmp_path / 'b'}, and no replica runs; once one gives it, POST "
-        "/fleet/rollback with version 7 loads it",
+        problem=f"version 7 must be in {tmp_path / 'b' / 'v00000007'}, and there is none; once a replica "
+        "gives it, POST /fleet/rollback with version 7 loads it",
     )

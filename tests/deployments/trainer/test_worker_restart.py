@@ -213,7 +213,7 @@ def test_without_the_committed_version_the_one_before_is_loaded_and_replaces_it_
     errors = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
     assert errors == [loaded.missed]
     assert loaded.missed.startswith("the trainer has version 1, and version 2 is committed: version 2 ")
-    assert ("is damaged" if fault == "damaged" else "is not in the store") in loaded.missed
+    assert ("is damaged" if fault == "damaged" else "and there is none") in loaded.missed
     assert "go back to version 1 (POST /fleet/rollback)" in loaded.missed
     with pytest.raises(Conflict, match="version 2 is committed, and these weights continue from version 1"):
         worker.publish(None, loaded.version)
