@@ -36,7 +36,9 @@ class Source(WeightSource):
         """What an iteration yields, in order."""
 
     @abstractmethod
-    def __iter__(self) -> Tensors: ...
+    def __iter__(self) -> Tensors:
+        """What it has yielded stays as it is until the end: a buffer that is filled again would be sent with
+        what it has then."""
 
     def iter_full(self) -> Tensors:
         return iter(self)

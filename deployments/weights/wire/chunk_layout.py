@@ -147,8 +147,8 @@ def parse(names: Names, dtype_names: Names, shapes: Shapes) -> list[tuple[str, t
 
 
 def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch.Tensor) -> None:
-    """Raises ValueError for undeclared tensors."""
-    copies = []
+    """Raises ValueError for undeclared tensors, and for one that was overwritten before it was packed."""
+    copies, written = [], []
     for index, entry in enumerate(chunk.entries):
         name, tensor = next(tensors, (None, None))
         if tensor is None or name != entry.name or tuple(tensor.shape) != entry.shape:
@@ -156,7 +156,16 @@ def pack(chunk: Chunk, tensors: Iterator[tuple[str, torch.Tensor]], block: torch
             raise ValueError(f"the source declared {entry.name!r} {entry.shape} and yielded {yielded}")
         source = tensor.detach().to(block.device, entry.dtype).contiguous()
         copies.append(Copy(index=index, source=source, target=view(entry, block)))
+        written.append(_writes(source))
+    for entry, copy, before in zip(chunk.entries, copies, written, strict=True):
+        if _writes(copy.source) != before:  # its digest would be of the new values
+            raise ValueError(f"the source has overwritten {entry.name!r} after it had yielded it")
     write_digests(chunk, prepare_digests([copy.source for copy in copies], copies)(), block)
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """torch's count; inference tensors have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def write_digests(chunk: Chunk, digests: torch.Tensor, block: torch.Tensor) -> None:

@@ -75,3 +75,18 @@ def test_a_source_that_yields_what_it_did_not_declare_is_an_error() -> None:
         pack(chunk, iter([("a", torch.ones(2)), ("c", torch.ones(2))]), block)
     with pytest.raises(ValueError, match=r"^the source declared 'b' \(2,\) and yielded nothing$"):
         pack(chunk, iter([("a", torch.ones(2))]), block)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_source_that_reuses_the_memory_of_what_it_has_yielded_is_an_error(kind: torch.dtype) -> None:
+    """Else the first tensor would be sent with the second one's values, and with digests that fit them. What
+    is cast has been copied."""
+    (chunk,) = plan_chunks([("a", torch.float32, (2,)), ("b", torch.float32, (2,))], 1 << 10)
+    block, read = torch.zeros(chunk.size_bytes, dtype=torch.uint8), torch.zeros(2, dtype=kind)
+    source = ((name, read.fill_(value)) for name, value in (("a", 1), ("b", 2)))
+    if kind is torch.float32:
+        with pytest.raises(ValueError, match=r"^the source has overwritten 'a' after it had yielded it$"):
+            pack(chunk, source, block)
+        return
+    pack(chunk, source, block)
+    assert [tensor.tolist() for _, tensor in packed_chunk(chunk, block).named()] == [[1, 1], [2, 2]]
