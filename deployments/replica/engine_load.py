@@ -104,11 +104,10 @@ def watch_load(
 ) -> LoadLogger:
     """All zero if statistics are disabled. `min_acceptance`: of drafted tokens; with less, `stop_drafting` is
     called with the version, once."""
-    ranks = list(range(llm.vllm_config.parallel_config.data_parallel_size))
-    if llm.logger_manager is None:
-        return LoadLogger(llm.vllm_config, ranks, version)
-    watching = LoadLogger(
-        llm.vllm_config, llm.logger_manager.engine_indexes, version, min_acceptance, stop_drafting
-    )
-    llm.logger_manager.stat_loggers.append(watching)
+    manager = llm.logger_manager
+    ranks = range(llm.vllm_config.parallel_config.data_parallel_size)
+    indexes = [*ranks] if manager is None else manager.engine_indexes
+    watching = LoadLogger(llm.vllm_config, indexes, version, min_acceptance, stop_drafting)
+    if manager is not None:
+        manager.stat_loggers.append(watching)
     return watching

@@ -230,8 +230,8 @@ class Store:
     def remove(self, version: int) -> bool:
         """Remove a version; False: it is being read. Raises OSError if it is absent or cannot be removed."""
         path = self.path(version)
-        locked = _lockable(path)
-        descriptor = os.open(locked, os.O_RDONLY if locked == path else os.O_RDWR)  # NFS locks for writing
+        file = _lockable(path)
+        descriptor = os.open(file, os.O_RDONLY if file == path else os.O_RDWR)  # NFS locks for writing
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             partial = self.directory / f".{path.name}.partial"
