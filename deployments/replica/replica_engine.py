@@ -307,33 +307,12 @@ class ReplicaEngine:
         self.drains.end(drain_of_round(args.round_id))
         resume = self.may_resume
         if args.in_flight is InFlight.ABORT:
-            swap_s = await self._commit_aborting(args, recompute, resume)
-        else:
-            swap_s = max(await self._ask_cores(COMMIT, str(args.version), recompute, resume))
+            # Not llm.pause_generation: it sleeps 20 ms for tidy logs.
+            await self.llm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
+        swap_s = max(await self._ask_cores(COMMIT, str(args.version), recompute, resume))
         self.version = args.version
         await self._resume_drained()
         return Swapped(swap_s=swap_s, gap_s=time.perf_counter() - begin)
-
-    async def _commit_aborting(self, args: Commit, recompute: bool, resume: bool) -> float:
-        core = self.llm.engine_core
-        # Not llm.pause_generation: it sleeps 20 ms for tidy logs. Await the pause: else a step in flight
-        # would be labelled with the new version.
-        await core.pause_scheduler_async(mode="abort", clear_cache=False)
-        paused = time.perf_counter()
-        calls: list[Any] = [
-            self.workers("finish_weight_update"),
-            self.reset_caches(recompute=recompute),
-            core.set_weight_version_async(str(args.version)),
-        ]
-        if resume:
-            calls.append(core.resume_scheduler_async())
-        # The engine core handles them in this order.
-        failures = [
-            r for r in await asyncio.gather(*calls, return_exceptions=True) if isinstance(r, Exception)
-        ]
-        if failures:
-            raise failures[0]
-        return time.perf_counter() - paused
 
     async def reset_caches(self, *, recompute: bool) -> None:
         await self._ask_cores(RESET_CACHES, recompute)

@@ -209,6 +209,23 @@ def test_idle_group_commits_after_one_dummy_step(ranks: list[Rank]) -> None:
         assert rank.finish() == ["8"] * TOKENS
 
 
+def test_group_that_has_aborted_its_requests_commits_and_begins_those_that_came_meanwhile(
+    ranks: list[Rank],
+) -> None:
+    for rank in ranks:
+        rank.workers.during[1] = partial(rank.call, "pause_scheduler", "abort", False)
+        rank.send("a")
+    for rank in ranks:
+        assert rank.failure() is None
+        rank.labels.clear()
+        rank.send("b")
+    for rank in ranks:
+        rank.commit()
+    for rank in ranks:
+        assert rank.failure() is None
+        assert rank.finish() == ["8"] * TOKENS
+
+
 def test_held_group_takes_no_step_until_it_is_resumed(ranks: list[Rank]) -> None:
     for rank in ranks:
         rank.workers.during[1] = partial(rank.commit, resume=False)

@@ -6,7 +6,6 @@ from fastapi import FastAPI
 from deployments.protocol.engine_state import InFlight, Operation, Pause, Resume, Sleep, SleepTag, WakeUp
 from deployments.protocol.poll import Commit, Draining, KvCache, RunOperation
 from deployments.replica import replica_engine
-from deployments.replica.engine_core import RESET_CACHES
 from deployments.replica.replica_engine import DRAIN_POLL_S, EngineDrain, ReplicaEngine
 from deployments.replica.staged_member import StagedMember
 from tests.deployments.replica.fake_vllm import FakeLlm
@@ -66,12 +65,16 @@ async def test_user_operations_do_not_end_a_hold(
     assert core_of(engine).begins
 
 
-async def test_caches_are_reset_before_the_version_changes(engine: ReplicaEngine) -> None:
-    """The messages are sent without waiting for answers: the engine core handles them in the order sent."""
-    await commit(engine, in_flight=InFlight.ABORT)
-    assert core_of(engine).did == [
-        *("pause abort", "finish_weight_update", f"{RESET_CACHES} True", "version 4", "resume")
-    ]
+@pytest.mark.parametrize("in_flight", list(InFlight))
+async def test_after_a_failed_swap_no_request_begins_until_the_fence(
+    engine: ReplicaEngine, in_flight: InFlight
+) -> None:
+    """Those that arrived in the pause would be answered with the old weights, or with a mixture, as the new
+    version."""
+    core_of(engine).fails["finish_weight_update"] = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        await commit(engine, in_flight=in_flight)
+    assert not core_of(engine).begins and "version 4" not in core_of(engine).did
 
 
 async def test_drain_watch_can_be_cancelled() -> None:
