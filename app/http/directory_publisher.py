@@ -172,7 +172,7 @@ def _remove(directory: Path, lock: int) -> None:
 def remove_left(parent: Path) -> None:
     """Left by killed routers."""
     for lock in parent.glob(f"*/{LOCK}"):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # of another user, or gone: it stays for now
             descriptor = os.open(lock, os.O_RDWR)
             try:
                 if locked(descriptor):

@@ -220,6 +220,7 @@ async def test_what_is_at_a_url_becomes_a_version_and_no_copy_stays(
     left = incoming / "of-a-router-that-was-killed"
     left.mkdir(parents=True)
     (left / LOCK).touch()
+    (unreadable := incoming / "of-an-operator" / LOCK).mkdir(parents=True)
     report = await publisher.publish(uploaded, "step-3")
     assert (report.version, report.label, report.phase) == (1, "step-3", "committed")
     for replica_id in fleet.replicas:
@@ -227,7 +228,7 @@ async def test_what_is_at_a_url_becomes_a_version_and_no_copy_stays(
             n: d for part in parts(fleet, replica_id) for n, d in zip(part.names, part.digests, strict=True)
         }
         assert stated == {name: f"{digest(tensor):016x}" for name, tensor in TENSORS.items()}
-    assert list(incoming.iterdir()) == []
+    assert list(incoming.iterdir()) == [unreadable.parent]
 
 
 async def test_a_download_whose_caller_has_left_leaves_nothing(
