@@ -15,10 +15,11 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from deployments.host.durable_files import locked
 from deployments.protocol.poll import WriteVersion
 from deployments.weights.store.owner import check_owner, own
-from deployments.weights.store.version_fetcher import PIECE_BYTES, VERSIONS, sizes_of
+from deployments.weights.store.version_fetcher import VERSIONS, sizes_of
 from deployments.weights.store.versions import Store
 
 WRITER = ".writer"
+PIECE_BYTES = 1 << 20  # delays a token by one piece at most
 
 
 class HostStore:

@@ -22,7 +22,6 @@ from deployments.weights.store.versions import MANIFEST, DirectoryLock, Store
 from deployments.weights.wire.checkpoint_schema import join_reasons
 
 VERSIONS = "/slipstream/versions/"
-PIECE_BYTES = 1 << 20  # delays a token by one piece at most
 SILENCE_S = 10.0  # then another holder is tried
 QUIET_S = 60.0  # without a byte from any holder: versions are stored some time after their commit
 FETCH_S = 1500.0  # below the controller's limit for a catch-up, and the trainer's for a start
@@ -139,7 +138,7 @@ def _fetch_file(client: httpx.Client, name: str, file: Path, has: int, until: fl
     with client.stream("GET", name, headers=headers) as answer, file.open("ab" if has else "wb") as target:
         if answer.raise_for_status().status_code != (206 if has else 200):
             raise ValueError(f"{name}: expected the bytes from {has} on, got status {answer.status_code}")
-        for piece in answer.iter_raw(PIECE_BYTES):
+        for piece in answer.iter_raw():
             target.write(piece)
             if time.monotonic() > until:
                 raise httpx.ReadTimeout(f"{name} took longer than {FETCH_S:g} s")
