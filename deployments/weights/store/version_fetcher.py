@@ -6,6 +6,7 @@ GET /slipstream/versions/12/model.safetensors    bytes, or a range of them
 
 import random
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def _fetch_from(holder: ReplicaEndpoint, version: int, directory: Path, until: f
         trust_env=False,
         verify=False,  # else it reads the host's certificates
     ) as client:
-        sizes = _SIZES.validate_json(client.get(str(version)).raise_for_status().content)
+        sizes = _SIZES.validate_json(b"".join(_pieces(client, str(version), until)))
         if MANIFEST not in sizes:
             raise ValueError(f"expected a version's files, got {sorted(sizes)[:3]}")
         for name in sorted(sizes, key=sizes.__getitem__):  # a holder may remove what is not open
@@ -130,15 +131,16 @@ def _fetch_from(holder: ReplicaEndpoint, version: int, directory: Path, until: f
             if has > size:
                 raise ValueError(f"{name} has {has} bytes here, and {size} at {holder.address}")
             if has < size or size == 0:
-                _fetch_file(client, f"{version}/{name}", file, has, until)
+                with file.open("ab" if has else "wb") as target:
+                    target.writelines(_pieces(client, f"{version}/{name}", until, has))
 
 
-def _fetch_file(client: httpx.Client, name: str, file: Path, has: int, until: float) -> None:
-    headers = {"range": f"bytes={has}-"} if has else {}
-    with client.stream("GET", name, headers=headers) as answer, file.open("ab" if has else "wb") as target:
+def _pieces(client: httpx.Client, name: str, until: float, has: int = 0) -> Iterator[bytes]:
+    """What is at a name, from byte `has` on."""
+    with client.stream("GET", name, headers={"range": f"bytes={has}-"} if has else {}) as answer:
         if answer.raise_for_status().status_code != (206 if has else 200):
             raise ValueError(f"{name}: expected the bytes from {has} on, got status {answer.status_code}")
         for piece in answer.iter_raw():
-            target.write(piece)
+            yield piece
             if time.monotonic() > until:
                 raise httpx.ReadTimeout(f"{name} took longer than {FETCH_S:g} s")
