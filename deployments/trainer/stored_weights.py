@@ -47,7 +47,7 @@ class StoredWeights:
     def find(self, fleet: Callable[[], FleetStatus]) -> Found:
         """The committed version; if it is unusable or not stored in time, the newest usable one before it.
         Raises ValueError if some are stored but none is usable."""
-        committed, stored, problem = from_rank_0(self._once_usable(fleet))
+        committed, stored, problem = self._on_rank_0(lambda: self._once_usable(fleet))
         if problem is None:
             return Found(version=committed, committed=committed, problem="")
         problems = [problem]
@@ -64,17 +64,17 @@ class StoredWeights:
 
     def problem(self, version: int) -> str | None:
         """None: the version can be used. An absent or damaged one is fetched if a replica has it now."""
-        return from_rank_0(_problem(self._where(version), quiet_s=0.0) if self._rank == 0 else None)
+        return self._on_rank_0(lambda: _problem(self._where(version), quiet_s=0.0))
 
     def _once_usable(self, fleet: Callable[[], FleetStatus]) -> tuple[int, Sequence[int], str | None]:
-        """Wait on rank 0, with a limit, until the committed version is stored, which follows its commit, or a
-        replica gives it. Returns it, those stored up to it, and why it cannot be used."""
+        """Wait, with a limit, until the committed version is stored, which follows its commit, or a replica
+        gives it. Returns it, those stored up to it, and why it cannot be used."""
         until = time.monotonic() + (STORE_WAIT_S if self._shared else HOLDER_WAIT_S)
         while True:
             status = fleet()
             committed = status.committed_version
             stored = [each for each in self._store.list() if each <= committed]
-            if self._rank != 0 or committed == 0:
+            if committed == 0:
                 return committed, stored, None
             problem = _problem(self._where(committed), QUIET_S)
             is_final = time.monotonic() >= until or (self._shared and committed in stored)
@@ -86,6 +86,19 @@ class StoredWeights:
         elif problem is not None and not self._shared:
             problem += f"; once a replica gives it, POST /fleet/rollback with version {committed} loads it"
         return committed, stored, problem
+
+    def _on_rank_0(self, work: Callable[[], Value]) -> Value:
+        """Its result, or what it raises, on all ranks: they wait for it."""
+        done, failure = list[Value](), None
+        if self._rank == 0:
+            try:
+                done.append(work())
+            except Exception as error:  # raised below
+                failure = error
+        done, failure = from_rank_0((done, failure))
+        if failure is not None:
+            raise failure
+        return done[0]
 
     def _where(self, version: int) -> JoinAnswer:
         return self._told(version, str(self._store.path(version)))

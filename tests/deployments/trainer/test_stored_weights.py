@@ -1,6 +1,7 @@
 """What a trainer begins from whose host has a store of its own."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from deployments.protocol.errors import FleetUnavailable
 from deployments.protocol.poll import JoinAnswer
 from deployments.protocol.routing import ReplicaEndpoint
 from deployments.replica.host_store import HostStore
@@ -16,6 +18,7 @@ from deployments.trainer import stored_weights
 from deployments.trainer.stored_weights import Found, StoredWeights
 from deployments.weights.store.versions import Store
 from tests.deployments.version_holder import FLEET, VERSION, WEIGHTS, holder, told, write
+from tests.two_ranks import TIMEOUT_S, both, grouped
 
 
 class Host:
@@ -118,3 +121,25 @@ async def test_without_a_replica_it_says_so_and_what_to_do(
         problem=f"version 7 must be in {tmp_path / 'b' / 'v00000007'}, and there is none; once a replica "
         "gives it, POST /fleet/rollback with version 7 loads it",
     )
+
+
+def _rank_without_a_controller(rank: int, directory: Path) -> None:
+    def told(version: int, path: str) -> JoinAnswer:
+        raise FleetUnavailable("the controller restarts")
+
+    with grouped(rank, directory):
+        weights = StoredWeights(Store(directory / "store"), rank, told, shared=True)
+        began = time.monotonic()
+        for ask in (
+            lambda: weights.problem(3),
+            lambda: weights.find(lambda: SimpleNamespace(committed_version=3)),
+        ):
+            with pytest.raises(FleetUnavailable, match=r"^the controller restarts$"):
+                ask()
+        assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+@pytest.mark.slow
+def test_ranks_learn_that_the_controller_does_not_answer(tmp_path: Path) -> None:
+    """Else they wait for rank 0, and the trainer is restarted without the steps that it has not published."""
+    both(_rank_without_a_controller, tmp_path)
