@@ -6,7 +6,7 @@ replica at a time.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from app.command.cluster import APPLICATIONS, dashboard_client
 from app.command.shell import reported
 from app.settings.actor_options import ROLLOUT, completed
 from app.settings.config import AppConfig, parse_config
-from app.settings.section import ConfigError
+from app.settings.section import ConfigError, did_you_mean
 from deployments.host.network import host_port
 
 LIVE: Mapping[str, tuple[str, ...]] = {
@@ -54,13 +54,15 @@ class ServeFile:
 def read_serve_file(path: Path) -> ServeFile:
     """Raises ConfigError."""
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: expected a readable file ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: expected YAML, but {error}") from error
     application = _application(path, document)
     host, port = _address(document.get("http_options") or {})
+    if unknown := list(_unknown(document, application)):
+        raise ConfigError("\n".join(unknown))
     config = parse_config(application.get("args") or {})
     config.security.tokens(host=host)
     # Serve builds the application in another directory.
@@ -73,6 +75,37 @@ def read_serve_file(path: Path) -> ServeFile:
         port=port,
         config=config,
     )
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, as after a section was pasted: YAML drops the first one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"{name!r} is there twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return node
+
+
+def _unknown(document: Mapping[str, Any], application: Mapping[str, Any]) -> Iterator[str]:
+    """Serve ignores these, and would listen at its default address for `http_option`."""
+    from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema  # takes 1 s
+
+    for path, given, schema in (
+        ("", document, ServeDeploySchema),
+        ("http_options.", document.get("http_options") or {}, HTTPOptionsSchema),
+        ("applications.", application, ServeApplicationSchema),
+    ):
+        for name in given:
+            if name not in schema.model_fields:
+                hint = did_you_mean(
+                    str(name), schema.model_fields, f"expected one of {', '.join(schema.model_fields)}"
+                )
+                yield f"unknown setting '{path}{name}' ({hint})"
 
 
 def _address(http: Any) -> tuple[str, int]:

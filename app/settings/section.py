@@ -59,7 +59,7 @@ def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
             wanted = f"a section with its own settings ({keys})" if keys else "a mapping"
             return expected(path or "args", wanted, _shown(detail["input"]))
     wanted = detail["msg"].removeprefix("Input should be ").split(", unable to ")[0]
-    wanted = wanted.replace("String should have", "a string with")
+    wanted = wanted.replace("String should have", "a string with").replace("a valid tuple", "a list")
     return expected(path, wanted, _shown(detail["input"]))
 
 

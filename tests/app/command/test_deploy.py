@@ -39,12 +39,18 @@ def test_serve_is_sent_an_absolute_state_directory(tmp_path: Path) -> None:
     ("document", "complaint"),
     [
         ("a: [", "expected YAML"),
+        ("a: {b: 1, b: 2}", "expected YAML, but 'b' is there twice"),
         ("# fünf", r"serve_config\.yaml: expected YAML, but 'utf-8' codec"),
         ("- 1", "expected one entry under 'applications', got none"),
         ({"applications": [application(), application()]}, "got 2"),
         (
             {"applications": [application() | {"deployments": [{}]}]},
             r"'deployments': expected a list of mappings with a 'name', got \[\{\}\]",
+        ),
+        (
+            {"http_option": {}, "http_options": {"prt": 1}, "applications": [application() | {"nme": "a"}]},
+            r"unknown setting 'http_option' \(did you mean 'http_options'\?\)\n"
+            r"unknown setting 'http_options.prt' .*\nunknown setting 'applications.nme' ",
         ),
         ({"applications": [application(modle="x")]}, r"unknown setting 'modle' \(did you mean 'model'\?\)"),
         (

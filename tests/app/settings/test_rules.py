@@ -143,6 +143,8 @@ weights: {commit: one}
   'weights.commit': expected 'together' or 'rolling', got 'one'
 store: 3
   'store': expected a section with its own settings (path, shared, keep, outside_versions), got 3
+security: {checkpoint_roots: /data}
+  'security.checkpoint_roots': expected a list, got '/data'
 engine: {extra: 3}
   'engine.extra': expected a mapping, got 3
 model: ''
