@@ -30,7 +30,7 @@ from trainers.sources import ParameterSource
 class Publisher:
     """Connects to every replica of a fleet, and publishes a model's parameters as its next version.
 
-        with Publisher("http://127.0.0.1:8000", model, checkpoint="Qwen3-8B", transport="shm") as publisher:
+        with Publisher("http://127.0.0.1:8000", model, checkpoint="/data/Qwen3-8B") as publisher:
             for batch in batches:
                 train(model, batch)
                 print(publisher.publish().version)
@@ -53,7 +53,8 @@ class Publisher:
 
     Raises:
         FleetError: the fleet refuses, or does not respond.
-        ValueError: no such transport, a module is trained in part, or a checkpoint beside a `Source`.
+        ValueError: no such transport or checkpoint, a module is trained in part, or a checkpoint beside a
+            `Source`.
     """
 
     def __init__(
@@ -129,6 +130,10 @@ def whole_source(model: PreTrainedModel, checkpoint: Path | None) -> ParameterSo
     if checkpoint is None:
         return ParameterSource(model)
     base = BaseCheckpoint(checkpoint)
+    if not base.names:
+        raise ValueError(
+            f"checkpoint: expected a directory with *.safetensors files, got {str(checkpoint)!r}"
+        )
     trained = [spec.name for spec in ParameterSource(model, stored=base.names).specs()]
     frozen = base.read(base.frozen(trained), checkpoint)
     return ParameterSource(model, stored=base.names, frozen=frozen)

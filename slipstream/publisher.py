@@ -2,7 +2,7 @@
 
     from slipstream.publisher import Publisher
 
-    with Publisher("http://127.0.0.1:8000", model, checkpoint="Qwen3-8B") as publisher:
+    with Publisher("http://127.0.0.1:8000", model, checkpoint="/data/Qwen3-8B") as publisher:
         publisher.publish()
 
 Weights that no transformers model holds come from a `Source`: `specs` names what an iteration yields.

@@ -34,6 +34,11 @@ def test_what_the_model_does_not_have_is_sent_from_the_checkpoint(tmp_path: Path
     assert torch.equal(sent["vision.weight"], vision)
 
 
+def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint: expected a directory with .*none'"):
+        whole_source(tiny_llama(0), tmp_path / "none")
+
+
 class Halves(Source):
     def specs(self) -> list[ParamMeta]:
         return [ParamMeta("half", torch.bfloat16, (2, 3))]

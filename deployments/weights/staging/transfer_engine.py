@@ -109,6 +109,14 @@ class StagedWeightTransferEngine(WeightTransferEngine[Init, Update], Generic[Ini
         parallel = self.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Init:
+        try:
+            return self.init_info_cls(**init_dict)
+        except TypeError as error:
+            raise ValueError(
+                f"expected a publisher over the fleet's 'weights.transport', got another's fields: {error}"
+            ) from error
+
     @abstractmethod
     def connect(self, init_info: Init) -> None:
         """Join the transfer group, on the staging thread. Raises TransferFailed if a peer does not."""

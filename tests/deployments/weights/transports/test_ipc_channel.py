@@ -68,6 +68,8 @@ def test_vllm_parses_the_init_info_that_the_trainer_sends() -> None:
     json_only(sent, "init_info")
     engine = object.__new__(IpcWeightTransferEngine)  # parsing needs no model
     assert engine.parse_init_info(json.loads(json.dumps(sent))) == init_info()
+    with pytest.raises(ValueError, match="over the fleet's"):
+        engine.parse_init_info({})
 
 
 @pytest.mark.parametrize(
