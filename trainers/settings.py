@@ -140,7 +140,10 @@ class LossConfig(_Settings):
 
 def wrong_fields(error: ValidationError) -> str:
     """What is wrong, by field, in a line."""
-    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return "; ".join(
+        f"{'.'.join(map(str, each['loc']))}: {each['msg'].removeprefix('Value error, ')}"
+        for each in error.errors()
+    )
 
 
 class Strategy(StrEnum):

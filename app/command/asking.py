@@ -26,6 +26,7 @@ T = TypeVar("T")
 ANSWER_S = 10.0  # deadline of a call that only reads
 PROGRESS_S = 2.0
 PERIOD_S = 2.0  # between two frames of --watch
+_NO_MODEL = "NotFoundError"  # vLLM's type; for a route it has another one
 Ask = Callable[[FleetClient], T]
 
 
@@ -35,8 +36,12 @@ def run(url: str, call: Call[Any], announcement: str | None = None) -> None:
     watched: AbstractContextManager[Any] = nullcontext()
     if announcement is not None:
         watched = announced(announcement, to=sys.stderr, ask=partial(_round_progress, url))
-    with watched, connected(url, None) as fleet:
-        answer = fleet.send(call)
+    try:
+        with watched, connected(url, None) as fleet:
+            answer = fleet.send(call)
+    except KeyboardInterrupt:
+        print("slipstream: interrupted; the fleet may still do it: see `slipstream status`", file=sys.stderr)
+        raise typer.Exit(130) from None
     if isinstance(answer, RoundReport) and sys.stdout.isatty():
         tables.console().print(tables.rounds([answer]))
     else:
@@ -158,7 +163,8 @@ def explained(url: str, error: FleetError) -> str:
         return f"{error.message}: start a fleet, or give its address with --url or SLIPSTREAM_URL"
     if error.status == 503 and not error.type:  # what /health answers before a replica serves
         return f"the fleet at {without_credentials(url)[0]} is not ready: {error.message}"
-    if not error.type or (error.status == 404 and error.type != NotFound.type):
+    known = error.status != 404 or error.type in (NotFound.type, _NO_MODEL)
+    if not error.type or not known:
         said = " ".join(str(error).split())
         return (
             f"expected a Slipstream fleet of this version at {without_credentials(url)[0]}, got {said:.200}"

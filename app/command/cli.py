@@ -70,7 +70,7 @@ def serve(
     dashboard_port: Annotated[int, typer.Option(help="of Ray's dashboard")] = DASHBOARD_PORT,
     address: Address = None,
 ) -> None:
-    """Start a fleet in the foreground: on this machine, or in a Ray cluster that runs."""
+    """Start a fleet in the foreground. With --address in a Ray cluster that runs."""
     from app.command import launch
 
     launch.serve(config, dashboard_port, address)
@@ -100,7 +100,7 @@ def examine(
 
 @settings.command("check")
 def check_settings(file: ServeConfig = Path("serve_config.yaml")) -> None:
-    """Say what is wrong, as `serve` would."""
+    """Say what is wrong with a file. `slipstream doctor` looks at model and machine, too."""
     from app.command import deploy as deployment
 
     deployment.check(file)
@@ -212,7 +212,7 @@ def upload(
         typer.Option(help="a checkpoint that was uploaded there before: what differs from it is uploaded"),
     ] = None,
 ) -> None:
-    """Copy a checkpoint to S3, GCS or another store, for `slipstream publish`. Prints its URL."""
+    """Copy a checkpoint to S3, GCS or another store. Prints its URL, for `slipstream publish`."""
     from app.command.shell import reported
     from deployments.weights.store.uploads import upload
 

@@ -189,7 +189,6 @@ def recorded(run: Run, groups: Sequence[Group], sampled: Sequence[Group], waited
 
 async def trained(run: Run, batch: Sequence[Trajectory], record: StepRecord, label: str) -> StepRecord:
     """The record after a step and a publish; arguments as in `train`."""
-    run.doing = f"the trainer learns from {len(batch)} answers"
     try:
         made, acceptance = await asyncio.gather(train(run, batch, record, label), draft_acceptance(run))
     except BatchRefused as error:

@@ -43,14 +43,14 @@ async def train(run: Run, batch: Sequence[Trajectory], record: StepRecord, label
     client = run.policy.client
     most: int | None = None  # steps that the trainer has done, if all since are this run's
     for attempt in range(1, ATTEMPTS + 1):
-        began = time.monotonic()
+        began, run.doing = time.monotonic(), "waiting for the trainer"
         status = await idle(client)
         if most is not None and status.step > most:
             raise FleetError(
                 f"step {record.step}: expected a trainer after step {most}, got one after step "
                 f"{status.step}: another job trains it. End one of them, and continue with --resume"
             )
-        most = status.step
+        most, run.doing = status.step, f"the trainer learns from {len(batch)} answers"
         try:
             metrics = await step(client, batch, run.step_settings, most, label)
             trained, done = time.monotonic(), metrics["step"]

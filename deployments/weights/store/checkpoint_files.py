@@ -303,7 +303,7 @@ def _refuse_damaged(
 def confined(path: str, roots: Sequence[Path]) -> Path:
     """The path without symbolic links, if it is a configured root or below one. Raises ValueError, without
     revealing whether the path exists."""
-    allowed = [str(root) for root in roots]
+    allowed = f"{[str(root) for root in roots]} (the store, and 'security.checkpoint_roots')"
     if "\0" in path or not os.path.isabs(path):
         raise ValueError(f"path: expected an absolute path below one of {allowed}, got {path!r:.200}")
     try:

@@ -1,6 +1,7 @@
 import json
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from app.command.cli import cli
@@ -16,6 +17,9 @@ SPANS = [{"version": 7, "start": 0, "end": 2}, {"version": 8, "start": 2, "end":
 STREAM = event("Hel", 2) + event("lo", 1, finish_reason="stop", weight_versions=SPANS) + "data: [DONE]\n\n"
 
 
+REFUSALS = {503: ("replica_unavailable", "none serves"), 404: ("NotFoundError", "no such model")}
+
+
 class Fleet(JsonHandler):
     bodies: list[Any]
     status: int
@@ -28,7 +32,8 @@ class Fleet(JsonHandler):
         if self.status == 200:
             self.answer_text(200, STREAM, "text/event-stream")
         else:
-            self.answer(self.status, {"error": {"type": "replica_unavailable", "message": "none serves"}})
+            kind, message = REFUSALS[self.status]
+            self.answer(self.status, {"error": {"type": kind, "message": message}})
 
 
 def talk(*arguments: str, status: int = 200) -> Any:
@@ -50,7 +55,8 @@ def test_each_answer_has_its_versions_and_the_conversation_goes_on() -> None:
     assert [each["content"] for each in second["messages"]] == ["Be brief.", "hi", "Hello", "and?"]
 
 
-def test_a_refusal_ends_it_with_the_fleets_sentence() -> None:
-    result = talk("--model", "math@3", status=503)
-    assert (result.exit_code, result.stderr) == (1, "slipstream: none serves (503)\n")
+@pytest.mark.parametrize("status", REFUSALS)
+def test_a_refusal_ends_it_with_the_fleets_sentence(status: int) -> None:
+    result = talk("--model", "math@3", status=status)
+    assert (result.exit_code, result.stderr) == (1, f"slipstream: {REFUSALS[status][1]} ({status})\n")
     assert Fleet.bodies[0]["model"] == "math@3"

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from app.client import calls
 from app.client.announcement import announced
-from app.client.connection import FleetClient, FleetError
+from app.client.connection import Call, FleetClient, FleetError
 from app.command import asking
 from app.command.cli import cli
 from deployments.protocol.responses import FleetLoad, ReplicaLoad, RoundStatus
@@ -129,7 +130,7 @@ def test_watching_goes_on_while_the_fleet_restarts(url: str) -> None:
         (404, {"detail": "Not Found"}, "GET /fleet: 404"),
         (
             404,
-            {"error": {"type": "NotFoundError", "message": "no such route"}},
+            {"error": {"type": "Not Found", "message": "no such route"}},
             "GET /fleet: 404: no such route",
         ),
         (200, {"hello": "world"}, "GET /fleet: the answer cannot be read"),
@@ -278,6 +279,17 @@ def test_a_refusal_is_the_fleets_own_explanation(url: str) -> None:
         "slipstream: a round is open (409)",
     ]
     assert Fleet.requests[0][3] == {"version": 7}
+
+
+def test_a_command_that_is_interrupted_says_that_the_fleet_may_go_on(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(body: bytes, headers: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(typer.Exit) as ended:
+        asking.run(url, Call(method="POST", path="/pause", read=interrupted))
+    assert ended.value.exit_code == 130 and "the fleet may still do it" in capsys.readouterr().err
 
 
 def test_a_fleet_that_does_not_answer_is_named() -> None:

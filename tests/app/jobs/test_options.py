@@ -62,7 +62,7 @@ def verifiers(**settings: object) -> list[str]:
             "--environment-settings: expected",
         ),
         (verifiers(), "of verifiers: command: Field required"),
-        (verifiers(command=" "), "command: Value error, expected what vf-eval takes"),
+        (verifiers(command=" "), "command: expected what vf-eval takes"),
         (
             verifiers(command="a", rollout_timeout_s=0, colour=1),
             "_s: Input should be greater than 0; colour:",
