@@ -310,3 +310,17 @@ def test_the_page_of_metrics_has_all_of_the_fleets_own() -> None:
     made |= {metric.family for metric in OWN} | {ACCEPTED, DRAFTED, DRAFTING_OFF}
     page = (ROOT / "docs" / "operating" / "metrics.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(slipstream_\w+)` \|", page, re.M)) == made
+
+
+def test_the_messages_that_the_runbook_quotes_are_in_the_code() -> None:
+    """What varies in a message is outside of its quotes."""
+    ours = [each for folder in ("app", "deployments", "trainers") for each in (ROOT / folder).rglob("*.py")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "\n".join(each.read_text(encoding="utf-8") for each in ours))
+    quoted = [each for each in inline(ROOT / "docs" / "operating" / "runbook.md") if is_message(each)]
+    assert len(quoted) > 50 and [each for each in quoted if each not in code] == []
+
+
+def is_message(text: str) -> bool:
+    return re.fullmatch(r"[a-z][a-z',:]* [a-z0-9',: ]+", text) is not None and not re.match(
+        "slipstream |serve |make ", text
+    )

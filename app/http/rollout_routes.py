@@ -44,8 +44,7 @@ async def begin(controller: Controller, body: BeginBody) -> Status:
 
 @routes("POST", "/rollouts/settle", large=True, repeatable=True)
 async def settle(controller: Controller, body: SettleBody) -> Status:
-    """Reward members of groups, discard the others, and close all groups or none. The same call again is
-    harmless."""
+    """Reward members of groups, discard the others, and close all groups or none. May be repeated."""
     groups = [
         (each.group, {one.id: (_reward(one.reward), one.info) for one in each.rollouts}, each.reason)
         for each in body.groups
