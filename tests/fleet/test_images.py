@@ -21,6 +21,7 @@ from tests.documents import ROOT, commands_of
 from tests.environment import users_environment
 from tests.fleet.deployed import MODEL, Fleet, deployed
 from tests.fleet.keeping import KEEPER
+from tests.fleet.talk import from_every_replica, succeeded
 from tests.trainers.vllm_images import part, picture
 
 pytestmark = [pytest.mark.serve, pytest.mark.fleet("seeing"), pytest.mark.long, pytest.mark.timeout(900)]
@@ -142,6 +143,40 @@ def test_bad_images_are_refused_and_nothing_is_lost(seeing: Fleet) -> None:
             answer = client.post("/train/step", json=body)
             assert answer.status_code == 400 and words in answer.text
         assert client.get("/train/status").json()["step"] == before
+
+
+def test_images_beside_token_ids_are_seen_as_in_a_chat(seeing: Fleet) -> None:
+    """TRL sends the features that one replica has made of an image, verifiers the image."""
+    image = part(picture(64, 64, seed=9))
+    message = {"role": "user", "content": [image, {"type": "text", "text": "what?"}]}
+    sampling = {"n": 2, "seed": 3, "temperature": 1.0, "max_tokens": 8}
+    chat = {"model": MODEL, "messages": [message], "logprobs": True, **sampling}
+
+    def logprobs(answer: httpx.Response) -> list[list[float]]:
+        choices = succeeded(answer).json()["choices"]
+        return [[each["logprob"] for each in choice["logprobs"]["content"]] for choice in choices]
+
+    def generate(session: str) -> tuple[str, httpx.Response]:
+        answer = client.post("/inference/v1/generate", json=body, headers={"x-session-id": session})
+        return answer.headers["x-slipstream-replica"], answer
+
+    with seeing.client() as client:
+        said = logprobs(client.post("/v1/chat/completions", json=chat))
+        expected = [pytest.approx(each, abs=1e-4) for each in said]
+        rendered = succeeded(client.post("/v1/chat/completions/render", json=chat)).json()
+        tokens, features = rendered["token_ids"], rendered["features"]
+        (place,) = features["mm_placeholders"]["image"]
+        body = {"model": MODEL, "token_ids": tokens, "features": features}
+        body["sampling_params"] = {**sampling, "logprobs": 0, "output_kind": 2}
+        for answer in from_every_replica(generate).values():
+            assert logprobs(answer) == expected
+        one = tokens[: place["offset"] + 1] + tokens[place["offset"] + place["length"] :]
+        body |= {"token_ids": one, "features": None, "return_token_ids": True}
+        body["content_parts"] = [{"type": "image_url", "url": image["image_url"]["url"]}]
+        for answer in from_every_replica(generate).values():
+            assert logprobs(answer) == expected
+            found = answer.json()
+            assert (found["prompt_token_ids"], found["mm_placeholders"]) == (tokens, {"image": [place]})
 
 
 def test_the_commands_of_the_page_run(seeing: Fleet, tmp_path: Path) -> None:
