@@ -159,7 +159,8 @@ def _size(report: RoundReport) -> str:
 
 def _what_happened(report: RoundReport) -> str:
     lost = [f"{name} fenced: {reason}" for name, reason in report.fenced.items()]
-    return "; ".join(filter(None, [report.label or "", report.reason, *lost]))
+    reason = report.reason.removeprefix(f"round {report.round_id} aborted: ")
+    return "; ".join(filter(None, [report.label or "", reason, *lost]))
 
 
 def adapters(found: Sequence[AdapterStatus]) -> RenderableType:

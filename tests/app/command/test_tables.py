@@ -77,7 +77,7 @@ def test_a_round_has_its_publisher_its_parts_its_outcome_and_the_longest_gap() -
     )
     aborted = replace(
         report(2, 4, phase="aborted"),
-        reason="replica-1 did not stage",
+        reason="round 2 aborted: replica-1 did not stage",
         fenced={"replica-1": "x"},
         opened_at=0.0,
     )
