@@ -200,6 +200,10 @@ class JobOptions:
             )
         if self.environment is not None and (self.prompts is not None or self.reward is not None):
             raise ValueError("--environment has prompts and rewards of its own: leave --prompts out")
+        if self.environment is None and json_object(self.environment_settings, "--environment-settings"):
+            raise ValueError("--environment-settings needs --environment")
+        if self.eval_prompts is not None and self.prompts is None:
+            raise ValueError("--eval-prompts needs --prompts")
         if self.reward is not None and self.prompts is None:
             raise ValueError("--prompts and --reward go together, got only the latter")
         if self.prompts is not None and self.reward is None and self.teacher is None:

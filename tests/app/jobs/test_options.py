@@ -37,6 +37,8 @@ def verifiers(**settings: object) -> list[str]:
     [
         (["--reward", "a:b"], "go together"),
         (["--prompts", "x.jsonl"], "go together, unless there is a --teacher"),
+        (["--environment-settings", '{"a": 1}'], "needs --environment"),
+        (["--eval-prompts", "x.jsonl"], "needs --prompts"),
         (["--loss", "jsd"], "--teacher-model need --teacher"),
         (
             ["--teacher", "math@1"],
